@@ -1,0 +1,89 @@
+"""Every error that bytesched raises on purpose.
+
+::
+
+    BytesschedError
+    ├── ConfigError              a field, variable or file says something impossible
+    ├── PluginError              this use is not supported, or a framework is missing
+    │   └── UnusedParameterError a parameter got no gradient and nobody said that this may happen
+    ├── MismatchError            the ranks disagree on model, plan or configuration
+    ├── SchedulerClosed          used after close
+    ├── InvalidTransition        a task was told something that its state does not allow
+    └── TransportError           a transfer failed
+        ├── SchedulerTimeout     a transfer or a wait outlived its deadline
+        └── PeerLost             another rank is gone
+
+A message says what happened, with which values, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BytesschedError(Exception):
+    """Root of the tree above."""
+
+
+class ConfigError(BytesschedError, ValueError):
+    """A field, variable or file says something impossible."""
+
+
+class PluginError(BytesschedError):
+    """The use asked for is not supported, or what it needs is not installed."""
+
+
+class UnusedParameterError(PluginError):
+    """A parameter took no part in the loss, and unused parameters were not declared."""
+
+
+class MismatchError(BytesschedError):
+    """The ranks disagree on something that must be the same everywhere."""
+
+
+class SchedulerClosed(BytesschedError):
+    """The scheduler was used after it had been closed."""
+
+
+class InvalidTransition(BytesschedError):
+    """A task was told something that its state does not allow."""
+
+
+class TransportError(BytesschedError):
+    """A transfer failed; carries the task, the rank that noticed, and the task's story.
+
+    The three are shown below the message, so that a pasted traceback tells the whole case.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        task: str = "",
+        rank: int | None = None,
+        story: Sequence[object] = (),
+    ) -> None:
+        super().__init__(message)
+        self.task = task
+        self.rank = rank
+        self.story = tuple(str(line) for line in story)
+
+    def __str__(self) -> str:
+        where = [f"task {self.task}"] if self.task else []
+        if self.rank is not None:
+            where.append(f"seen by rank {self.rank}")
+        text = str(self.args[0])
+        if where:
+            text += f" ({', '.join(where)})"
+        if self.story:
+            text += "\n  story of the task, oldest first:"
+            text += "".join(f"\n    {line}" for line in self.story)
+        return text
+
+
+class SchedulerTimeout(TransportError, TimeoutError):
+    """A transfer or a wait outlived its deadline."""
+
+
+class PeerLost(TransportError, ConnectionError):
+    """Another rank is gone: its process died, or the link to it was cut."""

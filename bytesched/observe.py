@@ -1,0 +1,77 @@
+"""Observers: what watches a run (timeline, tests, tuners) without being able to break it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal
+
+__all__ = ["Observer", "Observers"]
+
+log = logging.getLogger("bytesched")
+
+
+class Observer:
+    """Optional hooks; all do nothing here. Called from any thread.
+
+    Times are ``time.perf_counter_ns()``. Tracks are ``step``, ``forward``, ``backward``,
+    ``queue``, ``send``, ``update`` and ``wait``.
+    """
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """Something took from ``start_ns`` to ``end_ns``."""
+
+    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
+        """A task was ready (s), was sent (t), or was first used (f)."""
+
+    def on_step(self, step: int, at_ns: int) -> None:
+        """The optimizer's ``step`` number ``step`` returned."""
+
+    def close(self) -> None:
+        """No more calls will come."""
+
+
+class Observers:
+    """Fans out to observers; one that raises is logged and removed, never fatal."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = list(observers)
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        self._tell("on_span", track, name, start_ns, end_ns, args)
+
+    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
+        self._tell("on_flow", phase, flow_id, track, at_ns)
+
+    def on_step(self, step: int, at_ns: int) -> None:
+        self._tell("on_step", step, at_ns)
+
+    def close(self) -> None:
+        self._tell("close")
+        self._observers.clear()
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        for observer in tuple(self._observers):
+            try:
+                getattr(observer, hook)(*args)
+            except Exception:
+                log.exception("%r raised in %s and is removed", observer, hook)
+                if observer in self._observers:
+                    self._observers.remove(observer)

@@ -1,0 +1,193 @@
+"""Scheduler: the one thread that drives a SchedulerCore against a transport."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from time import perf_counter_ns, thread_time_ns
+from typing import Final
+
+from bytesched.core import SchedulerCore
+from bytesched.errors import SchedulerClosed
+from bytesched.observe import Observers
+from bytesched.order import ReadyQueue
+from bytesched.task import CommTask
+from bytesched.transport import Transport
+
+__all__ = ["Scheduler"]
+
+log = logging.getLogger("bytesched")
+
+#: One thing for the scheduler's thread to do; returns the tasks to start.
+_Event = Callable[[], Sequence[CommTask]]
+_CLOSE: Final = None
+
+
+class Scheduler:
+    """Feeds events to the core and starts what it returns, all on one thread.
+
+    Args:
+        core: the decisions.
+        transport: what sends; its ``start`` is called from this thread only.
+        announce: told which tasks start now, before they do (a leader tells the other ranks).
+        on_finish: called on this thread for every finished task, which is re-armed already.
+        on_error: called once, with the first error; nothing is started after it.
+        observers: told about queue and send spans, and the flow from ready to send.
+    """
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        transport: Transport,
+        *,
+        announce: Callable[[Sequence[CommTask]], None] = lambda tasks: None,
+        on_finish: Callable[[CommTask], None] = lambda task: None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
+        observers: Observers | None = None,
+    ) -> None:
+        self.core = core
+        self._transport = transport
+        self._announce = announce
+        self._on_finish = on_finish
+        self._on_error = on_error
+        self._observers = Observers() if observers is None else observers
+        self._inbox: SimpleQueue[_Event | None] = SimpleQueue()
+        self._ready_at: dict[int, int] = {}
+        self._started_at: dict[int, int] = {}
+        self._busy_since_ns = 0
+        self._closed = False
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        #: totals since the start
+        self.tasks_started = 0
+        self.bytes_started = 0
+        self.busy_ns = 0
+        self.cpu_ns = 0
+        self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
+        self._thread.start()
+
+    # -- any thread --------------------------------------------------------------------
+
+    def notify_ready(self, task: CommTask) -> None:
+        """``task`` has become READY."""
+        self._ready_at[task.index] = perf_counter_ns()
+        self._inbox.put(lambda: self.core.ready(task))
+
+    def ordered(self, indices: Sequence[int]) -> None:
+        """The leader's next tasks."""
+        self._inbox.put(lambda: self.core.ordered(indices))
+
+    def set_credit(self, credit_bytes: int) -> None:
+        """A new credit window, in bytes."""
+        self._inbox.put(lambda: self.core.set_credit(credit_bytes))
+
+    def use_queue(self, queue: ReadyQueue) -> None:
+        """A new way of ordering, from the next task on; the core must be idle by then."""
+
+        def swap() -> Sequence[CommTask]:
+            self.core.use_queue(queue)
+            return ()
+
+        self._inbox.put(swap)
+
+    def fail(self, error: BaseException) -> None:
+        """Something outside the transport went wrong: stop starting, tell everyone."""
+
+        def stop() -> Sequence[CommTask]:
+            self._give_up(error)
+            return ()
+
+        self._inbox.put(stop)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stops the thread and closes the transport. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put(_CLOSE)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        self._transport.close()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("%r did not stop within %g s", self, 2 * timeout_s)
+
+    # -- the scheduler's thread --------------------------------------------------------
+
+    def _run(self) -> None:
+        while (event := self._inbox.get()) is not _CLOSE:
+            began_ns = thread_time_ns()
+            try:
+                self._start(event(), began_ns)
+            except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
+                self._give_up(error)
+
+    def _start(self, tasks: Sequence[CommTask], began_ns: int) -> None:
+        if not tasks:
+            self.cpu_ns += thread_time_ns() - began_ns
+            return
+        self._announce(tasks)
+        now_ns = perf_counter_ns()
+        if not self._started_at:
+            self._busy_since_ns = now_ns
+        for task in tasks:
+            self._started_at[task.index] = now_ns
+            self.tasks_started += 1
+            self.bytes_started += task.nbytes
+        self.cpu_ns += thread_time_ns() - began_ns
+        for task in tasks:
+            try:
+                self._transport.start(task, self._done)
+            except BaseException:
+                self.core.fail(task)
+                raise
+        if self._observers:
+            self._trace_start(tasks, now_ns)
+
+    def _done(self, task: CommTask, error: BaseException | None) -> None:
+        """Called by the transport, on any thread."""
+        if error is None:
+            self._inbox.put(lambda: self._finish(task))
+        else:
+            self._inbox.put(lambda: self._fail(task, error))
+
+    def _finish(self, task: CommTask) -> Sequence[CommTask]:
+        now_ns = perf_counter_ns()
+        following = self.core.finish(task)
+        started_ns = self._started_at.pop(task.index)
+        if not self._started_at:
+            self.busy_ns += now_ns - self._busy_since_ns
+        task.rearm()
+        self._on_finish(task)
+        if self._observers:
+            args = {"bytes": task.nbytes, "chunk": task.index}
+            self._observers.on_span("send", task.name, started_ns, now_ns, args)
+        return following
+
+    def _fail(self, task: CommTask, error: BaseException) -> Sequence[CommTask]:
+        self.core.fail(task)
+        self._give_up(error)
+        return ()
+
+    def _give_up(self, error: BaseException) -> None:
+        self.core.stop()
+        if self.error is not None or (self._closed and isinstance(error, SchedulerClosed)):
+            return
+        self.error = error
+        try:
+            self._on_error(error)
+        except Exception:
+            log.exception("%r could not report %r", self, error)
+
+    def _trace_start(self, tasks: Sequence[CommTask], now_ns: int) -> None:
+        for task in tasks:
+            ready_ns = self._ready_at.get(task.index, now_ns)
+            self._observers.on_span("queue", task.name, ready_ns, now_ns, {"chunk": task.index})
+            self._observers.on_flow("t", task.index, "send", now_ns)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self.error else "running"
+        return f"<Scheduler {state}, {self.tasks_started} started, {self.core!r}>"

@@ -1,0 +1,249 @@
+"""torch.distributed as a transport: a process group of our own, and chunks sent over it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bytesched.errors import (
+    PeerLost,
+    PluginError,
+    SchedulerClosed,
+    SchedulerTimeout,
+    TransportError,
+)
+from bytesched.plugins.plan import Piece, Plan
+from bytesched.plugins.streams import Streams
+from bytesched.task import CommTask
+from bytesched.transport import Done
+
+__all__ = ["C10dTransport", "Group", "Packer", "open_group"]
+
+log = logging.getLogger("bytesched")
+
+#: ``None`` sends gradients as they are
+WIRE_DTYPES: Final[dict[str, torch.dtype | None]] = {
+    "none": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Group:
+    """A process group that nobody else issues on, and the store behind it.
+
+    Two threads on one Gloo group abort the process, so the user's group is never used.
+    """
+
+    def __init__(
+        self, backend: Any, store: distributed_c10d.Store, *, name: str, timeout_s: float
+    ) -> None:
+        self.backend = backend
+        self.store = store
+        self.rank: int = backend.rank()
+        self.size: int = backend.size()
+        self.name = name
+        self.timeout_s = timeout_s
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """Every rank's ``text``, by rank, through the store."""
+        self.store.set(f"{key}/{self.rank}", text)
+        wait = timedelta(seconds=self.timeout_s)
+        texts = []
+        for rank in range(self.size):
+            try:
+                self.store.wait([f"{key}/{rank}"], wait)
+            except (RuntimeError, dist.DistStoreError) as error:
+                raise SchedulerTimeout(
+                    f"rank {rank} did not arrive at {self.name!r} ({key}) within "
+                    f"{self.timeout_s:g} s; does every rank call bytesched.wrap, in one order?",
+                    rank=self.rank,
+                ) from error
+            texts.append(self.store.get(f"{key}/{rank}").decode())
+        return texts
+
+    def leave_note(self, text: str) -> None:
+        """Says why this rank stops, for the others to find next to their broken connection."""
+        try:
+            self.store.set("note", json.dumps({"rank": self.rank, "text": text}))
+        except (RuntimeError, dist.DistStoreError):
+            log.debug("no note could be left in the store", exc_info=True)
+
+    def note(self) -> str:
+        """What another rank said when it stopped, or nothing."""
+        try:
+            if not self.store.check(["note"]):
+                return ""
+            note = json.loads(self.store.get("note"))
+        except (RuntimeError, dist.DistStoreError, ValueError):
+            return ""
+        return "" if note["rank"] == self.rank else f"; rank {note['rank']} said: {note['text']}"
+
+    def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
+        """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
+        text = str(cause)
+        kind: type[TransportError] = TransportError
+        what = f"all-reduce failed: {text}"
+        if any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
+            kind = SchedulerTimeout
+            what = (
+                f"no progress within {self.timeout_s:g} s: a peer is stopped, stuck or in other "
+                f"code ({text.strip()}); raise timeout_s if it was only slow"
+            )
+        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+            kind = PeerLost
+            what = f"another rank is gone ({text.strip()}); see its own log for the reason"
+        return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
+
+
+def open_group(
+    base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float, lanes: int = 2
+) -> Group:
+    """A group of our own over the ranks of ``base``; collective.
+
+    Args:
+        base: the user's group; only its store is used.
+        kind: the backend, "gloo" or "nccl".
+        name: the same on all ranks, unique in this job.
+        timeout_s: of every operation on it.
+        lanes: operations that Gloo runs at the same time.
+    """
+    entry = distributed_c10d._world.pg_map.get(base)
+    if entry is None:
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", entry[1])
+    wait = timedelta(seconds=timeout_s)
+    if kind == "gloo":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._threads = lanes
+        options._timeout = wait
+        try:
+            backend: Any = dist.ProcessGroupGloo(store, base.rank(), base.size(), options)
+        except RuntimeError as error:
+            raise SchedulerTimeout(
+                f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
+                "does every rank call bytesched.wrap, in one order?",
+                rank=base.rank(),
+            ) from error
+    elif kind == "nccl":
+        ranks = distributed_c10d.get_process_group_ranks(base)
+        group = dist.new_group(ranks, timeout=wait, backend="nccl")
+        backend = group._get_backend(torch.device("cuda"))
+    else:
+        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
+    return Group(backend, store, name=name, timeout_s=timeout_s)
+
+
+class Packer:
+    """Brings gradients into what is sent, and what was received into the arena.
+
+    Gradients are divided by the world size while they are packed, as DDP does, or after
+    rounding to the wire's dtype, as DDP's compression hooks do.
+    """
+
+    def __init__(self, plan: Plan, world_size: int, compression: str) -> None:
+        self._plan = plan
+        self._world_size = world_size
+        self._scale = 1.0 / world_size
+        dtype = WIRE_DTYPES[compression]
+        self._wires = [
+            torch.empty_like(buffer, dtype=dtype)
+            if dtype is not None and buffer.is_floating_point()
+            else None
+            for buffer in plan.buffers
+        ]
+
+    @torch.no_grad()
+    def pack(self, chunk: CommTask) -> torch.Tensor:
+        """The tensor to all-reduce for ``chunk``."""
+        wire = self._wires[chunk.index]
+        for piece in self._plan.pieces[chunk.index]:
+            _pack(piece, self._scale if wire is None else 1.0)
+        buffer = self._plan.buffers[chunk.index]
+        if wire is None:
+            return buffer
+        return wire.copy_(buffer).div_(self._world_size)
+
+    def unpack(self, chunk: CommTask) -> None:
+        """Takes over what was received."""
+        wire = self._wires[chunk.index]
+        if wire is not None:
+            self._plan.buffers[chunk.index].copy_(wire)
+
+
+class C10dTransport:
+    """Packs a chunk, all-reduces it, and reports when it is complete."""
+
+    def __init__(self, group: Group, packer: Packer, streams: Streams) -> None:
+        self._group = group
+        self._packer = packer
+        self._streams = streams
+        self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._wait, name="bytesched-waiter", daemon=True)
+        self._thread.start()
+
+    def start(self, task: CommTask, done: Done) -> None:
+        try:
+            with self._streams.communication(task):
+                work = self._group.backend.allreduce([self._packer.pack(task)])
+        except RuntimeError as error:
+            raise self._group.error(error, task=task.name) from error
+        self._sent.put((task, work, done))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._sent.put(None)
+            self._thread.join(5.0)
+
+    def _wait(self) -> None:
+        """The waiter's thread: completions in the order of sending."""
+        while (sent := self._sent.get()) is not None:
+            task, work, done = sent
+            if self._closed:
+                done(task, SchedulerClosed(f"closed while {task.name} was being sent"))
+                continue
+            try:
+                with self._streams.completion(task):
+                    work.wait()
+                    self._packer.unpack(task)
+            except RuntimeError as error:
+                done(task, self._group.error(error, task=task.name))
+            else:
+                done(task, None)
+
+    def __repr__(self) -> str:
+        return f"<C10dTransport rank {self._group.rank} of {self._group.size}>"
+
+
+def _pack(piece: Piece, scale: float) -> None:
+    """Writes the piece's gradient, times ``scale``, to the arena; zeros if there is none."""
+    slot = piece.slot
+    grad = slot.grad
+    if grad is None:
+        piece.target.zero_()
+        return
+    if grad.data_ptr() == slot.view.data_ptr():
+        # Accumulated in place by autograd: it is where it must be.
+        source = piece.target
+    elif grad.stride() == slot.view.stride():
+        n = slot.view.numel()
+        flat = grad.as_strided((n,), (1,), grad.storage_offset())
+        source = flat[piece.start_at : piece.stop_at]
+    else:
+        same = torch.empty_like(slot.view).copy_(grad)
+        source = same.as_strided((same.numel(),), (1,))[piece.start_at : piece.stop_at]
+    torch.mul(source, scale, out=piece.target)
+    slot.unpacked -= 1
+    if not slot.unpacked:
+        slot.grad = None

@@ -1,0 +1,164 @@
+"""The leader's word: which chunk is next, from rank 0 to the others, over a group of its own.
+
+Per iteration the leader either sends the chunks it starts, in batches, or, when an order has
+settled, one message saying that the order known to all goes on. Every iteration's last message
+says how the *next* one is ordered, so that a replayed iteration begins without waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from bytesched.order import OrderLearner
+from bytesched.plugins.c10d import Group
+from bytesched.task import CommTask
+
+__all__ = ["Follower", "Leader"]
+
+#: A message: how the next iteration is ordered, the number of chunks named, their indices.
+_BATCH: Final = 30
+_WORDS: Final = _BATCH + 2
+_TAG: Final = 7
+
+#: The next iteration is led, replays the order known to all, or replays the one that follows.
+_LEAD, _REPLAY, _REPLAY_NEW = 0, 1, 2
+
+
+class Leader:
+    """Rank 0's side; every method is called from the scheduler's thread.
+
+    Args:
+        group: the control group.
+        chunks: how many there are in an iteration.
+        replay: whether a settled order may be replayed.
+    """
+
+    def __init__(self, group: Group, chunks: int, *, replay: bool) -> None:
+        self._group = group
+        self._chunks = chunks
+        self._learner = OrderLearner() if replay else None
+        self._order: list[int] = []
+        self._mode = _LEAD
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self.messages = 0
+        #: the order all ranks replay now, or None while rank 0 leads
+        self.replayed: list[int] | None = None
+
+    def announce(self, tasks: Sequence[CommTask]) -> None:
+        """These start now, in this order."""
+        self._order.extend(task.index for task in tasks)
+        whole = len(self._order) == self._chunks
+        if self._mode == _LEAD:
+            indices = self._order[-len(tasks) :]
+            following, settled = self._next() if whole else (_LEAD, None)
+            for first in range(0, len(indices), _BATCH):
+                self._send(following, indices[first : first + _BATCH])
+            if settled is not None:
+                self._broadcast(torch.tensor(settled, dtype=torch.int64))
+                self.replayed = settled
+        elif whole:
+            following = _REPLAY
+            self._send(following, [])
+        if whole:
+            self._mode = _REPLAY if following else _LEAD
+            self._order = []
+
+    def _next(self) -> tuple[int, list[int] | None]:
+        if self._learner is None:
+            return _LEAD, None
+        self._learner.observe(self._order)
+        settled = self._learner.settled()
+        return (_LEAD, None) if settled is None else (_REPLAY_NEW, settled)
+
+    def _send(self, following: int, indices: Sequence[int]) -> None:
+        message = torch.zeros(_WORDS, dtype=torch.int64)
+        message[0] = following
+        message[1] = len(indices)
+        if indices:
+            message[2 : 2 + len(indices)] = torch.tensor(indices)
+        self._broadcast(message)
+
+    def _broadcast(self, message: torch.Tensor) -> None:
+        self.messages += 1
+        for rank in range(1, self._group.size):
+            work = self._group.backend.send([message], rank, _TAG)
+            self._sending.append((work, message))
+        # Gloo reads the message from our memory: it lives until it is sent.
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+
+class Follower:
+    """The other ranks' side: a thread that hears the leader while an iteration is under way.
+
+    It listens only between the first ready chunk of an iteration and the last message about it,
+    so that an hour of evaluation between two iterations is not a timeout.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        chunks: int,
+        *,
+        ordered: Callable[[Sequence[int]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._group = group
+        self._chunks = chunks
+        self._ordered = ordered
+        self._on_error = on_error
+        self._iterations = threading.Semaphore(0)
+        self._closed = False
+        #: the order all ranks replay now, or None while rank 0 leads
+        self.replayed: list[int] | None = None
+        self._thread = threading.Thread(target=self._run, name="bytesched-follower", daemon=True)
+        self._thread.start()
+
+    def begin_iteration(self) -> None:
+        """The first chunk of an iteration is ready here."""
+        self._iterations.release()
+
+    def close(self) -> None:
+        """Ends the thread, unless it is waiting for a leader that is gone."""
+        self._closed = True
+        self._iterations.release()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        mode = _LEAD
+        try:
+            while self._iterations.acquire() and not self._closed:
+                mode = self._led() if mode == _LEAD else self._replay()
+        except RuntimeError as error:
+            if not self._closed:
+                self._on_error(self._group.error(error, task="the leader's order"))
+
+    def _led(self) -> int:
+        remaining = self._chunks
+        following = _LEAD
+        while remaining > 0:
+            following, indices = self._receive()
+            self._ordered(indices)
+            remaining -= len(indices)
+        if following == _REPLAY_NEW:
+            order = torch.empty(self._chunks, dtype=torch.int64)
+            self._group.backend.recv([order], 0, _TAG).wait()
+            self.replayed = order.tolist()
+        return following
+
+    def _replay(self) -> int:
+        assert self.replayed is not None
+        self._ordered(self.replayed)
+        following, _ = self._receive()
+        return following
+
+    def _receive(self) -> tuple[int, list[int]]:
+        message = torch.empty(_WORDS, dtype=torch.int64)
+        self._group.backend.recv([message], 0, _TAG).wait()
+        words = message.tolist()
+        return words[0], words[2 : 2 + words[1]]

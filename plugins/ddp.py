@@ -1,0 +1,193 @@
+"""PyTorch: an optimizer over a DistributedDataParallel, or over a plain module."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import MismatchError, PluginError
+from bytesched.observe import Observers
+from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.plan import Slot
+from bytesched.plugins.session import Session
+from bytesched.plugins.update import why_not_deferred
+
+__all__ = ["attach", "why_plain"]
+
+log = logging.getLogger("bytesched")
+
+#: sessions are numbered in the order of wrapping, which is the same on all ranks
+_number = itertools.count()
+
+
+def why_plain(model: nn.Module) -> str:
+    """Why gradients of ``model`` cannot be scheduled at all; empty if they can."""
+    ddp = find_ddp(model)
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return f"{name or type(module).__name__} has sparse gradients"
+    if ddp is None:
+        return ""
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision reduces in a hook of its own"
+    if getattr(ddp, "_comm_hooks", None):
+        return "a communication hook is registered on the DDP module"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "DDP delays the all-reduce of some parameters"
+    if not hasattr(ddp, "_remove_autograd_hooks"):
+        return f"DDP of torch {torch.__version__} cannot give up its gradient hooks"
+    return ""
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """``model`` if it is a DDP, also under torch.compile."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, observers: Observers
+) -> Session:
+    """A session for ``model``, with ``optimizer`` deferred; collective."""
+    ddp = find_ddp(model)
+    base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
+    slots = _slots(model, optimizer)
+    name = f"session{next(_number)}"
+    kind = base._get_backend(slots[0].parameter.device).name()
+    data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
+    control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s, lanes=1)
+    _agree(data, slots, optimizer, config)
+    why = why_not_deferred(optimizer)
+    if not why and not config.cross_barrier:
+        why = "cross_barrier is off"
+    if not why and kind == "nccl" and _has_own_collectives(model):
+        why = "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
+    if why and data.rank == 0:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    undo = _take_over(ddp) if ddp is not None else _broadcast(data, model)
+    session = Session(
+        model,
+        slots,
+        config,
+        data=data,
+        control=control,
+        sync=(lambda: bool(ddp.require_backward_grad_sync)) if ddp is not None else (lambda: True),
+        find_unused=_find_unused(ddp, config),
+        static_graph=bool(ddp is not None and ddp.static_graph),
+        cross=not why,
+        observers=observers,
+    )
+    session.on_close(undo)
+    session.add_optimizer(optimizer)
+    return session
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    slots = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            if type(parameter) is not nn.Parameter:
+                raise PluginError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+                )
+            slots.append(Slot(name, parameter))
+    if not slots:
+        raise PluginError("the model has no parameter that requires a gradient")
+    devices = {slot.parameter.device for slot in slots}
+    if len(devices) > 1:
+        raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
+    managed = {id(slot.parameter) for slot in slots}
+    if not any(id(p) in managed for group in optimizer.param_groups for p in group["params"]):
+        raise PluginError("the optimizer has no parameter of this model")
+    return slots
+
+
+def _agree(
+    group: Group, slots: list[Slot], optimizer: torch.optim.Optimizer, config: Config
+) -> None:
+    """Raises MismatchError on every rank if models, dtypes or settings differ."""
+    mine = [
+        *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
+        f"optimizer {type(optimizer).__name__}",
+        *(
+            f"{field} = {getattr(config, field)!r}"
+            for field in (
+                "policy", "partition_bytes", "credit_bytes", "order", "compression",
+                "cross_barrier", "find_unused_parameters",
+            )
+        ),
+    ]  # fmt: skip
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    digests = group.gather_text("plan", digest)
+    if len(set(digests)) == 1:
+        return
+    lists = [json.loads(text) for text in group.gather_text("plan-text", json.dumps(mine))]
+    for rank, theirs in enumerate(lists):
+        for ours, other in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
+            if ours != other:
+                raise MismatchError(
+                    f"the ranks disagree: rank 0 has {ours!r}, rank {rank} has {other!r} "
+                    f"(seen by rank {group.rank}); all ranks need the same model and settings"
+                )
+
+
+def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
+    if config.find_unused_parameters is not None:
+        return config.find_unused_parameters
+    if ddp is None or ddp.static_graph:
+        return None
+    return bool(ddp.find_unused_parameters)
+
+
+def _has_own_collectives(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) or any(
+        True for _ in model.buffers()
+    )
+
+
+def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Makes ``ddp`` a shell: buffers and no_sync stay its own, gradients are ours."""
+    ddp._remove_autograd_hooks()
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+    def give_back() -> None:
+        parameters, expect_sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+
+    return give_back
+
+
+def _broadcast(group: Group, module: nn.Module) -> Callable[[], None]:
+    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
+    tensors = [t.detach() for t in itertools.chain(module.parameters(), module.buffers())]
+    for tensor in tensors:
+        dense = tensor.contiguous()
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = 0
+        group.backend.broadcast([dense], options).wait()
+        if dense is not tensor:
+            tensor.copy_(dense)
+    if group.rank == 0:
+        log.info("broadcast %d parameters and buffers of a plain module", len(tensors))
+    return lambda: None
+
+
+def observers_for(config: Config, rank: int) -> Observers:
+    """The observers that ``config`` asks for."""
+    if not config.timeline:
+        return Observers()
+    from bytesched.timeline import Timeline
+
+    return Observers([Timeline(config.timeline, rank=rank)])

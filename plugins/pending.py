@@ -1,0 +1,147 @@
+"""Tensors that wait: a parameter whose update is outstanding, a gradient still on the wire.
+
+The dependency proxy of ByteScheduler (SOSP'19, sec. 4.2), put where every Python reader has to
+pass: the parameter itself. While its update is outstanding its class is PendingParameter, whose
+first use settles it and gives the class back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["LazyGrad", "PendingParameter", "hold", "is_held", "release"]
+
+#: property -> what may be done to it
+_PROPERTIES = {
+    "_backward_hooks": "__get__ __set__",
+    "_post_accumulate_grad_hooks": "__get__ __set__",
+    "_version": "__get__",
+    "device": "__get__",
+    "dtype": "__get__",
+    "grad": "__get__ __set__ __delete__",
+    "grad_fn": "__get__",
+    "is_cpu": "__get__",
+    "is_cuda": "__get__",
+    "is_leaf": "__get__",
+    "is_sparse": "__get__",
+    "layout": "__get__",
+    "names": "__get__",
+    "ndim": "__get__",
+    "output_nr": "__get__",
+    "requires_grad": "__get__ __set__",
+    "shape": "__get__",
+}
+
+#: Reads that say nothing about the values. They must not wait: ``zero_grad()`` reads ``p.grad``,
+#: and waiting there would bring the barrier back without any test of values noticing.
+METADATA: frozenset[Any] = frozenset(
+    getattr(getattr(torch.Tensor, name), access)
+    for name, accesses in _PROPERTIES.items()
+    for access in accesses.split()
+    if hasattr(torch.Tensor, name)
+) | frozenset(
+    {
+        torch.Tensor.__len__,
+        torch.Tensor.dim,
+        torch.Tensor.element_size,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.nelement,
+        torch.Tensor.numel,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.size,
+        torch.Tensor.stride,
+    }
+)
+
+#: id of a held parameter -> what settles it; the session keeps the parameter alive meanwhile
+_settle: dict[int, Callable[[], None]] = {}
+
+
+class PendingParameter(nn.Parameter):
+    """A Parameter whose update is outstanding; its first real use waits for it."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for tensor in _tensors((args, kwargs)):
+            if type(tensor) is PendingParameter:
+                _settle[id(tensor)]()
+                if type(tensor) is PendingParameter:
+                    release(tensor)
+        return func(*args, **kwargs)
+
+
+def hold(parameter: nn.Parameter, settle: Callable[[], None]) -> None:
+    """Makes ``parameter`` pending: its next use calls ``settle`` first."""
+    _settle[id(parameter)] = settle
+    parameter.__class__ = PendingParameter
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Gives ``parameter`` its class back."""
+    parameter.__class__ = nn.Parameter
+    _settle.pop(id(parameter), None)
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """True while ``parameter`` is pending."""
+    return type(parameter) is PendingParameter
+
+
+class LazyGrad(torch.Tensor):
+    """A gradient that is being reduced; the first read of its values waits."""
+
+    #: set by the session that owns the memory
+    settle: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            for tensor in _tensors((args, kwargs)):
+                if type(tensor) is LazyGrad and "settle" in tensor.__dict__:
+                    tensor.settle()
+                elif type(tensor) is PendingParameter:
+                    _settle[id(tensor)]()
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _COPIES:
+                # A copy or a pickle is an ordinary tensor: it has nothing to wait for.
+                return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
+            return func(*args, **kwargs)
+
+
+_COPIES = frozenset({torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__})
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

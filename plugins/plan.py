@@ -1,0 +1,206 @@
+"""The plan: gradients in arenas in forward order, cut into chunks, bundled for their update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bytesched.plugins.pending import LazyGrad
+from bytesched.task import CommTask
+
+if TYPE_CHECKING:
+    from bytesched.plugins.update import Deferred
+
+__all__ = ["Bundle", "Piece", "Plan", "Slot"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter, and where its gradient lies."""
+
+    name: str
+    parameter: nn.Parameter
+    #: the arena's memory in the parameter's shape and strides
+    view: torch.Tensor = field(init=False)
+    #: what ``parameter.grad`` is between backward and the next ``zero_grad``
+    lazy: LazyGrad = field(init=False)
+    #: the same storage and version counter as the parameter, with ``view`` as its gradient:
+    #: updates run on it, so that they never touch ``parameter.grad`` or its class
+    alias: nn.Parameter = field(init=False)
+    bundle: Bundle = field(init=False)
+    chunks: list[CommTask] = field(default_factory=list)
+    #: the local gradient, from its hook until it is packed
+    grad: torch.Tensor | None = None
+    #: pieces of ``grad`` that are not packed yet
+    unpacked: int = 0
+    #: how often its hook fired in this round
+    fired: int = 0
+    #: how often it must fire (static graphs may use a parameter several times)
+    expected: int = 1
+    #: takes part in the update of this round
+    used: bool = False
+
+    def realias(self) -> None:
+        """Makes the alias anew, after the parameter got other memory."""
+        self.alias = nn.Parameter(self.parameter.detach(), self.parameter.requires_grad)
+        self.alias.grad = self.view
+
+
+@dataclass(eq=False)
+class Bundle:
+    """Parameters whose gradients are complete at the same moment; they are updated together."""
+
+    index: int
+    slots: list[Slot]
+    chunks: set[CommTask]
+    #: chunks still to be reduced in this round
+    sending: int = 0
+    #: ``step()`` was called and the update is outstanding
+    armed: bool = False
+    #: its parameters are pending tensors; ends with the first use after the update
+    held: bool = False
+    #: what to update: optimizer, hyper-parameters at ``step()``, parameters
+    jobs: list[tuple[Deferred, dict[str, Any], list[Slot]]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradients."""
+        return sum(slot.view.nbytes for slot in self.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The part of one slot that lies in one chunk."""
+
+    slot: Slot
+    #: elements of the slot, in memory order
+    start_at: int
+    stop_at: int
+    #: the same elements in the arena
+    target: torch.Tensor
+
+
+class Plan:
+    """Arenas, chunks and bundles for a list of parameters in forward order.
+
+    Chunks are numbered front to back, the same on all ranks; that number is their priority.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], *, partition_bytes: int, find_unused: bool = False
+    ) -> None:
+        self.slots = list(slots)
+        #: which slots got a gradient, summed over the ranks; the most urgent chunk of all
+        self.used_flags: torch.Tensor | None = None
+        self.flags_chunk: CommTask | None = None
+        self.flags_reduced = False
+        self.chunks: list[CommTask] = []
+        self.pieces: list[list[Piece]] = []
+        #: the arena memory of each chunk
+        self.buffers: list[torch.Tensor] = []
+        self.bundles: list[Bundle] = []
+        self.bundles_of: list[list[Bundle]] = []
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for position, slot in enumerate(slots):
+            groups.setdefault((slot.parameter.dtype, slot.parameter.device), []).append(position)
+        cut = [
+            part
+            for (dtype, device), positions in groups.items()
+            for part in self._lay_out(positions, dtype, device, partition_bytes)
+        ]
+        if find_unused:
+            self.used_flags = torch.zeros(
+                len(slots), dtype=torch.int32, device=slots[0].parameter.device
+            )
+            self.flags_chunk = CommTask(
+                "used-parameters", start_at=0, stop_at=len(slots), itemsize=4, priority=-1
+            )
+            cut.append((self.flags_chunk, self.used_flags, []))
+        for chunk, buffer, pieces in sorted(cut, key=lambda part: part[0].priority):
+            chunk.index = chunk.priority = len(self.chunks)
+            self.chunks.append(chunk)
+            self.buffers.append(buffer)
+            self.pieces.append(pieces)
+            for piece in pieces:
+                piece.slot.chunks.append(chunk)
+        self._bundle()
+
+    def _lay_out(
+        self, positions: list[int], dtype: torch.dtype, device: torch.device, partition_bytes: int
+    ) -> list[tuple[CommTask, torch.Tensor, list[Piece]]]:
+        slots = [self.slots[position] for position in positions]
+        arena = torch.zeros(
+            sum(slot.parameter.numel() for slot in slots), dtype=dtype, device=device
+        )
+        tasks, owner, offset = [], {}, 0
+        for position, slot in zip(positions, slots, strict=True):
+            n = slot.parameter.numel()
+            slot.view = _shaped(arena[offset : offset + n], slot.parameter)
+            slot.lazy = slot.view.as_subclass(LazyGrad)
+            slot.realias()
+            task = CommTask(
+                slot.name,
+                start_at=offset,
+                stop_at=offset + n,
+                itemsize=arena.element_size(),
+                priority=position,
+            )
+            tasks.append(task)
+            owner[task] = slot
+            offset += n
+        cut = []
+        for chunk in CommTask.merge(tasks).partition(partition_bytes):
+            pieces = []
+            for task in chunk.members:
+                a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
+                pieces.append(Piece(owner[task], a - task.start_at, b - task.start_at, arena[a:b]))
+            cut.append((chunk, arena[chunk.start_at : chunk.stop_at], pieces))
+        return cut
+
+    def _bundle(self) -> None:
+        by_last: dict[int, list[Slot]] = {}
+        for slot in self.slots:
+            by_last.setdefault(max(chunk.index for chunk in slot.chunks), []).append(slot)
+        self.bundles_of = [[] for _ in self.chunks]
+        for last in sorted(by_last):
+            slots = by_last[last]
+            chunks = {chunk for slot in slots for chunk in slot.chunks}
+            bundle = Bundle(len(self.bundles), slots, chunks)
+            self.bundles.append(bundle)
+            for slot in slots:
+                slot.bundle = bundle
+            for chunk in chunks:
+                self.bundles_of[chunk.index].append(bundle)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {len(self.slots)} parameters, {self.nbytes / 2**20:.1f} MiB in "
+            f"{len(self.chunks)} chunks, {len(self.bundles)} bundles>"
+        )
+
+
+def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``flat`` in the shape and, if they are dense, the strides of ``parameter``."""
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if its elements fill their memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,172 @@
+"""The deferred update: the user's own optimizer, run on the parameters that are ready.
+
+No optimizer is re-implemented. ``step()`` takes a snapshot of the hyper-parameters; when the
+gradients of a bundle are there, the raw ``step`` of the optimizer's class runs on a copy of the
+optimizer whose groups hold just these parameters, under that snapshot.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.plugins.plan import Slot
+
+__all__ = ["Deferred", "GuardedState", "why_not_deferred"]
+
+#: Optimizers whose update of one parameter depends on that parameter alone. Exact classes: a
+#: subclass may do anything.
+SEPARABLE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+    if hasattr(torch.optim, name)
+)
+
+
+def why_not_deferred(optimizer: torch.optim.Optimizer) -> str:
+    """Why ``optimizer`` cannot be updated bundle by bundle; empty if it can."""
+    kind = type(optimizer)
+    if kind not in SEPARABLE:
+        return f"{kind.__name__} is not known to update each parameter on its own"
+    if not hasattr(kind.step, "__wrapped__") and not hasattr(kind.step, "hooked"):
+        return f"{kind.__name__}.step has been replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    return ""
+
+
+class GuardedState(defaultdict[Any, Any]):
+    """``optimizer.state``; any use of it from outside applies what is outstanding first."""
+
+    def __init__(self, content: Any, settle: Callable[[], None]) -> None:
+        super().__init__(dict, content)
+        self._settle = settle
+
+    def raw(self, key: Any) -> Any:
+        """The entry of ``key`` as it is now, made if missing, as ``self[key]`` makes it."""
+        entry = dict.get(self, key)
+        if entry is None:
+            entry = {}
+            dict.__setitem__(self, key, entry)
+        return entry
+
+    def plain(self) -> defaultdict[Any, Any]:
+        """The same entries in an ordinary dictionary."""
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
+
+
+def _settled(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(self: GuardedState, *args: Any) -> Any:
+        self._settle()
+        return method(self, *args)
+
+    return call
+
+
+_USES = """
+    __contains__ __delitem__ __eq__ __getitem__ __iter__ __len__ __ne__ __repr__ __setitem__
+    clear get items keys pop popitem setdefault update values
+"""
+
+for _name in _USES.split():
+    setattr(GuardedState, _name, _settled(_name))
+
+
+class _AliasedState(dict[Any, Any]):
+    """What a copy of the optimizer sees as its state: the entries of the real parameters."""
+
+    def __init__(self, state: GuardedState, real: dict[int, nn.Parameter]) -> None:
+        super().__init__()
+        self._state = state
+        self._real = real
+
+    def __missing__(self, alias: Any) -> Any:
+        return self._state.raw(self._real.get(id(alias), alias))
+
+
+class Deferred:
+    """One optimizer, and a copy of it that updates bundles."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+        self.optimizer = optimizer
+        self._settle = settle
+        #: parameter by id of its alias
+        self._real: dict[int, nn.Parameter] = {}
+        step = type(optimizer).step
+        # Around it torch runs the hooks of the user's step(); they have run already.
+        self._raw_step: Callable[..., Any] = getattr(step, "__wrapped__", step)
+        self.guard()
+
+    def guard(self) -> None:
+        """Guards ``optimizer.state``, again if somebody has replaced it."""
+        state = self.optimizer.state
+        if not isinstance(state, GuardedState):
+            state = self.optimizer.state = GuardedState(state, self._settle)
+        self._copies_state = _AliasedState(state, self._real)
+
+    def unguard(self) -> None:
+        """Gives the optimizer a plain state back."""
+        if isinstance(self.optimizer.state, GuardedState):
+            self.optimizer.state = self.optimizer.state.plain()
+
+    def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer with other groups, the same state, and no hooks."""
+        kind = type(self.optimizer)
+        copied: torch.optim.Optimizer = kind.__new__(kind)
+        copied.__dict__.update(self.optimizer.__dict__)
+        copied.state = self._copies_state  # type: ignore[assignment]
+        copied.param_groups = param_groups
+        copied._optimizer_step_pre_hooks = type(self.optimizer._optimizer_step_pre_hooks)()
+        copied._optimizer_step_post_hooks = type(self.optimizer._optimizer_step_post_hooks)()
+        return copied
+
+    def know(self, slot: Slot) -> None:
+        """``slot.alias`` stands for ``slot.parameter`` from now on."""
+        self._real[id(slot.alias)] = slot.parameter
+
+    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+        """Runs the real update of ``slots`` under the hyper-parameters of each group."""
+        copied = self.copy(
+            [{**snapshot, "params": [s.alias for s in slots]} for snapshot, slots in groups]
+        )
+        self._raw_step(copied)
+
+
+def snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of ``group`` as they are now; tensors are cloned."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
