@@ -56,10 +56,13 @@ def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
         return optimizer
     for _, session in _wrapped.values():
         if session.root is model:
-            session.add_optimizer(optimizer)
             break
     else:
         session = ddp.attach(optimizer, model, config, ddp.observers_for(config, dist.get_rank()))
+    why = ddp.why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    session.add_optimizer(optimizer, cross=not why)
     _wrapped[id(optimizer)] = (optimizer, session)
     return optimizer
 
@@ -110,6 +113,12 @@ def _at_exit() -> None:
                 session.data.leave_note(f"{type(died).__name__}: {died}")
         except Exception:
             log.exception("the last step could not be applied")
-        finally:
-            session.close()
+        _close(session)
     _wrapped.clear()
+
+
+def _close(session: Session) -> None:
+    try:
+        session.close()
+    except Exception:
+        log.exception("%r could not be closed", session)

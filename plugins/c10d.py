@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
+import contextlib
 import queue
 import threading
 from datetime import timedelta
@@ -14,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import (
+    BytesschedError,
     PeerLost,
     PluginError,
     SchedulerClosed,
     SchedulerTimeout,
     TransportError,
 )
+from bytesched.plugins.notes import Notes
 from bytesched.plugins.plan import Piece, Plan
 from bytesched.plugins.streams import Streams
 from bytesched.task import CommTask
@@ -27,14 +28,15 @@ from bytesched.transport import Done
 
 __all__ = ["C10dTransport", "Group", "Packer", "open_group"]
 
-log = logging.getLogger("bytesched")
-
 #: ``None`` sends gradients as they are
 WIRE_DTYPES: Final[dict[str, torch.dtype | None]] = {
     "none": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+#: a tag of no message
+_NEVER_SENT: Final = 1 << 20
 
 
 class Group:
@@ -44,7 +46,13 @@ class Group:
     """
 
     def __init__(
-        self, backend: Any, store: distributed_c10d.Store, *, name: str, timeout_s: float
+        self,
+        backend: Any,
+        store: distributed_c10d.Store,
+        notes: Notes,
+        *,
+        name: str,
+        timeout_s: float,
     ) -> None:
         self.backend = backend
         self.store = store
@@ -52,6 +60,8 @@ class Group:
         self.size: int = backend.size()
         self.name = name
         self.timeout_s = timeout_s
+        self._notes = notes
+        self._aborted = False
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank, through the store."""
@@ -72,20 +82,35 @@ class Group:
 
     def leave_note(self, text: str) -> None:
         """Says why this rank stops, for the others to find next to their broken connection."""
-        try:
-            self.store.set("note", json.dumps({"rank": self.rank, "text": text}))
-        except (RuntimeError, dist.DistStoreError):
-            log.debug("no note could be left in the store", exc_info=True)
+        self._notes.leave(text)
 
     def note(self) -> str:
         """What another rank said when it stopped, or nothing."""
+        return self._notes.read()
+
+    def wait(self, work: Any, *, task: str = "") -> None:
+        """Waits for the end of ``work``, whose failure is an error of ours."""
         try:
-            if not self.store.check(["note"]):
-                return ""
-            note = json.loads(self.store.get("note"))
-        except (RuntimeError, dist.DistStoreError, ValueError):
-            return ""
-        return "" if note["rank"] == self.rank else f"; rank {note['rank']} said: {note['text']}"
+            work.wait()
+        except RuntimeError as error:
+            raise self.error(error, task=task) from error
+
+    def abort(self) -> None:
+        """Breaks the connections: what is under way fails at once, here and on every other rank.
+
+        Idempotent, from any thread. What is started afterwards fails as well.
+        """
+        if self._aborted:
+            return
+        self._aborted = True
+        if self.backend.name() != "gloo":
+            self.backend.abort()
+            return
+        # Gloo has no call for it, but a receive that times out closes all its connections.
+        never = torch.empty(1)
+        with contextlib.suppress(RuntimeError):
+            peer = (self.rank + 1) % self.size
+            self.backend.recv([never], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
@@ -104,17 +129,14 @@ class Group:
         return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
 
 
-def open_group(
-    base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float, lanes: int = 2
-) -> Group:
+def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
     """A group of our own over the ranks of ``base``; collective.
 
     Args:
         base: the user's group; only its store is used.
         kind: the backend, "gloo" or "nccl".
-        name: the same on all ranks, unique in this job.
+        name: "session/purpose", the same on all ranks, unique in this job.
         timeout_s: of every operation on it.
-        lanes: operations that Gloo runs at the same time.
     """
     entry = distributed_c10d._world.pg_map.get(base)
     if entry is None:
@@ -122,12 +144,9 @@ def open_group(
     store = distributed_c10d.PrefixStore(f"bytesched/{name}", entry[1])
     wait = timedelta(seconds=timeout_s)
     if kind == "gloo":
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        options._threads = lanes
-        options._timeout = wait
         try:
-            backend: Any = dist.ProcessGroupGloo(store, base.rank(), base.size(), options)
+            # Not through new_group: it must outlive destroy_process_group for the last step.
+            backend: Any = dist.ProcessGroupGloo(store, base.rank(), base.size(), wait)
         except RuntimeError as error:
             raise SchedulerTimeout(
                 f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
@@ -140,7 +159,9 @@ def open_group(
         backend = group._get_backend(torch.device("cuda"))
     else:
         raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    return Group(backend, store, name=name, timeout_s=timeout_s)
+    session, _, _ = name.partition("/")
+    notes = Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", entry[1]), base.rank())
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
 
 
 class Packer:
@@ -188,6 +209,8 @@ class C10dTransport:
         self._packer = packer
         self._streams = streams
         self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
+        #: each is counted by one thread
+        self._started = self._ended = 0
         self._closed = False
         self._thread = threading.Thread(target=self._wait, name="bytesched-waiter", daemon=True)
         self._thread.start()
@@ -198,29 +221,35 @@ class C10dTransport:
                 work = self._group.backend.allreduce([self._packer.pack(task)])
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
+        self._started += 1
         self._sent.put((task, work, done))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._sent.put(None)
+            if self._ended != self._started:
+                self._group.abort()
             self._thread.join(5.0)
 
     def _wait(self) -> None:
         """The waiter's thread: completions in the order of sending."""
         while (sent := self._sent.get()) is not None:
             task, work, done = sent
-            if self._closed:
-                done(task, SchedulerClosed(f"closed while {task.name} was being sent"))
-                continue
             try:
                 with self._streams.completion(task):
                     work.wait()
                     self._packer.unpack(task)
             except RuntimeError as error:
-                done(task, self._group.error(error, task=task.name))
+                failed: BytesschedError | None = (
+                    SchedulerClosed(f"closed while {task.name} was being sent")
+                    if self._closed
+                    else self._group.error(error, task=task.name)
+                )
             else:
-                done(task, None)
+                failed = None
+            self._ended += 1
+            done(task, failed)
 
     def __repr__(self) -> str:
         return f"<C10dTransport rank {self._group.rank} of {self._group.size}>"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from bytesched.errors import TransportError
 from bytesched.order import OrderLearner
 from bytesched.plugins.c10d import Group
 from bytesched.task import CommTask
@@ -24,6 +25,8 @@ __all__ = ["Follower", "Leader"]
 _BATCH: Final = 30
 _WORDS: Final = _BATCH + 2
 _TAG: Final = 7
+#: what fails if a message cannot be sent or received
+_TASK: Final = "the leader's order"
 
 #: The next iteration is led, replays the order known to all, or replays the one that follows.
 _LEAD, _REPLAY, _REPLAY_NEW = 0, 1, 2
@@ -51,6 +54,8 @@ class Leader:
 
     def announce(self, tasks: Sequence[CommTask]) -> None:
         """These start now, in this order."""
+        if not self._order:
+            self._forget_sent()
         self._order.extend(task.index for task in tasks)
         whole = len(self._order) == self._chunks
         if self._mode == _LEAD:
@@ -85,12 +90,18 @@ class Leader:
 
     def _broadcast(self, message: torch.Tensor) -> None:
         self.messages += 1
-        for rank in range(1, self._group.size):
-            work = self._group.backend.send([message], rank, _TAG)
-            self._sending.append((work, message))
-        # Gloo reads the message from our memory: it lives until it is sent.
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        try:
+            for rank in range(1, self._group.size):
+                work = self._group.backend.send([message], rank, _TAG)
+                self._sending.append((work, message))
+        except RuntimeError as error:
+            raise self._group.error(error, task=_TASK) from error
+
+    def _forget_sent(self) -> None:
+        """Lets go of the last iteration's messages, which Gloo has read from our memory by now."""
+        while self._sending:
+            work, _ = self._sending.popleft()
+            self._group.wait(work, task=_TASK)
 
 
 class Follower:
@@ -113,6 +124,8 @@ class Follower:
         self._ordered = ordered
         self._on_error = on_error
         self._iterations = threading.Semaphore(0)
+        #: iterations, each counted by one thread
+        self._begun = self._heard = 0
         self._closed = False
         #: the order all ranks replay now, or None while rank 0 leads
         self.replayed: list[int] | None = None
@@ -121,22 +134,25 @@ class Follower:
 
     def begin_iteration(self) -> None:
         """The first chunk of an iteration is ready here."""
+        self._begun += 1
         self._iterations.release()
 
     def close(self) -> None:
-        """Ends the thread, unless it is waiting for a leader that is gone."""
+        """Ends the thread; a message that it waits for will not come any more."""
         self._closed = True
         self._iterations.release()
-        self._thread.join(1.0)
+        if self._heard != self._begun:
+            self._group.abort()
+        self._thread.join(5.0)
 
     def _run(self) -> None:
         mode = _LEAD
         try:
             while self._iterations.acquire() and not self._closed:
                 mode = self._led() if mode == _LEAD else self._replay()
-        except RuntimeError as error:
-            if not self._closed:
-                self._on_error(self._group.error(error, task="the leader's order"))
+                self._heard += 1
+        except TransportError as error:
+            self._on_error(error)
 
     def _led(self) -> int:
         remaining = self._chunks
@@ -147,7 +163,7 @@ class Follower:
             remaining -= len(indices)
         if following == _REPLAY_NEW:
             order = torch.empty(self._chunks, dtype=torch.int64)
-            self._group.backend.recv([order], 0, _TAG).wait()
+            self._receive_into(order)
             self.replayed = order.tolist()
         return following
 
@@ -159,6 +175,13 @@ class Follower:
 
     def _receive(self) -> tuple[int, list[int]]:
         message = torch.empty(_WORDS, dtype=torch.int64)
-        self._group.backend.recv([message], 0, _TAG).wait()
+        self._receive_into(message)
         words = message.tolist()
         return words[0], words[2 : 2 + words[1]]
+
+    def _receive_into(self, message: torch.Tensor) -> None:
+        try:
+            work = self._group.backend.recv([message], 0, _TAG)
+        except RuntimeError as error:
+            raise self._group.error(error, task=_TASK) from error
+        self._group.wait(work, task=_TASK)

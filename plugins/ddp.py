@@ -22,7 +22,7 @@ from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["attach", "why_plain"]
+__all__ = ["attach", "observers_for", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
@@ -58,22 +58,15 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def attach(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, observers: Observers
 ) -> Session:
-    """A session for ``model``, with ``optimizer`` deferred; collective."""
+    """A session for ``model``, to which ``optimizer`` is to be added; collective."""
     ddp = find_ddp(model)
     base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
     slots = _slots(model, optimizer)
     name = f"session{next(_number)}"
     kind = base._get_backend(slots[0].parameter.device).name()
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
-    control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s, lanes=1)
+    control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
     _agree(data, slots, optimizer, config)
-    why = why_not_deferred(optimizer)
-    if not why and not config.cross_barrier:
-        why = "cross_barrier is off"
-    if not why and kind == "nccl" and _has_own_collectives(model):
-        why = "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
-    if why and data.rank == 0:
-        log.info("scheduling inside backward, stepping whole: %s", why)
     undo = _take_over(ddp) if ddp is not None else _broadcast(data, model)
     session = Session(
         model,
@@ -84,12 +77,20 @@ def attach(
         sync=(lambda: bool(ddp.require_backward_grad_sync)) if ddp is not None else (lambda: True),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
-        cross=not why,
         observers=observers,
     )
     session.on_close(undo)
-    session.add_optimizer(optimizer)
     return session
+
+
+def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
+    if not config.cross_barrier:
+        return "cross_barrier is off"
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    if on_cuda and dist.get_backend() != "gloo" and _has_own_collectives(model):
+        return "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
+    return why_not_deferred(optimizer)
 
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
@@ -176,7 +177,7 @@ def _broadcast(group: Group, module: nn.Module) -> Callable[[], None]:
         dense = tensor.contiguous()
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
-        group.backend.broadcast([dense], options).wait()
+        group.wait(group.backend.broadcast([dense], options), task="the initial broadcast")
         if dense is not tensor:
             tensor.copy_(dense)
     if group.rank == 0:

@@ -17,7 +17,24 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.plugins.pending import hold, is_held, release
 from bytesched.plugins.plan import Bundle
 
-__all__ = ["FirstUse", "gate", "is_compiled"]
+__all__ = ["FirstUse", "StayingHook", "gate", "is_compiled"]
+
+
+class StayingHook:
+    """A forward pre-hook that stays behind when its module is copied or pickled.
+
+    In its place goes ``{}.get``, which returns the arguments of the call as they are, and which
+    needs no bytesched where the pickle is loaded.
+    """
+
+    def __init__(self, call: Callable[[nn.Module, Any], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._call(module, args)
+
+    def __reduce__(self) -> Any:
+        return partial, ({}.get,)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -42,7 +59,8 @@ class FirstUse:
         self._visit(root, None, inside_compiled=False)
         for module in self._parents:
             if module not in self._compiled:
-                self._handles.append(module.register_forward_pre_hook(self._on_call, prepend=True))
+                hook = StayingHook(self._on_call)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _visit(self, module: nn.Module, parent: nn.Module | None, *, inside_compiled: bool) -> None:
         if module in self._parents:
@@ -146,7 +164,7 @@ def gate(
 
     def wait() -> None:
         for bundle in bundles:
-            if bundle.armed:
+            if bundle.held:
                 settle(bundle, name)
 
     compiled = module.__dict__.get("_compiled_call_impl")
@@ -164,7 +182,5 @@ def gate(
 
         return restore
 
-    def hook(module: nn.Module, args: Any) -> None:
-        wait()
-
+    hook = StayingHook(lambda module, args: wait())
     return module.register_forward_pre_hook(hook, prepend=True).remove

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LazyGrad", "PendingParameter", "hold", "is_held", "release"]
+__all__ = [
+    "LazyGrad",
+    "PendingParameter",
+    "has_own_memory",
+    "hold",
+    "is_held",
+    "plain",
+    "release",
+]
 
 #: property -> what may be done to it
 _PROPERTIES = {
@@ -108,8 +116,10 @@ def is_held(parameter: nn.Parameter) -> bool:
 class LazyGrad(torch.Tensor):
     """A gradient that is being reduced; the first read of its values waits."""
 
-    #: set by the session that owns the memory
+    #: both set by the session that owns the memory
     settle: Callable[[], None]
+    #: true if ``step()`` has taken the gradient; zeroing then only concerns the next one
+    is_taken: Callable[[], bool]
 
     @classmethod
     def __torch_function__(
@@ -120,9 +130,13 @@ class LazyGrad(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _ZEROING:
+            for tensor in _tensors(args):
+                if type(tensor) is LazyGrad and tensor.is_taken():
+                    _give_own_memory(tensor)
         if func not in METADATA:
             for tensor in _tensors((args, kwargs)):
-                if type(tensor) is LazyGrad and "settle" in tensor.__dict__:
+                if type(tensor) is LazyGrad:
                     tensor.settle()
                 elif type(tensor) is PendingParameter:
                     _settle[id(tensor)]()
@@ -133,6 +147,36 @@ class LazyGrad(torch.Tensor):
             return func(*args, **kwargs)
 
 
+def _give_own_memory(grad: LazyGrad) -> None:
+    """Leaves the memory that is on the wire to the update, which still needs it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.data = torch.empty_like(grad.data)
+    grad.settle = _nothing
+    grad.is_taken = _false
+
+
+def has_own_memory(grad: LazyGrad) -> bool:
+    """True if ``grad`` was zeroed while its memory was on the wire, and has other memory now."""
+    return grad.settle is _nothing
+
+
+def plain(grad: torch.Tensor) -> torch.Tensor:
+    """The same memory as an ordinary tensor; does not wait."""
+    if type(grad) is not LazyGrad:
+        return grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return grad.as_subclass(torch.Tensor)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _false() -> bool:
+    return False
+
+
+_ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 _COPIES = frozenset({torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__})
 
 

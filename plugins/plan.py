@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,21 @@ class Slot:
     expected: int = 1
     #: takes part in the update of this round
     used: bool = False
+    #: ``step()`` has armed its update
+    taken: bool = False
+
+    #: what a use of the parameter calls while its update is outstanding
+    settle: Callable[[], None] = field(init=False)
+
+    def make_lazy(self, settle: Callable[[], None]) -> None:
+        """A new lazy view; the old one, if there is one, keeps what it has."""
+        self.lazy = self.view.as_subclass(LazyGrad)
+        self.lazy.settle = settle
+        self.lazy.is_taken = self.is_taken
+
+    def is_taken(self) -> bool:
+        """True while an update that needs the gradient is outstanding."""
+        return self.taken and self.bundle.armed
 
     def realias(self) -> None:
         """Makes the alias anew, after the parameter got other memory."""
@@ -140,7 +155,6 @@ class Plan:
         for position, slot in zip(positions, slots, strict=True):
             n = slot.parameter.numel()
             slot.view = _shaped(arena[offset : offset + n], slot.parameter)
-            slot.lazy = slot.view.as_subclass(LazyGrad)
             slot.realias()
             task = CommTask(
                 slot.name,

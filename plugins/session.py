@@ -15,14 +15,14 @@ from torch.autograd import Variable
 
 from bytesched.config import Config
 from bytesched.core import SchedulerCore
-from bytesched.errors import PluginError, SchedulerTimeout, UnusedParameterError
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
 from bytesched.observe import Observers
 from bytesched.order import Following, Leading
 from bytesched.plugins.c10d import C10dTransport, Group
 from bytesched.plugins.control import Follower, Leader
-from bytesched.plugins.first_use import FirstUse, gate
+from bytesched.plugins.first_use import FirstUse, StayingHook, gate
 from bytesched.plugins.meter import Meter
-from bytesched.plugins.pending import hold, is_held, release
+from bytesched.plugins.pending import has_own_memory, hold, is_held, plain, release
 from bytesched.plugins.plan import Bundle, Plan, Slot
 from bytesched.plugins.streams import streams_for
 from bytesched.plugins.update import Deferred, snapshot
@@ -66,7 +66,6 @@ class Session:
         sync: Callable[[], bool],
         find_unused: bool | None,
         static_graph: bool,
-        cross: bool,
         observers: Observers,
     ) -> None:
         self.root = root
@@ -75,7 +74,6 @@ class Session:
         self.control = control
         self.observers = observers
         self.meter = Meter(observers, len(slots))
-        self.cross = cross
         self.error: BaseException | None = None
         self._closed = False
         self._read_sync = sync
@@ -113,16 +111,19 @@ class Session:
                     partial(self._on_grad, slot)
                 ).remove
             )
-        self._undo.append(
-            self.root.register_forward_pre_hook(self._before_forward, prepend=True).remove
-        )
-        self._undo.append(
-            self.root.register_forward_hook(self._after_forward, always_call=True).remove
-        )
+        hook = StayingHook(self._before_forward)
+        self._undo.append(self.root.register_forward_pre_hook(hook, prepend=True).remove)
+        self._forward_hook = self.root.register_forward_hook(self._after_forward, always_call=True)
+        self._undo.append(self._forward_hook.remove)
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Updates of ``optimizer`` are deferred from now on."""
-        deferred = Deferred(optimizer, self.settle_all)
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> None:
+        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier."""
+        deferred = Deferred(optimizer, self.settle_all, cross=cross)
+        for other in self._deferred.values():
+            shared = deferred.parameter_ids() & other.parameter_ids() & self._by_id.keys()
+            if shared:
+                name = self._by_id[shared.pop()].name
+                raise PluginError(f"parameter {name!r} is in two optimizers")
         self._deferred[id(optimizer)] = deferred
         if self.plan is not None:
             self._introduce(deferred)
@@ -183,8 +184,13 @@ class Session:
         slot.used = True
         if self.plan is None:
             return
-        grad = parameter.grad
-        assert grad is not None
+        assert parameter.grad is not None
+        grad = plain(parameter.grad)
+        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+            raise PluginError(
+                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
+            )
         slot.grad = grad.detach() if grad.requires_grad else grad
         slot.unpacked = len(slot.chunks)
         self._source_ready(slot)
@@ -235,7 +241,7 @@ class Session:
             self._announced = self.plan.flags_reduced = False
         for slot in self._slots:
             slot.fired = 0
-            slot.used = False
+            slot.used = slot.taken = False
         self._missing = len(self._slots)
         self._round_open = True
         self.meter.backward_begins()
@@ -251,6 +257,8 @@ class Session:
             self._close_round(self.plan)
         for slot in self._slots:
             if slot.used:
+                if has_own_memory(slot.lazy):
+                    slot.make_lazy(partial(self._settle_grad, slot))
                 slot.parameter.grad = slot.lazy
         self._round_open = False
         self.meter.backward_ends()
@@ -288,7 +296,11 @@ class Session:
     def _activate(self, plan: Plan, warm: WarmUp) -> None:
         self._slots = plan.slots
         for slot in plan.slots:
-            slot.lazy.settle = partial(self._settle_grad, slot)
+            slot.make_lazy(partial(self._settle_grad, slot))
+            slot.settle = partial(self.settle, slot.bundle, slot.name)
+        if not self.observers:
+            # It could not be pickled with the module.
+            self._forward_hook.remove()
         self._updater = Updater(self._changed, self._streams, self.meter, self._updated, self.fail)
         transport = C10dTransport(self.data, warm.packer, self._streams)
         leads = self.data.rank == 0
@@ -323,13 +335,13 @@ class Session:
         self.meter.active(plan, warm)
         if leads:
             log.info(
-                "%s on %d ranks, partition %.0f KiB, credit %.0f KiB, policy %s, %s",
+                "%s on %d ranks, partition %.0f KiB, credit %.0f KiB, policy %s, mode %s",
                 plan,
                 self.data.size,
                 warm.partition_bytes / 1024,
                 warm.credit_bytes / 1024,
                 self.config.policy,
-                "crossing the barrier" if self.cross else "inside backward",
+                self._mode(),
             )
 
     def _raise_gates(self, plan: Plan) -> None:
@@ -376,11 +388,20 @@ class Session:
     _replaying: Following | None = None
 
     def fail(self, error: BaseException) -> None:
-        """The first error is kept and raised wherever the user's thread waits. Any thread."""
+        """The first error is kept and raised wherever the user's thread waits. Any thread.
+
+        It ends everything under way, so that the other ranks learn about it now.
+        """
         with self._changed:
-            if self.error is None:
-                self.error = error
+            if self.error is not None:
+                return
+            self.error = error
             self._changed.notify_all()
+        # Without the lock: a store that does not answer may take its time.
+        if not isinstance(error, PeerLost):
+            self.data.leave_note(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        self.data.abort()
+        self.control.abort()
 
     # -- step --------------------------------------------------------------------------
 
@@ -395,7 +416,7 @@ class Session:
             return None
         if (
             not self._outstanding
-            or not self.cross
+            or not deferred.cross
             or self._must_step_whole(optimizer, args, kwargs)
         ):
             self.wait_reduced()
@@ -427,7 +448,7 @@ class Session:
                     if slot.alias.data_ptr() != parameter.data_ptr():
                         slot.realias()
                         deferred.know(slot)
-                    slot.used = False
+                    slot.used, slot.taken = False, True
                     jobs = armed.setdefault(slot.bundle, [])
                     if jobs and jobs[-1][1] is taken:
                         jobs[-1][2].append(slot)
@@ -443,7 +464,7 @@ class Session:
         for jobs in armed.values():
             for _, _, slots in jobs:
                 for slot in slots:
-                    hold(slot.parameter, partial(self.settle, slot.bundle, slot.name))
+                    hold(slot.parameter, slot.settle)
         with self._changed:
             crossing = 0
             for bundle, jobs in armed.items():
@@ -532,20 +553,23 @@ class Session:
         with self._changed:
             self._waiters += 1
             try:
-                while not done():
-                    self.check()
-                    if not self._changed.wait(deadline - monotonic()) and monotonic() >= deadline:
-                        self._time_out(what)
+                while not done() and self.error is None and monotonic() < deadline:
+                    self._changed.wait(deadline - monotonic())
+                finished = done()
             finally:
                 self._waiters -= 1
+        if not finished:
+            self.check()
+            self._time_out(what)
 
     def _time_out(self, what: str) -> None:
-        self.error = SchedulerTimeout(
+        error = SchedulerTimeout(
             f"waited {self.config.timeout_s:g} s for {what}: {self._scheduler!r}{self.data.note()}",
             rank=self.data.rank,
             story=self._scheduler.core.story().splitlines(),
         )
-        raise self.error
+        self.fail(error)
+        raise error
 
     def _updated(self, bundles: Iterable[Bundle]) -> None:
         """Called by the updater under the lock."""
@@ -564,7 +588,10 @@ class Session:
         self._closed = True
         self._first_use.close()
         for undo in reversed(self._undo):
-            undo()
+            try:
+                undo()
+            except Exception:
+                log.exception("a hook could not be taken off")
         if self.plan is not None:
             self._updater.close()
             self._scheduler.close()
@@ -579,18 +606,20 @@ class Session:
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the warm-up; see the README for their meaning."""
-        mode = "cross" if self.cross else "backward"
         replays = (self._leader or self._follower) is not None and (
             (self._leader or self._follower).replayed is not None  # type: ignore[union-attr]
         )
         scheduler = self._scheduler if self.plan is not None else None
         return {
             **self.meter.figures(scheduler),
-            "mode": mode,
+            "mode": self._mode(),
             "order": "replay" if replays else "leader",
             "rank": self.data.rank,
             "world_size": self.data.size,
         }
+
+    def _mode(self) -> str:
+        return "cross" if any(d.cross for d in self._deferred.values()) else "backward"
 
     def __repr__(self) -> str:
         if self.error is not None:

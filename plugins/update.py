@@ -118,8 +118,12 @@ class _AliasedState(dict[Any, Any]):
 class Deferred:
     """One optimizer, and a copy of it that updates bundles."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settle: Callable[[], None], *, cross: bool
+    ) -> None:
         self.optimizer = optimizer
+        #: updates may be applied after ``step()`` has returned
+        self.cross = cross
         self._settle = settle
         #: parameter by id of its alias
         self._real: dict[int, nn.Parameter] = {}
@@ -136,9 +140,9 @@ class Deferred:
         self._copies_state = _AliasedState(state, self._real)
 
     def unguard(self) -> None:
-        """Gives the optimizer a plain state back."""
+        """Gives the optimizer a plain state back, as it is: nothing is applied."""
         if isinstance(self.optimizer.state, GuardedState):
-            self.optimizer.state = self.optimizer.state.plain()
+            self.optimizer.state = defaultdict(dict, dict.items(self.optimizer.state))
 
     def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer with other groups, the same state, and no hooks."""
@@ -150,6 +154,10 @@ class Deferred:
         copied._optimizer_step_pre_hooks = type(self.optimizer._optimizer_step_pre_hooks)()
         copied._optimizer_step_post_hooks = type(self.optimizer._optimizer_step_post_hooks)()
         return copied
+
+    def parameter_ids(self) -> set[int]:
+        """The ids of all its parameters."""
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     def know(self, slot: Slot) -> None:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""

@@ -84,7 +84,7 @@ class WarmUp:
 
     def _timed(self, buffer: torch.Tensor) -> float:
         began = perf_counter()
-        self._group.backend.allreduce([buffer]).wait()
+        self._reduce(buffer)
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         return perf_counter() - began
@@ -102,7 +102,4 @@ class WarmUp:
         return [int(value) for value in tensor.tolist()]
 
     def _reduce(self, tensor: torch.Tensor) -> None:
-        try:
-            self._group.backend.allreduce([tensor]).wait()
-        except RuntimeError as error:
-            raise self._group.error(error, task="the first iteration") from error
+        self._group.wait(self._group.backend.allreduce([tensor]), task="the first iteration")

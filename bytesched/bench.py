@@ -1,0 +1,307 @@
+"""`bytesched bench`: data-parallel systems measured in turn on the same work.
+
+On emulated hosts (``--lab``), as several processes on this machine, or under torchrun on hosts of
+one's own. The ranks are processes of their own; this one starts them, waits and reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bytesched.bench_table import add_figures, table
+from bytesched.config import RankView, rank_view
+from bytesched.errors import BytesschedError, ConfigError
+from bytesched.lab import Lab
+from bytesched.profile import load_profile, parse_profile, shipped_profiles
+from bytesched.report import draw_bench
+from bytesched.values import nearest
+
+SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
+MODELS = ("gpt", "vgg", "resnet")
+OPTIMIZERS = ("adamw", "sgd")
+DEFAULT_RATE = "1gbit"
+LAB_PORT = 29400
+WORKER = "bytesched.plugins.bench_worker"
+POLL_S = 0.05
+EPILOG = """\
+A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB.
+--model also takes module:function of your own; the function returns a pair: the module, and a
+function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
+
+  bytesched bench --lab 2 --rate 1gbit --emulate gpt
+  torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
+"""
+
+
+class BenchError(BytesschedError):
+    """A rank of the bench failed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 when every system was measured."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    view = rank_view()
+    launched = view.launcher != "none"
+    try:
+        spec = specification(options, view)
+    except ConfigError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
+        spec["result"] = str(Path(folder, "result.json"))
+        network = _run_rank(spec, view) if launched else _run_all(spec, options, folder)
+        if view.rank == 0:
+            _report(spec, options, network, argv)
+    return 0
+
+
+def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]:
+    """What every rank is told. Raises `ConfigError` for what cannot be run."""
+    _check_launch(options, view)
+    _check_numbers(options)
+    _check_outputs(options)
+    kind, content = "model", options.model
+    if options.emulate:
+        kind, content = "emulate", load_profile(options.emulate).to_json()
+    elif ":" in options.model:
+        kind = "user"
+    elif options.model not in MODELS:
+        raise ConfigError(f"--model {options.model!r}{nearest(options.model, MODELS)}")
+    if kind != "emulate" and (options.comm_ratio or options.compute_scale != 1.0):
+        raise ConfigError(
+            "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
+            "for a real model change --batch"
+        )
+    return {
+        "systems": parse_systems(options.systems),
+        "kind": kind,
+        "content": content,
+        "batch": options.batch,
+        "iterations": options.iterations,
+        "rounds": options.rounds,
+        "warmup": options.warmup,
+        "sweep": options.sweep_iterations,
+        "optimizer": options.optimizer,
+        "compute_scale": options.compute_scale,
+        "comm_ratio": options.comm_ratio,
+        "record": bool(options.record),
+        "threads": options.threads,
+        "timeout_s": options.timeout_s,
+    }
+
+
+def parse_systems(text: str) -> list[dict[str, Any]]:
+    """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
+    systems: list[dict[str, Any]] = []
+    for label in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, tail = label.partition(":")
+        if kind not in SYSTEMS:
+            raise ConfigError(f"--systems: {kind!r}{nearest(kind, SYSTEMS)}")
+        pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
+        if not all(name and value for name, _, value in pairs):
+            raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
+        if pairs and kind not in {"ddp", "bytesched"}:
+            raise ConfigError(f"--systems: {label!r}: {kind} has no options")
+        if label in {system["label"] for system in systems}:
+            raise ConfigError(f"--systems: {label!r} is there twice")
+        systems.append(
+            {"label": label, "kind": kind, "options": {name: value for name, _, value in pairs}}
+        )
+    if not systems:
+        raise ConfigError(f"--systems: none given; known: {', '.join(SYSTEMS)}")
+    return systems
+
+
+def _check_launch(options: argparse.Namespace, view: RankView) -> None:
+    if options.model and options.emulate:
+        raise ConfigError("--model and --emulate exclude each other")
+    if not options.model and not options.emulate:
+        options.model = MODELS[0]
+    if view.launcher != "none":
+        if options.lab or options.workers:
+            raise ConfigError(f"--lab and --workers start ranks, and {view.launcher} has done so")
+        if view.world_size < 2:
+            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
+    if options.lab and options.workers:
+        raise ConfigError("--lab and --workers exclude each other")
+    if options.rate and not options.lab:
+        raise ConfigError("--rate shapes the links of emulated hosts and needs --lab N")
+    for name in ("lab", "workers"):
+        value = getattr(options, name)
+        if value is not None and not 2 <= value <= 64:
+            raise ConfigError(f"--{name} {value}: from 2 to 64")
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    least = {
+        "iterations": 1,
+        "rounds": 1,
+        "warmup": 2,
+        "sweep_iterations": 1,
+        "batch": 0,
+        "threads": 0,
+    }
+    for name, lowest in least.items():
+        if getattr(options, name) < lowest:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)}: at least {lowest}")
+    for name in ("comm_ratio", "compute_scale", "timeout_s"):
+        value = getattr(options, name)
+        if value is not None and not 1e-3 <= value <= 1e6:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {value}: a positive number, 0.001 to 1000000")
+    if options.comm_ratio and options.compute_scale != 1.0:
+        raise ConfigError("--comm-ratio and --compute-scale exclude each other")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png needs matplotlib: pip install 'bytesched[report]'")
+    for name in ("json", "png", "record"):
+        path = getattr(options, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such folder")
+
+
+def _run_all(spec: dict[str, Any], options: argparse.Namespace, folder: str) -> str:
+    """Start every rank, on emulated hosts or here; describe the network."""
+    hosts = options.lab or options.workers or 2
+    with Lab(hosts, (options.rate or DEFAULT_RATE) if options.lab else None) as lab:
+        if options.lab and not lab.shaped:
+            print(
+                f"no emulated hosts on this machine, links are not shaped: {lab.reason}",
+                file=sys.stderr,
+            )
+        environment = {
+            "WORLD_SIZE": str(hosts),
+            "MASTER_ADDR": lab.addresses[0],
+            "MASTER_PORT": str(LAB_PORT if lab.shaped else _free_port()),
+            "GLOO_SOCKET_IFNAME": lab.interface,
+            "OMP_NUM_THREADS": str(spec["threads"] or 1),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(hosts)]
+        processes = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as stderr:
+                processes.append(
+                    lab.launch(
+                        rank,
+                        _worker(spec, rank),
+                        environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stderr=stderr,
+                    )
+                )
+        while None in (codes := [process.poll() for process in processes]):
+            if any(codes):
+                break
+            time.sleep(POLL_S)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            _complain(failed[0], codes[failed[0]], logs[failed[0]].read_text())
+        if lab.shaped:
+            return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"
+        return "loopback"
+
+
+def _run_rank(spec: dict[str, Any], view: RankView) -> str:
+    """Run the one rank that the launcher started here."""
+    with Lab(1, None) as lab:
+        code = lab.launch(0, _worker(spec, view.rank)).wait()
+    if code:
+        raise BenchError(f"rank {view.rank} failed with exit code {code}; see above")
+    return f"ranks started by {view.launcher}"
+
+
+def _worker(spec: dict[str, Any], rank: int) -> list[str]:
+    return [sys.executable, "-m", WORKER, json.dumps(spec | {"rank": rank})]
+
+
+def _complain(rank: int, code: int | None, log: str) -> None:
+    tail = "\n".join(log.rstrip().splitlines()[-30:])
+    raise BenchError(f"rank {rank} failed with exit code {code}:\n{tail}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _report(
+    spec: dict[str, Any],
+    options: argparse.Namespace,
+    network: str,
+    argv: Sequence[str] | None,
+) -> None:
+    result = json.loads(Path(spec["result"]).read_text())
+    emulated = spec["kind"] == "emulate"
+    name = spec["content"]["name"] if emulated else spec["content"]
+    arguments = sys.argv[2:] if argv is None else argv
+    result |= {
+        "command": shlex.join(["bytesched", "bench", *arguments]),
+        "workload": f"{name} (emulated compute)" if emulated else name,
+        "emulated": emulated,
+        "optimizer": spec["optimizer"],
+        "network": network,
+        "machine": {"platform": platform.platform(), "python": platform.python_version()},
+    }
+    if options.record:
+        recorded = parse_profile(result["compute"].pop("profile"), "recorded")
+        recorded.save(options.record)
+    add_figures(result)
+    print(f"\n{table(result)}")
+    figures = options.json or spec["result"]
+    Path(figures).write_text(json.dumps(result, indent=1) + "\n")
+    if options.png:
+        draw_bench(figures, options.png)
+    for kind in ("record", "json", "png"):
+        if getattr(options, kind):
+            print(f"{kind}: {getattr(options, kind)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched bench",
+        description="Measure data-parallel systems in turn on the same work.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--systems", default=",".join(SYSTEMS), metavar="LIST", help="default: %(default)s")
+    add("--model", metavar="NAME", help=f"{', '.join(MODELS)} or module:function (default gpt)")
+    shipped = ", ".join(shipped_profiles())
+    add("--emulate", metavar="PROFILE", help=f"emulate the compute of {shipped} or FILE.json")
+    add("--lab", type=int, metavar="N", help="N emulated hosts on this machine")
+    add("--rate", metavar="RATE", help=f"link of each emulated host (default {DEFAULT_RATE})")
+    add("--workers", type=int, metavar="N", help="N processes on loopback (default 2)")
+    add("--iterations", type=int, default=20, metavar="N", help="timed, per round (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of every system (%(default)s)")
+    add("--warmup", type=int, default=5, metavar="N", help="untimed, per round (%(default)s)")
+    add(
+        "--sweep-iterations", type=int, default=8, metavar="N", help="per bucket size (%(default)s)"
+    )
+    add("--batch", type=int, default=0, metavar="N", help="of each rank, real models only")
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
+    add("--compute-scale", type=float, default=1.0, metavar="X", help="emulate a device X x slower")
+    add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
+    add("--threads", type=int, default=1, metavar="N", help="of torch per rank; 0: as torch likes")
+    add("--timeout-s", type=float, default=300.0, metavar="S", help="for one collective")
+    add("--json", metavar="FILE", help="write every figure")
+    add("--png", metavar="FILE", help="write a chart")
+    add("--record", metavar="FILE", help="write the model's compute profile")
+    return parser

@@ -1,0 +1,177 @@
+"""What `bytesched bench` measured: derived figures, and a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_figures(result: dict[str, Any]) -> None:
+    """Put the derived figures of every system, and of the run, into the result."""
+    systems = result["systems"]
+    compute = result["compute"]
+    compute["communication_to_compute"] = compute["communication_ms"] / compute["compute_ms"]
+    for name, system in systems.items():
+        system["figures"] = _figures(name, result)
+    for name, system in systems.items():
+        system["losses"] = _agreement(name, systems)
+
+
+def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
+    systems, compute = result["systems"], result["compute"]
+    medians = _round_medians(systems[name])
+    every = [ms for turn in systems[name]["rounds"] for ms in turn["iteration_ms"]]
+    first, median, third = _quartiles(every)
+    optimum_ms = compute["optimum_ms"]
+    factor = 2 * (result["world_size"] - 1) / result["world_size"]
+    figures = {
+        "iteration_ms": median,
+        "first_quartile_ms": first,
+        "third_quartile_ms": third,
+        "to_optimum": median / optimum_ms,
+        "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
+        "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
+    }
+    for other in ("ddp", "ddp-best"):
+        if other in systems:
+            pairs = zip(_round_medians(systems[other]), medians, strict=True)
+            figures[f"speedup_over_{other}"] = statistics.median(a / b for a, b in pairs)
+    if "ddp-best" in systems and not name.startswith("ddp"):
+        best = _round_medians(systems["ddp-best"])
+        possible_ms = statistics.median(best) - optimum_ms
+        gain_ms = statistics.median(a - b for a, b in zip(best, medians, strict=True))
+        if possible_ms > 0:
+            figures["share_of_possible_gain"] = gain_ms / possible_ms
+    return figures
+
+
+def _round_medians(system: dict[str, Any]) -> list[float]:
+    return [statistics.median(turn["iteration_ms"]) for turn in system["rounds"]]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    first, median, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, median, third
+
+
+def _agreement(name: str, systems: dict[str, Any]) -> str:
+    """How the losses and weights of a system compare with those of the first one."""
+    reference_name = next(iter(systems))
+    reference = systems[reference_name]["rounds"][0]
+    worst = 0.0
+    same_weights = True
+    for turn in systems[name]["rounds"]:
+        same_weights &= turn["weights"] == reference["weights"]
+        for ours, theirs in zip(turn["losses"], reference["losses"], strict=True):
+            for loss, expected in zip(ours, theirs, strict=True):
+                difference = abs(loss - expected) / max(abs(expected), 1e-30)
+                worst = max(worst, difference if difference == difference else float("inf"))
+    if worst:
+        return f"differ by {worst:.1e}"
+    return "identical" if same_weights else "equal, weights not"
+
+
+COLUMNS = (
+    ("system", 22),
+    ("iteration ms", 13),
+    ("quartiles", 15),
+    ("x T*", 6),
+    ("vs ddp", 7),
+    ("vs best", 8),
+    ("of gain", 8),
+    ("bus MB/s", 9),
+    ("CPU ms", 7),
+    ("losses", 20),
+)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [headline(result), *notes(result), ""]
+    lines.append(_row([title for title, _ in COLUMNS]))
+    for name, system in result["systems"].items():
+        figures = system["figures"]
+        label = name if "bucket_mb" not in system else f"{name} ({system['bucket_mb']:g} MB)"
+        quartiles = f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}"
+        lines.append(
+            _row(
+                [
+                    label,
+                    f"{figures['iteration_ms']:.1f}",
+                    quartiles,
+                    f"{figures['to_optimum']:.3f}",
+                    _times(figures.get("speedup_over_ddp")),
+                    _times(figures.get("speedup_over_ddp-best")),
+                    _percent(figures.get("share_of_possible_gain")),
+                    f"{figures['bus_mb_per_s']:.1f}",
+                    f"{figures['cpu_ms']:.0f}",
+                    system["losses"],
+                ]
+            )
+        )
+    first = next(iter(result["systems"]))
+    lines += [
+        "",
+        *(f"{name}: {_own(system)}" for name, system in result["systems"].items() if _own(system)),
+        "vs: how many times faster, median over the rounds. of gain: share of what lies between "
+        "ddp-best and T*.",
+        f"CPU ms: of one rank per iteration. losses: every loss and weight compared with {first}.",
+    ]
+    return "\n".join(lines)
+
+
+def headline(result: dict[str, Any]) -> str:
+    """What was measured on what, in a line."""
+    compute = result["compute"]
+    return (
+        f"{result['workload']}, {compute['model_bytes'] / 1e6:.1f} MB in {compute['tensors']} "
+        f"tensors, {result['world_size']} ranks, {result['network']}"
+    )
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """The measured times that T* is made of."""
+    compute = result["compute"]
+    beside = "" if result["emulated"] else " beside traffic"
+    return [
+        f"link {result['gradient_bytes_per_s'] / 1e6:.1f} MB/s of gradients: communication "
+        f"{compute['communication_ms']:.1f} ms, {compute['communication_to_compute']:.2f} x "
+        f"compute",
+        f"compute {compute['compute_ms']:.1f} ms{beside} "
+        f"({compute['compute_alone_ms']:.1f} alone); "
+        f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
+    ]
+
+
+def _own(system: dict[str, Any]) -> str:
+    """What bytesched says about itself, from the last round."""
+    stats = system["rounds"][-1]["stats"]
+    if "mode" not in stats:
+        return ""
+    if "partition_bytes" not in stats:
+        return f"mode {stats['mode']}"
+    return (
+        f"mode {stats['mode']}, order {stats['order']}, partition "
+        f"{stats['partition_bytes'] / 1e6:.2f} MB, credit {stats['credit_bytes'] / 1e6:.2f} MB, "
+        f"barrier crossed by {stats['barrier_crossed_pct']:.0f}% of the bytes, waited for "
+        f"communication {stats['exposed_comm_ms']:.1f} ms per step"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    aligned = [
+        cell.ljust(width) if title in {"system", "losses"} else cell.rjust(width)
+        for cell, (title, width) in zip(cells, COLUMNS, strict=True)
+    ]
+    return "  ".join(aligned).rstrip()
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"

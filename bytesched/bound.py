@@ -1,0 +1,126 @@
+"""How fast an iteration can be at best, and how far a real schedule may stay behind.
+
+A gradient is *released* when backward has computed it, it has to cross the link, and what is
+left of the next forward pass once it has arrived is its *tail*. One link, release times, tails
+and preemption: Jackson's rule (serve the longest tail first) is optimal, and since the tails of
+a chain of layers fall from its first layer to its last, it is "the first layer first", the
+priority order of ByteScheduler (SOSP'19). The value of that schedule, on a link without any cost
+per message, is T*: no system that computes the same gradients, sends the same bytes and lets
+every layer see its own update can finish an iteration sooner.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One gradient, or several that are released and needed together."""
+
+    #: Seconds from the start of backward until it is computed.
+    release_s: float
+    #: Seconds of computation from its first use in forward to the end of forward.
+    tail_s: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a chain, in the order of the forward pass."""
+
+    forward_s: float
+    backward_s: float
+    nbytes: float
+
+
+def gradients(layers: Sequence[Layer]) -> list[Gradient]:
+    """The gradients of a chain of layers, with their release times and tails."""
+    tails = []
+    tail_s = 0.0
+    for layer in reversed(layers):
+        tail_s += layer.forward_s
+        tails.append(tail_s)
+    found = []
+    release_s = 0.0
+    for layer, tail_s in zip(reversed(layers), tails, strict=True):
+        release_s += layer.backward_s
+        found.append(Gradient(release_s, tail_s, layer.nbytes))
+    return found[::-1]
+
+
+def optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: float) -> float:
+    """T*: seconds of an iteration under the preemptive optimum, from backward to backward.
+
+    `compute_s` is a whole backward and forward pass; `bytes_per_s` counts bytes of gradient,
+    so an all-reduce of n ranks has moved 2(n-1)/n times as many over each link.
+    """
+    _check_bandwidth(bytes_per_s)
+    finish_s = compute_s
+    for gradient, end_s in zip(work, _jackson(work, bytes_per_s), strict=True):
+        finish_s = max(finish_s, end_s + gradient.tail_s)
+    return finish_s
+
+
+def _jackson(work: Sequence[Gradient], bytes_per_s: float) -> list[float]:
+    """When each gradient has crossed the link, longest tail first, preemptive."""
+    ends_s = [0.0] * len(work)
+    arrivals = sorted(range(len(work)), key=lambda index: work[index].release_s)
+    waiting: list[tuple[float, int, float]] = []
+    now_s = 0.0
+    next_arrival = 0
+    while waiting or next_arrival < len(arrivals):
+        if not waiting:
+            now_s = max(now_s, work[arrivals[next_arrival]].release_s)
+        while next_arrival < len(arrivals) and work[arrivals[next_arrival]].release_s <= now_s:
+            index = arrivals[next_arrival]
+            left_s = work[index].nbytes / bytes_per_s
+            heapq.heappush(waiting, (-work[index].tail_s, index, left_s))
+            next_arrival += 1
+        key, index, left_s = heapq.heappop(waiting)
+        end_s = now_s + left_s
+        if next_arrival < len(arrivals) and work[arrivals[next_arrival]].release_s < end_s:
+            now_s = work[arrivals[next_arrival]].release_s
+            heapq.heappush(waiting, (key, index, end_s - now_s))
+        else:
+            ends_s[index] = now_s = end_s
+    return ends_s
+
+
+def schedule_bound_s(
+    fluid_optimum_s: float,
+    *,
+    chunks: int,
+    overhead_s: float,
+    partition_bytes: float,
+    credit_bytes: float,
+    bytes_per_s: float,
+) -> float:
+    """Seconds that a priority schedule with partitions and credit never exceeds.
+
+    ``T <= T* + theta N + (c + delta) / B``: each of the N chunks costs theta on the link, and an
+    urgent chunk waits behind at most the credit c plus the one partition delta that overdraws it.
+    """
+    _check_bandwidth(bytes_per_s)
+    inversion_s = (credit_bytes + partition_bytes) / bytes_per_s
+    return fluid_optimum_s + overhead_s * chunks + inversion_s
+
+
+def partition_seed_bytes(
+    *, total_bytes: float, overhead_s: float, bytes_per_s: float, credit_partitions: float = 1.0
+) -> int:
+    """The partition size that minimises `schedule_bound_s` for a credit of k partitions.
+
+    ``delta = sqrt(theta B S / (k + 1))`` with S the bytes of all gradients; at least one byte.
+    """
+    _check_bandwidth(bytes_per_s)
+    seed = math.sqrt(overhead_s * bytes_per_s * total_bytes / (credit_partitions + 1.0))
+    return max(1, round(seed))
+
+
+def _check_bandwidth(bytes_per_s: float) -> None:
+    if not bytes_per_s > 0:
+        raise ValueError(f"bytes_per_s = {bytes_per_s}: a bandwidth is positive")

@@ -1,0 +1,78 @@
+"""The command `bytesched`: finds the subcommand and hands the other arguments to it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import bytesched
+from bytesched import log
+from bytesched.config import rank_view
+from bytesched.errors import BytesschedError
+from bytesched.values import nearest
+
+INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """A module whose `main(argv) -> exit code` runs the command, and a line about it."""
+
+    module: str
+    line: str
+
+
+COMMANDS = {
+    "bench": Command(
+        "bytesched.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
+    ),
+    "trace": Command("bytesched.timeline", "merge the timelines of all ranks into one file"),
+    "doctor": Command("bytesched.doctor", "check versions, backends, ranks and the network"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 well, 1 failed, 2 misused."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name.startswith("-"):
+        parser.parse_args([name])
+    if name not in COMMANDS:
+        parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+    log.show("WARNING", rank_view().rank)
+    try:
+        code: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    except BytesschedError as error:
+        print(f"bytesched {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="bytesched",
+        usage="bytesched <command> [options]",
+        description="Communication scheduling for data-parallel training.",
+        epilog="\n".join(
+            (
+                "commands:",
+                *lines,
+                "",
+                "'bytesched <command> --help' tells more. In a training script:",
+                "  optimizer = bytesched.wrap(optimizer, model)",
+            )
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"bytesched {bytesched.__version__}")
+    return parser

@@ -1,0 +1,355 @@
+"""Suites that every transport and every plugin must pass, whoever wrote it.
+
+Inherit one in a test module and supply its one factory; pytest and unittest find the ``test_``
+methods. Where there is no test runner, as inside a rank, `Contract.run_all` calls them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from bytesched.core import SchedulerCore
+from bytesched.order import Leading
+from bytesched.policy import Priority
+from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
+from bytesched.transport import Done, Transport
+
+__all__ = ["STATS", "Contract", "PluginContract", "TrainingRun", "TransportContract"]
+
+#: what stats() of any plugin has, and of which type
+STATS: Mapping[str, type] = {
+    "steps": int,
+    "barrier_crossed_steps": int,
+    "barrier_crossed_pct": float,
+    "exposed_comm_ms": float,
+    "comm_ms": float,
+    "overlap_pct": float,
+    "bytes_per_step": int,
+    "chunks": int,
+    "partition_bytes": int,
+    "credit_bytes": int,
+    "scheduler_cpu_us_per_chunk": float,
+    "hook_us_per_parameter": float,
+    "update_ms": float,
+    "mode": str,
+    "order": str,
+    "world_size": int,
+    "rank": int,
+}
+
+
+class Contract:
+    """A class of ``test_`` methods, each on its own."""
+
+    def run_all(self) -> list[str]:
+        """Calls every ``test_`` method, in order of name, and returns the names."""
+        names = sorted(name for name in dir(self) if name.startswith("test_"))
+        for name in names:
+            getattr(self, name)()
+        return names
+
+
+class TransportContract(Contract):
+    """What the `Transport` protocol promises.
+
+    Supply `transport`; one that needs more than a range of bytes also supplies `tasks`, and one
+    that does not move by itself supplies `settle`.
+    """
+
+    #: how long any wait may take
+    timeout_s = 20.0
+
+    def transport(self) -> Transport:
+        """A new transport, open."""
+        raise NotImplementedError
+
+    def tasks(self) -> list[CommTask]:
+        """At least four tasks that it can send, planned (their ``index`` is set), WAITING."""
+        parts = CommTask("gradients", start_at=0, stop_at=1 << 15).partition(1 << 12)
+        for index, part in enumerate(parts):
+            part.index = index
+        return list(parts)
+
+    def settle(self, transport: Transport) -> None:
+        """Lets everything that was started end."""
+
+    def test_every_task_is_done_exactly_once(self) -> None:
+        transport, tasks, ends = self.transport(), self.tasks(), _Ends()
+        try:
+            self._send(transport, tasks, ends)
+        finally:
+            transport.close()
+        ends.check(tasks, times=1)
+        assert not ends.errors, f"nothing went wrong, and yet {ends.errors}"
+
+    def test_tasks_are_sent_again_in_every_step(self) -> None:
+        transport, tasks, ends = self.transport(), self.tasks(), _Ends()
+        try:
+            for _ in range(3):
+                self._send(transport, tasks, ends)
+                for task in tasks:
+                    task.notify_finish()
+                    task.rearm()
+        finally:
+            transport.close()
+        ends.check(tasks, times=3)
+        assert not ends.errors, f"nothing went wrong, and yet {ends.errors}"
+
+    def test_close_ends_what_is_in_flight(self) -> None:
+        transport, tasks, ends = self.transport(), self.tasks(), _Ends()
+        try:
+            for task in tasks:
+                _make_sending(task)
+                transport.start(task, ends.done)
+        finally:
+            transport.close()
+        ends.wait(len(tasks), self.timeout_s)
+        ends.check(tasks, times=1)
+
+    def test_close_is_idempotent(self) -> None:
+        unused = self.transport()
+        unused.close()
+        unused.close()
+        transport, ends = self.transport(), _Ends()
+        self._send(transport, self.tasks(), ends)
+        transport.close()
+        transport.close()
+
+    def test_start_after_close_fails(self) -> None:
+        transport, task, ends = self.transport(), self.tasks()[0], _Ends()
+        transport.close()
+        _make_sending(task)
+        try:
+            transport.start(task, ends.done)
+        except Exception:  # noqa: BLE001 - which one is the transport's own business
+            assert not ends.all, "it raised and called done as well"
+            return
+        self.settle(transport)
+        ends.wait(1, self.timeout_s)
+        assert ends.errors, "a closed transport sent a task"
+
+    def test_no_thread_survives_close(self) -> None:
+        before = set(threading.enumerate())
+        transport, ends = self.transport(), _Ends()
+        self._send(transport, self.tasks(), ends)
+        transport.close()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(self.timeout_s)
+            assert not thread.is_alive(), f"{thread} survived close"
+
+    def test_a_scheduler_drains_over_it(self) -> None:
+        steps, tasks = 3, self.tasks()
+        happened: SimpleQueue[CommTask | BaseException | None] = SimpleQueue()
+        transport = _Telling(self.transport(), happened)
+        core = SchedulerCore(Leading(Priority()), credit_bytes=2 * tasks[0].nbytes)
+        scheduler = Scheduler(core, transport, on_finish=happened.put, on_error=happened.put)
+        try:
+            for _ in range(steps):
+                for task in tasks:
+                    _make_ready(task)
+                    scheduler.notify_ready(task)
+                finished = 0
+                while finished < len(tasks):
+                    what = _next(happened, self.timeout_s, f"{finished} tasks finished, and then")
+                    if what is None:
+                        self.settle(transport.inner)
+                    elif isinstance(what, BaseException):
+                        raise what
+                    else:
+                        finished += 1
+        finally:
+            scheduler.close()
+        core.validate()
+        assert core.idle, core
+        assert scheduler.tasks_started == steps * len(tasks), scheduler
+
+    def _send(self, transport: Transport, tasks: Sequence[CommTask], ends: _Ends) -> None:
+        expected = len(ends.all) + len(tasks)
+        for task in tasks:
+            _make_sending(task)
+            transport.start(task, ends.done)
+        self.settle(transport)
+        ends.wait(expected, self.timeout_s)
+
+
+class _Ends:
+    """Every call of ``done``."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[CommTask, BaseException | None]] = []
+        self._changed = threading.Condition()
+
+    def done(self, task: CommTask, error: BaseException | None) -> None:
+        with self._changed:
+            self.all.append((task, error))
+            self._changed.notify_all()
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        with self._changed:
+            ended = self._changed.wait_for(lambda: len(self.all) >= count, timeout_s)
+        assert ended, f"{len(self.all)} of {count} sends ended within {timeout_s} s"
+
+    @property
+    def errors(self) -> list[BaseException]:
+        return [error for _, error in self.all if error is not None]
+
+    def check(self, tasks: Sequence[CommTask], *, times: int) -> None:
+        for task in tasks:
+            count = sum(ended is task for ended, _ in self.all)
+            assert count == times, f"done was called {count} times for {task!r}, not {times}"
+
+
+class _Telling:
+    """A transport that says so (None) whenever a task was started on it."""
+
+    def __init__(
+        self, inner: Transport, happened: SimpleQueue[CommTask | BaseException | None]
+    ) -> None:
+        self.inner = inner
+        self._happened = happened
+
+    def start(self, task: CommTask, done: Done) -> None:
+        self.inner.start(task, done)
+        self._happened.put(None)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _next(
+    happened: SimpleQueue[CommTask | BaseException | None], timeout_s: float, so_far: str
+) -> CommTask | BaseException | None:
+    try:
+        return happened.get(timeout=timeout_s)
+    except Empty:
+        raise AssertionError(f"{so_far} nothing for {timeout_s} s") from None
+
+
+def _make_ready(task: CommTask) -> None:
+    while not task.notify_ready():
+        pass
+
+
+def _make_sending(task: CommTask) -> None:
+    _make_ready(task)
+    task.start()
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run in callables, plain until ``wrap`` is called.
+
+    Two runs of one factory do exactly the same: same seed, same data, same start.
+    """
+
+    #: one whole training step
+    step: Callable[[], object]
+    #: all that a script could read (weights, buffers, optimizer state, losses so far), as values
+    #: that ``==`` compares bit for bit, such as bytes
+    state: Callable[[], Mapping[str, object]]
+    #: what wrapping changes in the user's objects: hooks, classes, attributes
+    footprint: Callable[[], Mapping[str, object]]
+    wrap: Callable[[], object]
+    flush: Callable[[], object]
+    unwrap: Callable[[], object]
+    stats: Callable[[], Mapping[str, int | float | str]]
+
+
+class PluginContract(Contract):
+    """A wrapped run is the plain run, only faster. Supply `training`."""
+
+    #: steps of a run; enough for a plugin to learn, to schedule and to replay
+    steps = 6
+
+    def training(self) -> TrainingRun:
+        """A new run, plain, at its start."""
+        raise NotImplementedError
+
+    def test_every_step_equals_plain(self) -> None:
+        plain, wrapped = self._plain_and_wrapped()
+        try:
+            for step in range(self.steps):
+                plain.step()
+                wrapped.step()
+                _check_equal(wrapped.state(), plain.state(), f"after step {step}")
+        finally:
+            wrapped.unwrap()
+
+    def test_steps_without_a_look_between_equal_plain(self) -> None:
+        plain, wrapped = self._plain_and_wrapped()
+        try:
+            for _ in range(self.steps):
+                plain.step()
+                wrapped.step()
+            _check_equal(wrapped.state(), plain.state(), f"after {self.steps} steps")
+        finally:
+            wrapped.unwrap()
+
+    def test_flush_is_idempotent(self) -> None:
+        plain, wrapped = self._plain_and_wrapped()
+        try:
+            wrapped.flush()
+            for step in range(self.steps):
+                plain.step()
+                wrapped.step()
+                wrapped.flush()
+                _check_equal(wrapped.state(), plain.state(), f"flushed after step {step}")
+                wrapped.flush()
+                _check_equal(wrapped.state(), plain.state(), f"flushed twice after step {step}")
+        finally:
+            wrapped.unwrap()
+
+    def test_unwrap_restores(self) -> None:
+        plain, wrapped = self.training(), self.training()
+        before = dict(wrapped.footprint())
+        wrapped.wrap()
+        try:
+            assert dict(wrapped.footprint()) != before, "the footprint does not show the wrap"
+            for _ in range(self.steps):
+                plain.step()
+                wrapped.step()
+        finally:
+            wrapped.unwrap()
+        _check_equal(wrapped.footprint(), before, "after unwrap")
+        _check_equal(wrapped.state(), plain.state(), "after unwrap")
+        for step in range(self.steps):
+            plain.step()
+            wrapped.step()
+            _check_equal(wrapped.state(), plain.state(), f"in step {step} after unwrap")
+
+    def test_stats_has_every_figure(self) -> None:
+        wrapped = self.training()
+        wrapped.wrap()
+        try:
+            self._check_stats(wrapped.stats(), steps=0)
+            for _ in range(self.steps):
+                wrapped.step()
+            self._check_stats(wrapped.stats(), steps=self.steps)
+        finally:
+            wrapped.unwrap()
+
+    def _plain_and_wrapped(self) -> tuple[TrainingRun, TrainingRun]:
+        plain, wrapped = self.training(), self.training()
+        _check_equal(wrapped.state(), plain.state(), "of two plain runs at their start")
+        wrapped.wrap()
+        return plain, wrapped
+
+    def _check_stats(self, stats: Mapping[str, int | float | str], *, steps: int) -> None:
+        assert not (missing := STATS.keys() - stats.keys()), f"stats lack {sorted(missing)}"
+        for name, value in stats.items():
+            kind = STATS.get(name, (int, float, str))
+            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+            assert fits, f"{name} is {value!r}, not {kind}"
+            assert isinstance(value, str) or math.isfinite(value), f"{name} is {value}"
+        assert stats["steps"] == steps, f"{stats['steps']} steps of {steps} were counted"
+
+
+def _check_equal(mine: Mapping[str, object], plain: Mapping[str, object], when: str) -> None:
+    assert mine.keys() == plain.keys(), f"{when}: other keys: {sorted(mine.keys() ^ plain.keys())}"
+    differing = [name for name in plain if mine[name] != plain[name]]
+    assert not differing, f"{when}: {len(differing)} of {len(plain)} differ: {differing[:8]}"

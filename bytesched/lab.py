@@ -1,0 +1,265 @@
+"""Several hosts on one machine: network namespaces joined by a bridge, each host's link shaped.
+
+Every host is a network namespace with one interface, ``eth0``, whose other end sits on a bridge
+in a namespace of its own. `tc tbf` shapes both ends of that cable, so a host neither sends nor
+receives faster than the rate. Nothing is visible on the machine's own network and nothing has a
+name that could clash: a namespace lives exactly as long as its anchor process, an anchor reads a
+pipe held by this process, and the end of that pipe, for whatever reason, ends the anchor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from os import killpg
+from types import TracebackType
+from typing import IO
+
+from bytesched.errors import BytesschedError, ConfigError
+
+MAX_HOSTS = 64
+_ANCHOR = ["sh", "-c", "echo ready; exec cat >/dev/null"]
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+_RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+#: A burst must hold one segment of 64 KiB with its headers; a smaller one makes tbf cut every
+#: segment into packets, which costs ten times the CPU and a quarter of the bandwidth.
+_MIN_BURST_BYTES = 131072
+_BURST_S = 0.002
+_QUEUE_S = 0.02
+_SETUP_TIMEOUT_S = 20.0
+
+
+class LabError(BytesschedError):
+    """The emulated network could not be built or used."""
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of a rate such as ``1gbit``, ``250mbit`` or ``2.5gbit/s``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)(?:/s|ps)?\s*", text.lower())
+    rate = round(float(found[1]) * _RATE_UNITS[found[2]]) if found else 0
+    if rate < 10**5:
+        raise ConfigError(
+            f"rate {text!r}: expected a number and a unit of bits per second, at least 100kbit, "
+            "for example 1gbit or 250mbit"
+        )
+    return rate
+
+
+class Lab:
+    """A context manager around `hosts` emulated hosts with links of `rate`.
+
+    Uses plain namespaces as root and an unprivileged user namespace otherwise. Where neither
+    works, `shaped` is false, `reason` says why, and the hosts are this machine's loopback; with
+    a rate of None they are that from the start. With `required`, there is an error instead.
+    Processes of a lab end with the thread that launched them, even if that thread is killed.
+    """
+
+    def __init__(
+        self, hosts: int = 2, rate: str | None = "1gbit", *, required: bool = False
+    ) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ConfigError(f"hosts {hosts}: a lab has 1 to {MAX_HOSTS} hosts")
+        self.hosts = hosts
+        self.rate_bits_per_s = 0 if rate is None else parse_rate(rate)
+        #: Whether the hosts have links of their own; set on entry.
+        self.shaped = False
+        #: How the namespaces were made, or why they could not be.
+        self.reason = "not started"
+        self._required = required
+        self._enter_user: list[str] = []
+        self._switch: subprocess.Popen[str] | None = None
+        self._anchors: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __repr__(self) -> str:
+        rate = f"{self.rate_bits_per_s / 1e6:g}mbit" if self.shaped else "unshaped"
+        return f"<Lab {self.hosts} hosts, {rate}, {self.reason}>"
+
+    def __enter__(self) -> Lab:
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface that the hosts reach one another by."""
+        return "eth0" if self.shaped else "lo"
+
+    @property
+    def addresses(self) -> list[str]:
+        """IPv4 address of each host."""
+        if self.shaped:
+            return [f"10.77.0.{host + 1}" for host in range(self.hosts)]
+        return ["127.0.0.1"] * self.hosts
+
+    def command(self, host: int, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` on `host`."""
+        if not 0 <= host < self.hosts:
+            raise LabError(f"host {host}: this lab has hosts 0 to {self.hosts - 1}")
+        if not self.shaped:
+            return [*self._die_with_parent(), *argv]
+        return [*self._enter(self._anchors[host]), *self._die_with_parent(), *argv]
+
+    def launch(
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        stdout: int | IO[str] | None = None,
+        stderr: int | IO[str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start `argv` on `host` with `env` added to this process's environment.
+
+        The process id is that of `argv` itself, so signals reach it.
+        """
+        assignments = [f"{name}={value}" for name, value in (env or {}).items()]
+        process = subprocess.Popen(
+            self.command(host, ["env", *assignments, *argv]),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Plug the cable of `host` in, or pull it."""
+        if not self.shaped or self._switch is None:
+            raise LabError(f"links cannot be cut here: {self.reason}")
+        self._ip(self._switch, [f"link set host{host} {'up' if up else 'down'}"])
+
+    def close(self) -> None:
+        """Kill every process launched here and let the namespaces go."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+        switch = [] if self._switch is None else [self._switch]
+        for anchor in [*self._anchors, *switch]:
+            anchor.kill()
+            anchor.communicate()
+        self._anchors.clear()
+        self._switch = None
+        self.shaped = False
+        self.reason = "closed"
+
+    def _build(self) -> None:
+        if not self.rate_bits_per_s:
+            self._settle_for_loopback("no rate was asked for")
+            return
+        missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+        if missing:
+            self._settle_for_loopback(f"not installed: {', '.join(missing)}")
+            return
+        reasons = []
+        for kind, unshare, enter_user in (
+            ("namespaces made as root", ["unshare", "--net"], []),
+            (
+                "namespaces made inside a user namespace",
+                ["unshare", "--user", "--map-root-user", "--net"],
+                ["--user", "--preserve-credentials"],
+            ),
+        ):
+            self._enter_user = enter_user
+            try:
+                self._connect(unshare)
+            except LabError as error:
+                self.close()
+                reasons.append(str(error))
+            else:
+                self.shaped = True
+                self.reason = kind
+                return
+        self._settle_for_loopback("; ".join(dict.fromkeys(reasons)))
+
+    def _settle_for_loopback(self, reason: str) -> None:
+        self.reason = reason
+        if self._required:
+            raise LabError(f"cannot build emulated hosts on this machine: {reason}")
+
+    def _connect(self, unshare: Sequence[str]) -> None:
+        self._switch = switch = self._anchor(unshare)
+        self._ip(switch, ["link add bridge0 type bridge", "link set bridge0 up"])
+        for host in range(self.hosts):
+            anchor = self._anchor([*self._enter(switch), "unshare", "--net"])
+            self._anchors.append(anchor)
+            port = f"host{host}"
+            self._ip(
+                switch,
+                [
+                    f"link add {port} type veth peer name eth0 netns {anchor.pid}",
+                    f"link set {port} master bridge0 up",
+                ],
+            )
+            self._ip(
+                anchor,
+                [f"addr add 10.77.0.{host + 1}/24 dev eth0", "link set eth0 up", "link set lo up"],
+            )
+            self._shape(switch, port)
+            self._shape(anchor, "eth0")
+
+    def _shape(self, anchor: subprocess.Popen[str], interface: str) -> None:
+        bytes_per_s = self.rate_bits_per_s / 8
+        burst_bytes = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
+        limit_bytes = burst_bytes + max(_MIN_BURST_BYTES, round(bytes_per_s * _QUEUE_S))
+        rule = f"qdisc add dev {interface} root tbf rate {self.rate_bits_per_s}bit"
+        self._run(anchor, "tc", f"{rule} burst {burst_bytes} limit {limit_bytes}\n")
+
+    def _ip(self, anchor: subprocess.Popen[str], commands: Sequence[str]) -> None:
+        self._run(anchor, "ip", "".join(f"{command}\n" for command in commands))
+
+    def _run(self, anchor: subprocess.Popen[str], tool: str, commands: str) -> None:
+        done = subprocess.run(
+            [*self._enter(anchor), tool, "-batch", "-"],
+            input=commands,
+            capture_output=True,
+            text=True,
+            timeout=_SETUP_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise LabError(f"{tool} failed: {' '.join(done.stderr.split()) or done.returncode}")
+
+    def _enter(self, anchor: subprocess.Popen[str]) -> list[str]:
+        return ["nsenter", "--target", str(anchor.pid), *self._enter_user, "--net"]
+
+    def _anchor(self, unshare: Sequence[str]) -> subprocess.Popen[str]:
+        anchor = subprocess.Popen(
+            [*unshare, *_ANCHOR],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert anchor.stdout is not None
+        if anchor.stdout.readline() != "ready\n":
+            _, message = anchor.communicate()
+            raise LabError(" ".join(message.split()) or "a namespace could not be made")
+        return anchor
+
+    @staticmethod
+    def _die_with_parent() -> list[str]:
+        if shutil.which("setpriv") is None:
+            return []
+        return ["setpriv", "--pdeathsig", "KILL"]

@@ -1,0 +1,53 @@
+"""The canvas of all pictures: lazily imported matplotlib, one palette, files written whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bytesched.errors import PluginError
+
+__all__ = ["AFTER", "BEFORE", "GRID", "INK", "QUIET", "canvas", "strip"]
+
+INK = "#1f2933"
+QUIET = "#7b8794"
+GRID = "#e9ecef"
+#: Of the systems compared with, and of bytesched.
+BEFORE = "#8b98a5"
+AFTER = "#3f9b6c"
+DOTS_PER_INCH = 180
+
+
+@contextmanager
+def canvas(width_in: float, height_in: float, path: Path) -> Iterator[Any]:
+    """Yield an empty figure and write it as PNG, by a rename, if drawing it went well.
+
+    Raises ``PluginError`` if matplotlib is not installed, ``OSError`` if the file cannot be
+    written.
+    """
+    try:
+        import matplotlib.style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PluginError("pictures need matplotlib: pip install 'bytesched[report]'") from error
+    with matplotlib.style.context("default"):
+        figure = Figure(figsize=(width_in, height_in), facecolor="white")
+        yield figure
+        scratch = path.with_name(f".{path.name}.new")
+        try:
+            # Without the name of the software the file depends on the picture alone.
+            figure.savefig(scratch, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def strip(axes: Any) -> None:
+    """Take frame and tick marks off and put the grid behind what is drawn."""
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.tick_params(length=0, labelcolor=QUIET, labelsize=9)
+    axes.set_axisbelow(True)

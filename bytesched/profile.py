@@ -1,0 +1,165 @@
+"""Compute profiles: what a model computes and sends, layer by layer, without the model.
+
+A profile is a JSON file. `bytesched bench --emulate` runs one, `bytesched bench --record` writes
+one from a real model, and three are part of the package: gpt, vgg and resnet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bytesched.bound import Layer
+from bytesched.errors import ConfigError
+from bytesched.values import nearest
+
+SHIPPED_FOLDER = Path(__file__).parent / "plugins" / "profiles"
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer, in forward order: how long it computes, and the shapes of its parameters."""
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its float32 gradients."""
+        return ELEMENT_BYTES * sum(math.prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A model as a chain of layers."""
+
+    name: str
+    description: str
+    layers: tuple[LayerProfile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of one forward and one backward pass."""
+        return sum(layer.forward_ms + layer.backward_ms for layer in self.layers) / 1e3
+
+    def scaled(self, factor: float) -> Profile:
+        """The same model on a device that takes `factor` times as long."""
+        layers = tuple(
+            replace(
+                layer,
+                forward_ms=layer.forward_ms * factor,
+                backward_ms=layer.backward_ms * factor,
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    def chain(self) -> list[Layer]:
+        """The layers as `bytesched.bound` wants them."""
+        return [
+            Layer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, layer.nbytes)
+            for layer in self.layers
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a profile file."""
+        layers = [
+            {
+                "name": layer.name,
+                "forward_ms": round(layer.forward_ms, 4),
+                "backward_ms": round(layer.backward_ms, 4),
+                "shapes": [list(shape) for shape in layer.shapes],
+            }
+            for layer in self.layers
+        ]
+        return {"name": self.name, "description": self.description, "layers": layers}
+
+    def save(self, path: str) -> None:
+        """Write the profile, one line per layer."""
+        content = self.to_json()
+        lines = ",\n".join(f"    {json.dumps(layer)}" for layer in content.pop("layers"))
+        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content)
+        Path(path).write_text(f'{{\n{head},\n  "layers": [\n{lines}\n  ]\n}}\n')
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that are part of the package."""
+    return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """The shipped profile of that name, or the one in that file.
+
+    Raises `ConfigError` that names the layer and the field that are wrong.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".json":
+        path = SHIPPED_FOLDER / f"{name_or_path}.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"no profile {name_or_path!r}{nearest(name_or_path, shipped_profiles())} "
+                "(or the path of a .json file)"
+            )
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"profile {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"profile {path} is not valid JSON: {error}") from None
+    return parse_profile(content, str(path))
+
+
+def parse_profile(content: object, origin: str) -> Profile:
+    """The profile that decoded JSON describes; `origin` says where it came from."""
+    if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
+        raise ConfigError(f"profile {origin}: expected an object with a list of layers")
+    layers = tuple(
+        _parse_layer(layer, f"profile {origin}, layer {index}")
+        for index, layer in enumerate(content["layers"])
+    )
+    profile = Profile(
+        str(content.get("name", Path(origin).stem)), str(content.get("description", "")), layers
+    )
+    if profile.nbytes == 0:
+        raise ConfigError(f"profile {origin}: no layer has parameters, so nothing would be sent")
+    if profile.compute_s == 0:
+        raise ConfigError(f"profile {origin}: every layer takes 0 ms")
+    return profile
+
+
+def _parse_layer(content: object, where: str) -> LayerProfile:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected an object, found {content!r}")
+    times = []
+    for field in ("forward_ms", "backward_ms"):
+        value = content.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{where}: {field} is {value!r}, expected milliseconds")
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{where}: {field} is {value}, expected a time of 0 ms or more")
+        times.append(float(value))
+    shapes = content.get("shapes")
+    if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
+        raise ConfigError(f"{where}: shapes is {shapes!r}, expected lists of positive sizes")
+    name = str(content.get("name", where.rpartition(" ")[2]))
+    return LayerProfile(name, times[0], times[1], tuple(map(tuple, shapes)))
+
+
+def _is_shape(shape: object) -> bool:
+    return (
+        isinstance(shape, Sequence)
+        and not isinstance(shape, str)
+        and all(type(size) is int and size > 0 for size in shape)
+    )

@@ -1,0 +1,42 @@
+"""`bytesched report`: pictures of traces and of benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bytesched.bench_picture import draw_bench
+from bytesched.iteration_picture import draw_iteration
+
+__all__ = ["draw_bench", "draw_iteration", "main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw a picture; return 0, or 1 if a file cannot be used."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.picture == "iteration":
+            draw_iteration(options.before, options.after, options.output, title=options.title)
+        else:
+            draw_bench(options.results, options.output)
+    except (OSError, ValueError) as error:
+        print(f"bytesched report: {error}", file=sys.stderr)
+        return 1
+    print(options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bytesched report", description="Draw what was measured.")
+    pictures = parser.add_subparsers(dest="picture", required=True, metavar="PICTURE")
+    iteration = pictures.add_parser("iteration", help="one iteration of two runs, above each other")
+    iteration.add_argument("before", type=Path, metavar="BEFORE.json", help="trace of plain DDP")
+    iteration.add_argument("after", type=Path, metavar="AFTER.json", help="trace of bytesched")
+    iteration.add_argument("--title", default="An iteration and the forward pass after it")
+    bench = pictures.add_parser("bench", help="iteration times of every system, beside T*")
+    bench.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    for picture in (iteration, bench):
+        picture.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.png")
+    return parser

@@ -1,0 +1,114 @@
+"""What `bytesched doctor` tries out: torch, in processes of their own and with a deadline.
+
+A broken installation or network is then reported and not suffered.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bytesched.checks import Check
+from bytesched.config import FIELDS, child_environment, variable
+
+__all__ = ["backends", "loopback", "training"]
+
+WORKER = "bytesched.plugins.doctor_worker"
+WORLD_SIZE = 2
+#: settings of the user and the ranks of a launcher do not reach the workers
+_CLEARED = ["RANK", "WORLD_SIZE", *map(variable, FIELDS)]
+
+
+def backends(timeout_s: float) -> list[Check]:
+    """Ask torch which backends and devices it has."""
+    [answer] = _run_workers([["backends"]], timeout_s)
+    if isinstance(answer, str):
+        return [Check("backends", "fail", answer, "reinstall torch: importing it fails or hangs")]
+    found = [name for name in ("gloo", "nccl", "mpi") if answer[name]]
+    checks = [
+        Check("backends", "ok", ", ".join(found))
+        if "gloo" in found
+        else Check("backends", "fail", ", ".join(found) or "none", "install a torch with Gloo")
+    ]
+    devices = answer["devices"]
+    checks.append(Check("devices", "ok", ", ".join(devices) if devices else "cpu only"))
+    return checks
+
+
+def loopback(timeout_s: float) -> list[Check]:
+    """Let two processes on this machine all-reduce over Gloo."""
+    answers, errors = _run_ranks("loopback", timeout_s)
+    if errors:
+        fix = "set GLOO_SOCKET_IFNAME to an interface that is up, such as lo; look for a firewall"
+        return [Check("loopback", "fail", errors, fix)]
+    small_ms = max(answer["small_ms"] for answer in answers)
+    large_ms = max(answer["large_ms"] for answer in answers)
+    large_mib = answers[0]["large_bytes"] / (1 << 20)
+    small, large = f"4 B in {small_ms:.2f} ms", f"{large_mib:.0f} MiB in {large_ms:.1f} ms"
+    return [Check("loopback", "ok", f"two processes all-reduce {small}, {large}")]
+
+
+def training(timeout_s: float) -> list[Check]:
+    """Let two processes take a few steps, with plain DDP and with bytesched, and compare."""
+    answers, errors = _run_ranks("training", timeout_s)
+    fix = "report it with this output: bytesched does not work with this torch"
+    if errors:
+        return [Check("training", "fail", errors, fix)]
+    steps, crossed = answers[0]["steps"], min(answer["crossed_steps"] for answer in answers)
+    if not all(answer["equal"] for answer in answers):
+        return [Check("training", "fail", f"{steps} steps differ from those of plain DDP", fix)]
+    detail = f"{steps} steps equal those of plain DDP, {crossed} of them across the barrier"
+    return [Check("training", "ok" if crossed else "warn", detail, "" if crossed else fix)]
+
+
+def _run_ranks(command: str, timeout_s: float) -> tuple[list[dict[str, Any]], str]:
+    """Run the worker as every rank of a world; return the answers and what failed."""
+    with tempfile.TemporaryDirectory(prefix="bytesched-doctor-") as folder:
+        store = str(Path(folder) / "store")
+        answers = _run_workers(
+            [[command, str(rank), store, str(timeout_s)] for rank in range(WORLD_SIZE)], timeout_s
+        )
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if isinstance(text, str)]
+    return [answer for answer in answers if not isinstance(answer, str)], "; ".join(failed)
+
+
+def _run_workers(commands: Sequence[Sequence[str]], timeout_s: float) -> list[dict[str, Any] | str]:
+    """Run the worker once per command, side by side; each answers its JSON or says what failed."""
+    deadline_s = time.monotonic() + timeout_s
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", WORKER, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=child_environment(dict.fromkeys(_CLEARED)),
+        )
+        for command in commands
+    ]
+    try:
+        return [_answer(worker, deadline_s - time.monotonic(), timeout_s) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def _answer(
+    worker: subprocess.Popen[str], remaining_s: float, timeout_s: float
+) -> dict[str, Any] | str:
+    try:
+        output, errors = worker.communicate(timeout=max(remaining_s, 0))
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout_s:g} s"
+    if worker.returncode != 0:
+        last = errors.strip().splitlines()[-1:] or ["nothing on stderr"]
+        return f"exit code {worker.returncode}: {last[0]}"
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer

@@ -1,0 +1,253 @@
+"""One rank of `bytesched bench`: ``python -m bytesched.plugins.bench_worker SPECIFICATION``."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from bytesched.bound import gradients, optimum_s
+from bytesched.plugins.bench_models import Workload, build
+from bytesched.plugins.compute_times import (
+    Traffic,
+    measure_compute,
+    measure_update,
+    record_profile,
+)
+from bytesched.plugins.systems import MIB, make_optimizer, set_up
+from bytesched.profile import Profile, parse_profile
+
+SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+LINK_PROBE_BYTES = 16 * MIB
+LINK_PROBES = 2
+COMPUTE_ITERATIONS = 5
+SEED = 1
+
+
+class Bench:
+    """Runs the systems of a specification in turn, on every rank the same."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.content: object = spec["content"]
+        self.link_samples: list[float] = []
+        self.compute_samples: list[dict[str, float]] = []
+
+    def run(self) -> dict[str, Any]:
+        """The result that the report is made from, the same on every rank."""
+        self.probe_link()
+        if self.spec["kind"] == "emulate":
+            self.content = self.scaled_profile().to_json()
+        model = self.describe()
+        systems: dict[str, dict[str, Any]] = {}
+        buckets: dict[str, float] = {}
+        for system in self.spec["systems"]:
+            systems[system["label"]] = {"rounds": []}
+            if system["kind"] == "ddp-best":
+                buckets = self.sweep()
+                best_mb = min(buckets, key=lambda bucket: buckets[bucket])
+                system["options"] = {"bucket_mb": best_mb, "bucket_view": "1"}
+                system["kind"] = "ddp"
+                systems[system["label"]]["bucket_mb"] = float(best_mb)
+        for turn in range(self.spec["rounds"]):
+            self.probe_link()
+            self.probe_compute()
+            for system in self.spec["systems"]:
+                block = self.block(system, self.spec["warmup"], self.spec["iterations"])
+                systems[system["label"]]["rounds"].append(block)
+                self.say(
+                    f"round {turn + 1}/{self.spec['rounds']}  {system['label']:<12} "
+                    f"{statistics.median(block['iteration_ms']):8.1f} ms"
+                )
+        compute = {
+            name: statistics.median(sample[name] for sample in self.compute_samples)
+            for name in self.compute_samples[0]
+        }
+        compute["communication_ms"] = 1e3 * model["model_bytes"] / self.bytes_per_s
+        return {
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            "gradient_bytes_per_s": self.bytes_per_s,
+            "compute": compute | model,
+            "bucket_sweep_ms": buckets,
+            "systems": systems,
+        }
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of gradient that large all-reduces average per second."""
+        return statistics.median(self.link_samples)
+
+    def probe_link(self) -> None:
+        """Time large all-reduces; keep what every rank agrees on."""
+        buffer = torch.zeros(LINK_PROBE_BYTES // 4)
+        dist.all_reduce(buffer)
+        found = []
+        for _ in range(LINK_PROBES):
+            dist.barrier()
+            start_s = time.perf_counter()
+            dist.all_reduce(buffer)
+            found.append(LINK_PROBE_BYTES / (time.perf_counter() - start_s))
+        everywhere = torch.tensor(found, dtype=torch.float64)
+        dist.all_reduce(everywhere)
+        self.link_samples += (everywhere / self.world_size).tolist()
+
+    def workload(self) -> Workload:
+        """The model as it is at the start of every block."""
+        return build(self.spec["kind"], self.content, self.spec["batch"], SEED)
+
+    def seed_of(self, step: int) -> int:
+        """Seed of this rank's batch."""
+        return step * self.world_size + self.rank
+
+    def scaled_profile(self) -> Profile:
+        """The profile to emulate, with the compute time that the specification asks for."""
+        profile = parse_profile(self.content, "of the bench")
+        scale = self.spec["compute_scale"]
+        if self.spec["comm_ratio"]:
+            comm_s = profile.nbytes / self.bytes_per_s
+            scale = comm_s / (profile.compute_s * self.spec["comm_ratio"])
+        return profile.scaled(scale)
+
+    def describe(self) -> dict[str, Any]:
+        """Size of the model and, if asked for, its compute profile."""
+        workload = self.workload()
+        parameters = list(workload.model.parameters())
+        found: dict[str, Any] = {
+            "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "tensors": len(parameters),
+        }
+        if self.spec["record"]:
+            times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
+            name = self.content if isinstance(self.content, str) else "an emulated model"
+            found["profile"] = record_profile(name, workload, times).to_json()
+        return found
+
+    def probe_compute(self) -> None:
+        """Time the model alone and beside traffic, and derive T*."""
+        workload = self.workload()
+        model = workload.model
+        dist.barrier()
+        alone = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, None)
+        if self.spec["kind"] == "emulate":
+            profile = parse_profile(self.content, "of the bench")
+            compute_s, work = profile.compute_s, gradients(profile.chain())
+        else:
+            traffic = Traffic(sum(alone.nbytes))
+            beside = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, traffic)
+            traffic.close()
+            compute_s, work = beside.compute_s, beside.work()
+        update_s = measure_update(
+            model, make_optimizer(self.spec["optimizer"], model), COMPUTE_ITERATIONS
+        )
+        self.compute_samples.append(
+            {
+                "compute_ms": self.mean(1e3 * compute_s),
+                "compute_alone_ms": self.mean(1e3 * alone.compute_s),
+                "update_ms": self.mean(1e3 * update_s),
+                "optimum_ms": self.mean(1e3 * optimum_s(work, compute_s, self.bytes_per_s)),
+            }
+        )
+
+    def sweep(self) -> dict[str, float]:
+        """Milliseconds of DDP for each bucket size, as every rank knows them.
+
+        The sizes are tried up and then down again, so that a slow minute does not choose.
+        """
+        found: dict[str, float] = {}
+        for bucket_mb in (*SWEPT_BUCKETS_MB, *reversed(SWEPT_BUCKETS_MB)):
+            options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
+            block = self.block({"kind": "ddp", "options": options}, 2, self.spec["sweep"])
+            median_ms = self.mean(statistics.median(block["iteration_ms"]))
+            found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
+            self.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
+        return found
+
+    def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+        """Train a new model with one system; times run from the start of one to the next."""
+        workload = self.workload()
+        running = set_up(system["kind"], system["options"], workload.model, self.spec["optimizer"])
+        starts_s: list[float] = []
+        cpu_s: list[float] = []
+        losses: list[float] = []
+        dist.barrier()
+        for step in range(warmup + iterations + 1):
+            starts_s.append(time.perf_counter())
+            cpu_s.append(time.process_time())
+            running.optimizer.zero_grad()
+            loss = workload.loss(running.module, self.seed_of(step))
+            loss.backward()
+            running.optimizer.step()
+            losses.append(loss.item())
+        figures = running.close()
+        digest = _digest(workload.model)
+        spans_s = [after - before for before, after in pairwise(starts_s)]
+        result = {
+            "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
+            "cpu_ms": self.mean(1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations),
+            "losses": self.gather(losses),
+            "weights": self.gather(digest),
+            "stats": figures,
+        }
+        del workload, running, loss
+        gc.collect()
+        return result
+
+    def mean(self, value: float) -> float:
+        """The mean over all ranks, the same number on each."""
+        both = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(both)
+        return float(both) / self.world_size
+
+    def gather(self, value: object) -> list[object]:
+        """The value of every rank."""
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def say(self, line: str) -> None:
+        """Progress, from rank 0."""
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+def _digest(model: nn.Module) -> str:
+    """Hash of all weights, also of sharded ones; every rank takes part."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        weight = parameter.detach()
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        digest.update(whole.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; rank 0 writes the result into the file that the specification names."""
+    spec = json.loads(argv[0])
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=spec["timeout_s"]))
+    result = Bench(spec).run()
+    if spec["rank"] == 0:
+        Path(spec["result"]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

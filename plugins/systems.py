@@ -1,0 +1,84 @@
+"""The data-parallel systems that `bytesched bench` compares, each set up on a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+
+MIB = 2**20
+FSDP_UNITS = 12
+
+
+@dataclass
+class Running:
+    """A system that is ready to train."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    #: Called when the iterations are over; returns figures of the system's own.
+    close: Callable[[], dict[str, int | float | str]] = field(default=dict)
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum, each in torch's fused form."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+
+
+def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
+    """The system `kind` around `model`; options are texts as the command line has them.
+
+    DDP takes `bucket_mb` and `bucket_view`, bytesched the fields of its configuration.
+    """
+    if kind == "fsdp2":
+        _shard(model)
+        return Running(model, make_optimizer(optimizer_name, model))
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(
+            model,
+            bucket_cap_mb=float(options.get("bucket_mb", 25)),
+            gradient_as_bucket_view=options.get("bucket_view") == "1",
+        )
+        return Running(wrapped, make_optimizer(optimizer_name, model))
+    wrapped = DistributedDataParallel(model)
+    optimizer = make_optimizer(optimizer_name, model)
+    bytesched.wrap(optimizer, wrapped, **options)  # type: ignore[arg-type]
+
+    def close() -> dict[str, int | float | str]:
+        bytesched.flush(optimizer)
+        figures = bytesched.stats(optimizer)
+        bytesched.unwrap(optimizer)
+        return figures
+
+    return Running(wrapped, optimizer, close)
+
+
+def _shard(model: nn.Module) -> None:
+    """FSDP2 in the form that sends no more than an all-reduce: gathered once per iteration."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    total = sum(p.numel() for p in model.parameters())
+    unit: list[nn.Module] = []
+    size = 0
+    for module in _chain(model):
+        unit.append(module)
+        size += sum(p.numel() for p in module.parameters())
+        if size * FSDP_UNITS >= total:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+            unit, size = [], 0
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def _chain(model: nn.Module) -> list[nn.Module]:
+    """The longest list of modules in the model that run one after another."""
+    chains = [list(m) for m in model.modules() if isinstance(m, nn.Sequential)]
+    return max(chains, key=len, default=[])

@@ -1,0 +1,179 @@
+"""What the ranks of the fault tests do: train until something goes wrong at an exact moment."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from faults_runner import folder, tell
+from rank_worker import signals
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+
+# What every wait of the library gets here; a stopped peer is noticed after that.
+TIMEOUT_S = 3.0
+STEPS = 6
+# Step 0 is the warm-up; here the update of the step before is the third that is deferred.
+FAULT_STEP = 3
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": lambda: _raise(ValueError("boom")),
+    "exit": lambda: sys.exit(3),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "terminate": lambda: signal.raise_signal(signal.SIGTERM),
+}
+
+
+class Net(nn.Module):
+    """Four layers; `at` is called with the name of each moment it passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(3))])
+        self.at: Callable[[str], object] = lambda moment: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("in_forward")
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if x.requires_grad and index in (0, 2):
+                moment = "before_last_gradients" if index == 0 else "in_backward"
+                x.register_hook(lambda grad, moment=moment: self.at(moment))
+        return x
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def inputs(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(4, 8, generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> None:
+    """With small chunks and a trace; what is left of the library is told at the very end."""
+    # Functions registered first run last, so this one sees what the library's own left behind.
+    atexit.register(lambda: tell(threads_left=threads()))
+    small: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
+    bytesched.wrap(
+        optimizer, model, **{**small, "timeout_s": TIMEOUT_S, "timeline": str(folder()), **fields}
+    )
+
+
+def threads() -> list[str]:
+    """Every thread but this one."""
+    return [t.name for t in threading.enumerate() if t is not threading.current_thread()]
+
+
+def named(error: BaseException) -> dict[str, object]:
+    """An error as facts."""
+    return {
+        "error": type(error).__name__,
+        "ours": isinstance(error, bytesched.BytesschedError),
+        "message": str(error),
+    }
+
+
+class Script:
+    """The usual training loop, in which `at` is called at every moment of step `fault_step`."""
+
+    def __init__(self, at: Callable[[str], object], *, fault_step: int = FAULT_STEP) -> None:
+        self.at = at
+        self.fault_step = fault_step
+        self.step = 0
+        self.model = net()
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = sgd(self.model)
+        self.model.at = self._reached
+        _watch_updates(self._reached)
+
+    def _reached(self, moment: str) -> None:
+        if self.step == self.fault_step:
+            self.at(moment)
+
+    def train(self, steps: int = STEPS) -> None:
+        for self.step in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.ddp(inputs(self.step)).square().mean()
+        self._reached("before_backward")
+        loss.backward()
+        self._reached("after_backward")
+        self.optimizer.step()
+        self._reached("after_step")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _watch_updates(reached: Callable[[str], object]) -> None:
+    """Calls `reached("in_update")` in front of each update that does not run in `step()`."""
+    functional = importlib.import_module("torch.optim.sgd")
+    real = functional.sgd
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reached("in_update")
+        real(*args, **kwargs)
+
+    functional.sgd = watched
+
+
+def train_until_fault(victim: int, moment: str, fault: str, fault_step: int = FAULT_STEP) -> None:
+    """Both ranks train; `fault` befalls rank `victim` at `moment`.
+
+    In the middle of backward the other rank is there as well. After `step()`, and in the forward
+    pass, the other rank still owes its last gradients, so that the update is outstanding.
+    """
+    rank = dist.get_rank()
+    outstanding = moment in ("after_step", "in_forward", "in_update")
+    struck = False
+
+    def at(reached: str) -> None:
+        nonlocal struck
+        if rank != victim:
+            if reached == "in_backward":
+                signals().set("other rank in backward")
+            if outstanding and reached == "before_last_gradients":
+                signals().wait("victim is past step")
+            return
+        if reached == "after_step":
+            script.fault_step += moment == "in_forward"
+            signals().set("victim is past step")
+        if reached == moment and not struck and (moment != "in_forward" or script.step > fault_step):
+            struck = True
+            if moment == "in_backward":
+                signals().wait("other rank in backward")
+            tell(fault_at=time.monotonic())
+            FAULTS[fault]()
+
+    script = Script(at, fault_step=fault_step)
+    wrap(script.optimizer, script.ddp)
+    try:
+        script.train()
+        bytesched.flush()
+    except BaseException as error:
+        tell(**named(error), at=time.monotonic())
+        raise

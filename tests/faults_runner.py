@@ -1,0 +1,164 @@
+"""Runs fault scenarios: groups of fresh ranks that end as processes do, two groups at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rank_worker import Launch
+from ranks import address_of, fork_server, new_store
+
+# Two cores: more groups at once would only slow each other down.
+GROUPS_AT_ONCE = 2
+# What still runs then has hung: far above any timeout_s of a scenario.
+HARD_LIMIT_S = 25.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A case to run on every rank of a fresh group of two."""
+
+    name: str
+    case: Callable[..., object]
+    args: tuple[object, ...] = ()
+    #: variables of single ranks, by rank
+    environment: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended, and what it told on the way."""
+
+    #: exit code, negative for a signal
+    code: int
+    #: it did not end by itself, although it was not stopped
+    hung: bool
+    #: it was found stopped (SIGSTOP) when all other ranks had ended, and was killed
+    stopped: bool
+    #: what it passed to `tell`
+    told: Mapping[str, Any]
+    stderr: str
+    #: the text of its trace file, None if there is none
+    trace: str | None
+
+
+def tell(**facts: object) -> None:
+    """Leave facts for the test, at once: the next instruction may be the last."""
+    os.write(1, (json.dumps(facts) + "\n").encode())
+
+
+def folder() -> Path:
+    """A folder shared by the ranks of this scenario."""
+    return Path(os.environ["FAULTS_FOLDER"])
+
+
+class _Group:
+    """The running ranks of one scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self._folder = tempfile.TemporaryDirectory(prefix="faults-")
+        self._store = new_store()
+        self._began = time.monotonic()
+        self._codes: dict[int, int] = {}
+        self._stopped: set[int] = set()
+        self._hung: set[int] = set()
+        self._running = {rank: fork_server().start(self._launch(rank)) for rank in (0, 1)}
+
+    def _launch(self, rank: int) -> Launch:
+        return Launch(
+            rank=rank,
+            world_size=2,
+            store_port=self._store.port,
+            timeout_s=30.0,
+            output=self._output(rank),
+            import_path=[str(Path(__file__).parent), *sys.path],
+            environment={
+                "FAULTS_FOLDER": self._folder.name,
+                **self.scenario.environment.get(rank, {}),
+            },
+            case=address_of(self.scenario.case),
+            args=self.scenario.args,
+        )
+
+    def _output(self, rank: int) -> str:
+        return f"{self._folder.name}/rank{rank}"
+
+    def poll(self) -> bool:
+        """True once every rank has ended."""
+        for rank, pid in list(self._running.items()):
+            code = fork_server().poll(pid)
+            if code is not None:
+                del self._running[rank]
+                self._codes[rank] = code
+        if self._running and all(map(_is_stopped, self._running.values())):
+            self._stopped |= self._running.keys()
+            for pid in self._running.values():
+                os.kill(pid, signal.SIGKILL)
+        elif self._running and time.monotonic() - self._began > HARD_LIMIT_S:
+            self._end_hung()
+        return not self._running
+
+    def _end_hung(self) -> None:
+        self._hung |= self._running.keys()
+        for pid in self._running.values():
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)
+        # Their stacks are being written.
+        time.sleep(0.3)
+        fork_server().end(self._running)
+        self._codes |= dict.fromkeys(self._running, -signal.SIGKILL)
+        self._running = {}
+
+    def ends(self) -> list[RankEnd]:
+        """By rank; the files of the scenario are gone afterwards."""
+        ends = [self._end(rank) for rank in sorted(self._codes)]
+        self._folder.cleanup()
+        return ends
+
+    def _end(self, rank: int) -> RankEnd:
+        told: dict[str, Any] = {}
+        for line in Path(f"{self._output(rank)}.out").read_text(errors="replace").splitlines():
+            told |= json.loads(line)
+        trace = Path(self._folder.name) / f"rank{rank}.trace.json"
+        return RankEnd(
+            code=self._codes[rank],
+            hung=rank in self._hung,
+            stopped=rank in self._stopped,
+            told=told,
+            stderr=Path(f"{self._output(rank)}.err").read_text(errors="replace"),
+            trace=trace.read_text() if trace.exists() else None,
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name in parentheses may hold anything; the state follows it.
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def run_all(scenarios: Iterable[Scenario]) -> dict[str, list[RankEnd]]:
+    """How the ranks of each scenario ended, by its name."""
+    waiting = list(scenarios)
+    assert len({scenario.name for scenario in waiting}) == len(waiting)
+    running: list[_Group] = []
+    ended: dict[str, list[RankEnd]] = {}
+    while waiting or running:
+        while waiting and len(running) < GROUPS_AT_ONCE:
+            running.append(_Group(waiting.pop(0)))
+        for group in [group for group in running if group.poll()]:
+            running.remove(group)
+            ended[group.scenario.name] = group.ends()
+        time.sleep(0.01)
+    return ended

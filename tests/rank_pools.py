@@ -1,0 +1,29 @@
+"""Fixtures: pools of ranks, each shared by the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Ranks
+
+
+def pool(world_size: int) -> Iterator[Ranks]:
+    ranks = Ranks(world_size)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    yield from pool(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    yield from pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    yield from pool(4)

@@ -1,0 +1,240 @@
+"""Runs a module-level function on several ranks: in a pool that lives on, or in fresh processes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection, Listener, Pipe, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from rank_worker import LOOPBACK, Launch, dump, load
+
+T = TypeVar("T")
+# What a rank gets to end by itself once another one has failed.
+GRACE_S = 5.0
+# A store looks up the name of every address that connects: a slow resolver shall not slow tests.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+class RankFailure(Exception):
+    """A rank raised, died or ran out of time; the message holds its traceback or output."""
+
+
+@dataclass(frozen=True)
+class ExitedRank:
+    """How a fresh process ended: `code` is negative for a signal, -9 also when it ran too long."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class ForkServer:
+    """The other side of `rank_worker.serve`."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        command = [sys.executable, str(Path(__file__).with_name("rank_worker.py"))]
+        self._process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def start(self, launch: Launch) -> int:
+        """The process id of a new rank."""
+        self._connection.send(("start", dump(launch)))
+        return int(self._connection.recv())
+
+    def poll(self, pid: int) -> int | None:
+        """The exit code of a rank, None while it runs; to be asked once after the end."""
+        self._connection.send(("poll", pid))
+        code: int | None = self._connection.recv()
+        return code
+
+    def end(self, pids: Mapping[int, int]) -> None:
+        """Kill the ranks (rank -> process id) that still run, and reap them."""
+        for pid in pids.values():
+            if self.poll(pid) is None:
+                os.kill(pid, signal.SIGKILL)
+                while self.poll(pid) is None:
+                    time.sleep(0.01)
+
+
+@cache
+def fork_server() -> ForkServer:
+    """The one server of this test session; it ends when the session's process does."""
+    return ForkServer()
+
+
+def new_store() -> dist.TCPStore:
+    """A rendezvous that outlives every rank, as an elastic agent's does."""
+    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def address_of(case: Callable[..., object]) -> tuple[str, str]:
+    return inspect.getfile(case), case.__name__
+
+
+class Ranks:
+    """A pool of `world_size` processes that run one case after the other.
+
+    The processes and their default process group serve all cases until one fails; then they are
+    killed, and the next case finds new ones.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._case_numbers = itertools.count()
+        self._pids: dict[int, int] = {}
+        self._connections: dict[int, Connection] = {}
+        self._store: dist.TCPStore | None = None
+
+    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 15.0) -> list[T]:
+        """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
+        if not self._connections:
+            self._start()
+        request = dump((next(self._case_numbers), address_of(case), args))
+        for connection in self._connections.values():
+            connection.send_bytes(request)
+        returned, failed = self._collect(timeout_s)
+        if failed:
+            self._kill()
+            report = "\n".join(
+                f"--- rank {rank}\n{story}" for rank, story in sorted(failed.items())
+            )
+            raise RankFailure(f"{case.__name__}{args}\n{report}")
+        return [returned[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        fork_server().end(self._pids)
+        for connection in self._connections.values():
+            connection.close()
+        self._pids, self._connections = {}, {}
+
+    def _start(self) -> None:
+        self._store = new_store()
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        address = str(folder / "cases")
+        with Listener(address, family="AF_UNIX") as listener:
+            for rank in range(self.world_size):
+                launch = Launch(
+                    rank=rank,
+                    world_size=self.world_size,
+                    store_port=self._store.port,
+                    timeout_s=30.0,
+                    output=str(folder / f"rank{rank}"),
+                    import_path=sys.path,
+                    address=address,
+                )
+                self._pids[rank] = fork_server().start(launch)
+            for _ in range(self.world_size):
+                connection = listener.accept()
+                self._connections[connection.recv()] = connection
+        self._output = folder
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+        returned: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        waiting = {connection: rank for rank, connection in self._connections.items()}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failed |= {rank: self._why_stuck(rank) for rank in waiting.values()}
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    ok, value = load(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, f"died\n{self._stderr(rank)}"
+                (returned if ok else failed)[rank] = value
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return returned, failed
+
+    def _why_stuck(self, rank: int) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.3)
+        return f"did not come back; its threads were at\n{self._stderr(rank)}"
+
+    def _stderr(self, rank: int) -> str:
+        return (self._output / f"rank{rank}.err").read_text(errors="replace")[-6000:]
+
+
+def run_fresh(
+    case: Callable[..., object],
+    world_size: int = 2,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    args: tuple[object, ...] = (),
+) -> list[ExitedRank]:
+    """How fresh processes ended that each ran `case(*args)` as a script would.
+
+    The default process group exists when the case begins (`timeout_s` of its own: 30 s) and is the
+    case's to destroy. After `timeout_s` seconds what still runs is killed, its stacks in `stderr`.
+    """
+    server, store = fork_server(), new_store()
+    with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
+        outputs = [f"{folder}/rank{rank}" for rank in range(world_size)]
+        began = time.monotonic()
+        running = {
+            rank: server.start(
+                Launch(
+                    rank=rank,
+                    world_size=world_size,
+                    store_port=store.port,
+                    timeout_s=30.0,
+                    output=outputs[rank],
+                    import_path=sys.path,
+                    environment=dict(env or {}),
+                    case=address_of(case),
+                    args=args,
+                )
+            )
+            for rank in range(world_size)
+        }
+        ended: dict[int, tuple[int, float]] = {}
+        while running and time.monotonic() - began < timeout_s:
+            for rank, pid in list(running.items()):
+                code = server.poll(pid)
+                if code is not None:
+                    del running[rank]
+                    ended[rank] = (code, time.monotonic() - began)
+            time.sleep(0.01)
+        for pid in running.values():
+            os.kill(pid, signal.SIGUSR1)
+        if running:
+            time.sleep(0.3)
+            server.end(running)
+        return [
+            ExitedRank(
+                code=ended.get(rank, (-signal.SIGKILL, 0.0))[0],
+                stdout=Path(f"{output}.out").read_text(errors="replace"),
+                stderr=Path(f"{output}.err").read_text(errors="replace"),
+                seconds=ended.get(rank, (0, timeout_s))[1],
+            )
+            for rank, output in enumerate(outputs)
+        ]

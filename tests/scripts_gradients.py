@@ -1,0 +1,369 @@
+"""Training scripts about gradients: accumulation, clipping, reading and writing them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+
+def no_sync(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                loss = model(job.inputs(10 * step + micro)).square().mean() / 3
+                loss.backward()
+            if micro == 0:
+                job.record("local gradients", [p.grad for p in model.parameters()])
+            job.record("loss", loss)
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def sync_attribute(job: Job) -> None:
+    """Accumulation by setting DDP's attribute, which counts at forward and not at backward."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        for micro in range(3):
+            model.require_backward_grad_sync = micro == 2
+            loss = model(job.inputs(10 * step + micro)).square().mean()
+            model.require_backward_grad_sync = micro != 2
+            loss.backward()
+            job.record("loss", loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    job.record_state(model, optimizer)
+
+
+def accumulation_of_averages(job: Job) -> None:
+    """Several synchronised backwards per step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            model(job.inputs(10 * step + micro)).square().mean().backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def several_forwards_one_backward(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        one, other = model(job.inputs(step)), model(job.inputs(step + 100))
+        loss = (one - other).square().mean()
+        loss.backward()
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def clip_norm(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def clip(step: int) -> None:
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=step % 2 == 0))
+
+    train(job, model, optimizer, before_step=clip)
+    job.record_state(model, optimizer)
+
+
+def clip_by_total_norm(job: Job) -> None:
+    """The two halves of clipping called one by one, on the gradients the user listed."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def clip(_: int) -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        job.record("norm", norm)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+
+    train(job, model, optimizer, before_step=clip)
+    job.record_state(model, optimizer)
+
+
+def clip_value(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(
+        job,
+        model,
+        optimizer,
+        before_step=lambda _: clip_grad_value_(model.parameters(), 0.01),
+    )
+    job.record_state(model, optimizer)
+
+
+def clip_some(job: Job) -> None:
+    """Only the last layer's gradients are touched between backward and step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    last = list(model.parameters())[-2:]
+    train(job, model, optimizer, before_step=lambda _: clip_grad_norm_(last, 0.05))
+    job.record_state(model, optimizer)
+
+
+def gradients_scaled_in_place(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def halve(_: int) -> None:
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    train(job, model, optimizer, before_step=halve)
+    job.record_state(model, optimizer)
+
+
+def gradients_written_through_data(job: Job) -> None:
+    """Noise added to `p.grad.data`, and one row set to zero by indexing."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    weights = [p for p in model.parameters() if p.ndim > 1]
+
+    def disturb(_: int) -> None:
+        for p in weights:
+            p.grad.data.add_(0.01)
+            p.grad[0] = 0
+
+    train(job, model, optimizer, before_step=disturb)
+    job.record_state(model, optimizer)
+
+
+def gradients_replaced(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def replace(step: int) -> None:
+        for index, p in enumerate(model.parameters()):
+            if (index + step) % 3 == 0:
+                p.grad = p.grad.sign() if step % 2 else torch.ones_like(p)
+
+    train(job, model, optimizer, before_step=replace)
+    job.record_state(model, optimizer)
+
+
+def gradients_dropped(job: Job) -> None:
+    """A gradient set to None after backward: its parameter must not move."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def drop(step: int) -> None:
+        for index, p in enumerate(model.parameters()):
+            if index % STEPS == step:
+                p.grad = None
+
+    train(job, model, optimizer, before_step=drop)
+    job.record_state(model, optimizer)
+
+
+def gradients_read(job: Job) -> None:
+    """Every way of looking at a gradient between backward and step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def look(step: int) -> None:
+        grads = [p.grad for p in model.parameters()]
+        first = grads[step % len(grads)]
+        job.record("printed", repr(first))
+        job.record("listed", first.tolist())
+        job.record("norm", first.norm())
+        job.record("data", first.data)
+        job.record("array", torch.from_numpy(first.numpy().copy()))
+        job.record("item", float(first.flatten()[0]))
+        job.record("stacked", torch.cat([grad.flatten() for grad in grads]))
+        job.record("grouped", torch._foreach_norm(grads))
+        job.record("kept", first.clone())
+
+    train(job, model, optimizer, before_step=look)
+    job.record_state(model, optimizer)
+
+
+def gradients_read_after_step(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(
+        job,
+        model,
+        optimizer,
+        after_step=lambda _: job.record("gradients", [p.grad for p in model.parameters()]),
+    )
+    job.record_state(model, optimizer)
+
+
+def gradients_kept(job: Job) -> None:
+    """References to gradients that outlive `zero_grad` and later steps."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    kept: list[Tensor] = []
+    train(
+        job,
+        model,
+        optimizer,
+        before_step=lambda _: kept.extend(p.grad for p in model.parameters()),
+    )
+    job.record("kept", kept)
+    job.record_state(model, optimizer)
+
+
+def zeroed(job: Job, how: str) -> None:
+    """Every way of clearing gradients, right after the step and at the head of the loop."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def zero() -> None:
+        if how == "to_none":
+            optimizer.zero_grad(set_to_none=True)
+        elif how == "to_zero":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "model":
+            model.zero_grad()
+        elif how == "by_hand_to_none":
+            for p in model.parameters():
+                p.grad = None
+        elif how == "by_hand_to_zero":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+        elif how == "detached":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.fill_(0)
+        elif how == "deleted":
+            for p in model.parameters():
+                del p.grad
+
+    train(job, model, optimizer, zero_grad=zero, after_step=lambda _: zero())
+    train(job, model, optimizer, zero_grad=zero, first_step=STEPS)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+ZEROINGS = (
+    "to_none",
+    "to_zero",
+    "model",
+    "by_hand_to_none",
+    "by_hand_to_zero",
+    "detached",
+    "deleted",
+    "never",
+)
+
+
+def user_gradient_hooks(job: Job) -> None:
+    """Tensor hooks change the gradient before it is averaged, as they do under DDP."""
+    model = job.ddp(mlp())
+    for index, p in enumerate(model.parameters()):
+        p.register_hook(lambda grad, index=index: grad * (index + 1))
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def autograd_grad(job: Job) -> None:
+    """`autograd.grad` goes past DDP; the script averages by itself and sets `p.grad`."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    parameters = list(model.parameters())
+    for step in range(STEPS):
+        loss = model(job.inputs(step)).square().mean()
+        grads = torch.autograd.grad(loss, parameters)
+        for p, grad in zip(parameters, grads, strict=True):
+            dist.all_reduce(grad)
+            p.grad = grad / 2
+        job.record("loss", loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 0:
+            train(job, model, optimizer, steps=1, first_step=step)
+    job.record_state(model, optimizer)
+
+
+def functional_call(job: Job) -> None:
+    """A look at the loss elsewhere, with weights that are not the model's."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def look(step: int) -> None:
+        shifted = {name: p + 0.1 for name, p in model.module.named_parameters()}
+        out = torch.func.functional_call(model.module, shifted, (job.inputs(step),))
+        job.record("elsewhere", out)
+
+    train(job, model, optimizer, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def gradient_penalty(job: Job) -> None:
+    """Double backward: the loss contains the gradient of the output by the input."""
+    model = job.ddp(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)))
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs = job.inputs(step).requires_grad_()
+        out = model(inputs).square().mean()
+        (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
+        loss = out + slope.square().sum()
+        loss.backward()
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def retain_graph(job: Job) -> None:
+    """The same graph run backward twice; DDP averages in the first run only."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        job.record("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def two_losses(job: Job) -> None:
+    """Two graphs that share the model's forward, run backward together."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        out = model(job.inputs(step))
+        torch.autograd.backward([out.square().mean(), out.abs().mean()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def compressed(job: Job, dtype: str) -> None:
+    """The wire format against DDP's own hook for the same one."""
+    model = job.ddp(mlp())
+    hooks: dict[str, Any] = {
+        "bf16": default_hooks.bf16_compress_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+    }
+
+    # DDP refuses the bf16 hook by its name on Gloo, though it works there.
+    def compress(state: Any, bucket):  # type: ignore[no-untyped-def]
+        return hooks[dtype](state, bucket)
+
+    if not job.wrapped:
+        model.register_comm_hook(None, compress)
+    optimizer = job.wrap(sgd(model), model, compression=dtype)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)

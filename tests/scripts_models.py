@@ -1,0 +1,388 @@
+"""Training scripts about models: how parameters are held, shared, used and left unused."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+
+class TiedText(nn.Module):
+    """An embedding whose weight is also the output projection's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(torch.tanh(self.body(self.embed(tokens))))
+
+
+class Attention(nn.Module):
+    """`MultiheadAttention` never calls the module that holds its output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.unflatten(1, (1, 8)) if x.ndim == 2 else x
+        return self.head(self.attend(x, x, x)[0])
+
+
+class Borrower(nn.Module):
+    """A root with parameters of its own that also uses a child's weight without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.child = nn.Linear(8, 8, bias=False)
+        self.called = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.called(nn.functional.linear(x * self.scale, self.child.weight))
+
+
+class Lists(nn.Module):
+    """Parameters in containers that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3) for _ in range(3)])
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(8))})
+
+    def forward(self, x: Tensor) -> Any:
+        for item in self.items:
+            x = torch.tanh(x @ item)
+        return x + self.named["bias"]
+
+
+class Branching(nn.Module):
+    """Uses one of two branches, and nothing at all of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.left, self.right, self.never = (nn.Linear(8, 8) for _ in range(3))
+        self.turn = "left"
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.relu(self.stem(x))
+        if self.turn == "both":
+            return self.left(x) + self.right(x)
+        return self.left(x) if self.turn == "left" else self.right(x)
+
+
+class RawKernel(torch.autograd.Function):
+    """Reads the weight through its address, as a compiled kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, address: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.address = address
+        return x @ memory(address, weight.shape).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ memory(ctx.address, weight.shape), grad.T @ x, None
+
+
+def memory(address: int, shape: torch.Size) -> Tensor:
+    """A copy of the floats at `address`."""
+    raw = (ctypes.c_float * shape.numel()).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.float32).reshape(shape).clone()
+
+
+class RawLinear(nn.Linear):
+    """A layer whose forward hands the weight's address, taken once, to a compiled kernel."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.address = self.weight.data_ptr()
+
+    def forward(self, x: Tensor) -> Any:
+        return RawKernel.apply(x, self.weight, self.address)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its middle in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.head, self.tail = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.middle = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        x = checkpoint(self.middle, self.head(x), use_reentrant=self.reentrant)
+        return self.tail(x)
+
+
+class Mixed(nn.Module):
+    """Layers of several precisions, a scalar, an empty and a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).double()
+        self.third = nn.Linear(8, 8).bfloat16()
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.transposed = nn.Parameter(torch.randn(8, 6).T)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.second(self.first(x).double()) * self.scalar
+        x = self.third(x.bfloat16()).float()
+        return x @ self.transposed.T + self.empty.sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, num_layers=2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.lstm(x)[0])
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
+    )
+
+
+def convolution() -> nn.Module:
+    """Channels last, so that gradients have strides of their own."""
+    body = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4)
+    )
+    return body.to(memory_format=torch.channels_last)
+
+
+def parametrized() -> nn.Module:
+    """Weights computed from others at each use."""
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 16)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4)),
+    )
+
+
+def raw_kernel() -> nn.Module:
+    return nn.Sequential(
+        RawLinear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), RawLinear(16, 4)
+    )
+
+
+MODELS: dict[str, Any] = {
+    "attention": Attention,
+    "borrowed_weight": Borrower,
+    "parameter_list": Lists,
+    "encoder_layer": encoder,
+    "lstm": Recurrent,
+    "batch_norm": normalised,
+    "convolution": convolution,
+    "parametrized": parametrized,
+    "mixed_dtypes": Mixed,
+    "raw_kernel": raw_kernel,
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+    "checkpoint_reentrant": lambda: Checkpointed(reentrant=True),
+    "tied": TiedText,
+    "linear": lambda: nn.Linear(8, 4),
+}
+SHAPES = {"convolution": (3, 2, 4, 4), "encoder_layer": (2, 3, 8), "lstm": (3, 2, 8)}
+
+
+def batch(job: Job, name: str, step: int) -> Tensor:
+    """The input of the model `name` at `step`."""
+    if name == "tied":
+        return job.inputs(step, 4, 6).mul(100).long().remainder(12)
+    x = job.inputs(step, *SHAPES.get(name, (4, 8)))
+    return x.contiguous(memory_format=torch.channels_last) if name == "convolution" else x
+
+
+def one_model(job: Job, name: str, **arguments: Any) -> None:
+    """Training, and an evaluation after every step."""
+    model = job.ddp(MODELS[name](), **arguments)
+    optimizer = job.wrap(adamw(model), model)
+
+    def evaluate(step: int) -> None:
+        model.eval()
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            job.record("evaluated", model(batch(job, name, 100 + step)))
+        model.train()
+
+    train(
+        job,
+        model,
+        optimizer,
+        inputs=lambda step: batch(job, name, step),
+        after_step=lambda step: evaluate(step) if step > STEPS // 2 else None,
+    )
+    job.record_state(model, optimizer)
+
+
+def view_of_buckets(job: Job) -> None:
+    one_model(job, "linear", gradient_as_bucket_view=True)
+
+
+def static_graph(job: Job) -> None:
+    one_model(job, "checkpoint_reentrant", static_graph=True)
+
+
+def no_buffer_broadcast(job: Job) -> None:
+    one_model(job, "batch_norm", broadcast_buffers=False)
+
+
+def unused(job: Job, turns: str) -> None:
+    """Parameters left out on some ranks in some steps; one layer is never used."""
+    model = job.ddp(Branching(), find_unused_parameters=True)
+    optimizer = job.wrap(adamw(model), model)
+    plans = {
+        "same_on_all_ranks": ["left", "right", "both"],
+        "differing_ranks": ["left", "right", "both"] if job.rank else ["right", "right", "left"],
+    }
+    for step in range(3 * STEPS):
+        model.module.turn = plans[turns][step % 3]
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward()
+        job.record("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def unused_and_accumulated(job: Job) -> None:
+    """What a `no_sync` pass used counts as used, whatever the synchronised pass uses."""
+    model = job.ddp(Branching(), find_unused_parameters=True)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.module.turn = "left" if job.rank else "both"
+        with model.no_sync():
+            model(job.inputs(step)).square().mean().backward()
+        model.module.turn = "right"
+        model(job.inputs(step + 50)).square().mean().backward()
+        job.record("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def unused_static(job: Job) -> None:
+    model = job.ddp(Branching(), static_graph=True)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def frozen_layer(job: Job) -> None:
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def unfrozen_under_new_ddp(job: Job) -> None:
+    """The usual fine-tuning: freeze, train, unfreeze, wrap everything anew."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=4)
+    job.unwrap(optimizer)
+    module[0].requires_grad_(True)
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, first_step=4)
+    job.record_state(model, optimizer)
+
+
+def unfrozen_in_place(job: Job) -> None:
+    """DDP does not average what was frozen at its construction; neither may anyone else."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    module[0].requires_grad_(True)
+    train(job, model, optimizer, first_step=3)
+    job.record_state(model, optimizer)
+
+
+def frozen_for_a_while(job: Job) -> None:
+    """A layer that DDP averages is frozen for some steps and thawed again."""
+    module = mlp()
+    model = job.ddp(module, find_unused_parameters=True)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    module[2].requires_grad_(False)
+    train(job, model, optimizer, steps=3, first_step=3)
+    module[2].requires_grad_(True)
+    train(job, model, optimizer, steps=3, first_step=6)
+    job.record_state(model, optimizer)
+
+
+def reused_layer(job: Job) -> None:
+    """One layer called three times in a forward pass."""
+    shared = nn.Linear(8, 8)
+    model = job.ddp(nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 4)))
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def sparse_gradients(job: Job) -> None:
+    """Rows that differ from rank to rank, of an embedding with sparse gradients."""
+    module = nn.Sequential(nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4))
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model, momentum=0.0), model)
+    train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
+    job.record_state(model, optimizer)
+
+
+def autocast(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(job.inputs(step)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def compiled(job: Job, what: str, backend: str) -> None:
+    """`torch.compile` of a block, of the module inside DDP, of DDP itself, or in place."""
+    torch._dynamo.reset()
+    module: Any = mlp()
+    if what == "block":
+        module[0] = torch.compile(module[0], backend=backend)
+    elif what == "inner":
+        module = torch.compile(module, backend=backend)
+    model = job.ddp(module)
+    optimizer = job.wrap(adamw(model), model)
+    called = model
+    if what == "whole":
+        called = torch.compile(model, backend=backend)
+    elif what == "in_place":
+        module.compile(backend=backend)
+    train(job, called, optimizer)
+    job.record_state(model, optimizer)

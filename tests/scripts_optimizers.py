@@ -1,0 +1,379 @@
+"""Training scripts about optimizers: kinds, schedules, groups, and steps out of the ordinary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "sgd_momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd_dampening_decay": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    ),
+    "sgd_nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd_foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "sgd_fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "sgd_maximize": (optim.SGD, {"lr": 0.01, "maximize": True}),
+    "adam": (optim.Adam, {"lr": 0.01}),
+    "adam_l2": (optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam_amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adam_foreach": (optim.Adam, {"lr": 0.01, "foreach": True}),
+    "adam_fused": (optim.Adam, {"lr": 0.01, "fused": True}),
+    "adamw": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_single": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False}),
+    "adamw_foreach": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
+    "adamw_fused": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
+    "rmsprop": (optim.RMSprop, {"lr": 0.01}),
+    "rmsprop_centered": (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "adagrad": (optim.Adagrad, {"lr": 0.05}),
+    "adagrad_fused": (optim.Adagrad, {"lr": 0.05, "fused": True}),
+    "nadam": (optim.NAdam, {"lr": 0.01}),
+    "radam": (optim.RAdam, {"lr": 0.01}),
+    "adamax": (optim.Adamax, {"lr": 0.01}),
+    "adadelta": (optim.Adadelta, {"lr": 1.0}),
+    "asgd": (optim.ASGD, {"lr": 0.05}),
+    "rprop": (optim.Rprop, {"lr": 0.01}),
+}
+
+
+def one_optimizer(job: Job, name: str) -> None:
+    kind, arguments = SPLITTABLE[name]
+    model = job.ddp(mlp())
+    optimizer = job.wrap(kind(model.parameters(), **arguments), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+Schedule = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
+SCHEDULES: dict[str, Schedule] = {
+    "step": lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+    "lambda": lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1)),
+    "cosine": lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    # Moves the momentum as well.
+    "one_cycle": lambda optimizer: optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.2, total_steps=STEPS
+    ),
+}
+
+
+def schedule(job: Job, name: str, *, made_before: bool) -> None:
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    if made_before:
+        scheduler = SCHEDULES[name](optimizer)
+        job.wrap(optimizer, model)
+    else:
+        scheduler = SCHEDULES[name](job.wrap(optimizer, model))
+    train(job, model, optimizer, after_step=lambda _: scheduler.step())
+    job.record_state(model, optimizer)
+    job.record("lr", scheduler.get_last_lr())
+
+
+def schedule_made_before(job: Job, name: str) -> None:
+    schedule(job, name, made_before=True)
+
+
+def schedule_made_after(job: Job, name: str) -> None:
+    schedule(job, name, made_before=False)
+
+
+def tensor_lr(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model, lr=torch.tensor(0.1)), model)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(job, model, optimizer, after_step=lambda _: scheduler.step())
+    job.record_state(model, optimizer)
+
+
+def lr_by_hand(job: Job) -> None:
+    """Hyper-parameters written into the group right after each step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def decay(step: int) -> None:
+        optimizer.param_groups[0].update(lr=0.01 / (step + 2), betas=(0.9, 0.9 + step / 100))
+
+    train(job, model, optimizer, after_step=decay)
+    job.record_state(model, optimizer)
+
+
+def plateau(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    train(job, model, optimizer, after_step=lambda step: scheduler.step(1.0 + step % 2))
+    job.record_state(model, optimizer)
+
+
+def parameter_groups(job: Job) -> None:
+    """Groups that cut across layers, with different hyper-parameters."""
+    model = job.ddp(mlp())
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02}]
+    optimizer = job.wrap(optim.AdamW(groups, lr=0.01, weight_decay=0.1), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def added_group(job: Job) -> None:
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    optimizer = job.wrap(optim.Adam([first], lr=0.01), model)
+    train(job, model, optimizer, steps=3, zero_grad=model.zero_grad)
+    optimizer.add_param_group({"params": rest, "lr": 0.05})
+    train(job, model, optimizer, first_step=3)
+    job.record_state(model, optimizer)
+
+
+def removed_group(job: Job) -> None:
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest}]
+    optimizer = job.wrap(optim.SGD(groups, lr=0.1, momentum=0.9), model)
+    train(job, model, optimizer, steps=4)
+    del optimizer.param_groups[1]
+    train(job, model, optimizer, first_step=4, steps=3, zero_grad=model.zero_grad)
+    job.record_state(model)
+
+
+def two_optimizers(job: Job) -> None:
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    one = job.wrap(optim.Adam([first], lr=0.01), model)
+    other = job.wrap(optim.SGD(rest, lr=0.1, momentum=0.9), model)
+    for step in range(STEPS):
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward()
+        one.step()
+        if step % 2:
+            other.step()
+        job.record("loss", loss)
+        one.zero_grad()
+        other.zero_grad()
+    job.record_state(model, one, other)
+
+
+def one_wrapped_of_two_optimizers(job: Job) -> None:
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    one = job.wrap(optim.Adam([first], lr=0.01), model)
+    other = optim.SGD(rest, lr=0.1, momentum=0.9)
+    train(job, model, one, after_step=lambda _: other.step(), zero_grad=model.zero_grad)
+    job.record_state(model, one, other)
+
+
+def two_models(job: Job) -> None:
+    """A generator and a discriminator: each step of one runs the other as well."""
+    generator, discriminator = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    one, other = (
+        job.wrap(adamw(generator), generator),
+        job.wrap(adamw(discriminator), discriminator),
+    )
+    for step in range(STEPS):
+        fake = generator(job.inputs(step))
+        other.zero_grad()
+        judged = discriminator(fake.detach()).mean() - discriminator(job.inputs(step, 4, 4)).mean()
+        judged.backward()
+        other.step()
+        one.zero_grad()
+        fooled = -discriminator(fake).mean()
+        fooled.backward()
+        one.step()
+        job.record("losses", [judged, fooled])
+    job.record_state(generator, one)
+    job.record_state(discriminator, other)
+
+
+def parameters_outside_the_model(job: Job) -> None:
+    """A temperature that DDP knows nothing of, updated by the same optimizer."""
+    model = job.ddp(mlp())
+    temperature = nn.Parameter(torch.ones(3))
+    optimizer = job.wrap(optim.Adam([*model.parameters(), temperature], lr=0.01), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = (model(job.inputs(step)) * temperature.sum()).square().mean()
+        loss.backward()
+        optimizer.step()
+        job.record("temperature", temperature)
+    job.record_state(model, optimizer)
+
+
+def parameters_outside_the_optimizer(job: Job) -> None:
+    """Gradients that no optimizer consumes add up, averaged anew at every step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(optim.SGD(list(model.parameters())[2:], lr=0.1), model)
+    train(job, model, optimizer)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def two_steps_in_a_row(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, after_step=lambda _: optimizer.step())
+    job.record_state(model, optimizer)
+
+
+def step_every_other_backward(job: Job) -> None:
+    """Without `no_sync`: what has been averaged is averaged again with what is added."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(2 * STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
+def step_skipped(job: Job) -> None:
+    """Some backwards are thrown away by every rank."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        if step not in (2, 5):
+            optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def step_without_backward(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    train(job, model, optimizer, after_step=lambda _: (optimizer.zero_grad(), optimizer.step()))
+    job.record_state(model, optimizer)
+
+
+def closure(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(job.inputs(step)).square().mean()
+            loss.backward()
+            return loss
+
+        job.record(
+            "loss", optimizer.step(evaluate) if step % 2 else optimizer.step(closure=evaluate)
+        )
+    job.record_state(model, optimizer)
+
+
+def lbfgs(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model)
+    for _ in range(4):
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(job.inputs(0)).square().mean()
+            loss.backward()
+            return loss
+
+        job.record("loss", optimizer.step(evaluate))
+    job.record_state(model)
+
+
+class SignDescent(optim.Optimizer):
+    """An optimizer that nobody has heard of, whose step looks at all gradients at once."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            scale = torch.stack([p.grad.abs().max() for p in used]).max()
+            for p in used:
+                p.add_(p.grad.sign(), alpha=-group["lr"] * float(scale))
+
+
+class CountingSGD(optim.SGD):
+    """A known optimizer with a step of its own: counters in the group, shared by all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+def unknown_optimizer(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(SignDescent(model.parameters(), lr=0.01), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def subclassed_optimizer(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(CountingSGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def muon(job: Job) -> None:
+    """Orthogonalises whole matrices."""
+    model = job.ddp(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)))
+    optimizer = job.wrap(optim.Muon(model.parameters(), lr=0.01), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def adafactor(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(optim.Adafactor(model.parameters(), lr=0.01), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def step_hooks(job: Job) -> None:
+    """The user's own hooks: how often they run, and what they see."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    first = next(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: job.record("before", [first, first.grad]))
+    optimizer.register_step_post_hook(lambda *_: job.record("after", [first, first.grad]))
+    job.wrap(optimizer, model)
+    optimizer.register_step_post_hook(lambda *_: job.record("last", first))
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def scaled(job: Job, kind: type[optim.Optimizer], arguments: dict[str, Any]) -> None:
+    """`GradScaler`, with an overflow on one rank that every rank has to notice."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(kind(model.parameters(), **arguments), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        if step == 3 and job.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        job.record("scale", scaler.get_scale())
+    job.record_state(model, optimizer)
+
+
+def grad_scaler(job: Job, name: str) -> None:
+    scaled(job, *SPLITTABLE[name])

@@ -1,0 +1,329 @@
+"""Training scripts that look at weights and optimizer state, or change them, between steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training import STEPS, Job, adamw, frozen, mlp, sgd, train
+
+
+def weights_read(job: Job) -> None:
+    """Every way of looking at a parameter right after the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    ways: list[Any] = [
+        repr,
+        torch.norm,
+        lambda p: p.data,
+        lambda p: p.detach(),
+        lambda p: p.tolist(),
+        lambda p: torch.from_numpy(p.detach().numpy().copy()),
+        lambda p: p * 2,
+        lambda p: p[0],
+        lambda p: p.clone(),
+        lambda p: torch.cat([p, p]),
+        lambda p: torch.linalg.vector_norm(p),
+        lambda p: float(p.flatten()[0]),
+        lambda p: torch.equal(p, torch.zeros_like(p)),
+        lambda p: p.untyped_storage().nbytes() and bytes(p.untyped_storage()),
+        lambda p: p.T,
+        lambda p: torch.stack([p, p]).sum(),
+        lambda p: nn.utils.parameters_to_vector([p]),
+        lambda p: torch._foreach_add([p], 1.0),
+        lambda p: copy.copy(p),
+        lambda p: copy.deepcopy(p),
+        lambda p: p.to(torch.float64),
+        lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p),
+        lambda p: format(p.mean()),
+        lambda p: list(p),
+        lambda p: (p == p.max()).sum(),
+        lambda p: pickle.loads(pickle.dumps(p)),  # noqa: S301 (its own bytes)
+    ]
+
+    def look(step: int) -> None:
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        for way in ways[step % STEPS :: STEPS]:
+            for p in weights:
+                job.record("read", way(p))
+
+    train(job, model, optimizer, steps=2 * STEPS, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def one_weight_read(job: Job) -> None:
+    """Reading one parameter between steps leaves the others as they were."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    parameters = list(model.parameters())
+    train(
+        job,
+        model,
+        optimizer,
+        after_step=lambda step: job.record("one", parameters[step % len(parameters)]),
+    )
+    job.record_state(model, optimizer)
+
+
+def metadata_read(job: Job) -> None:
+    """Shapes, flags, identity and types look the same as ever."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    parameters = list(model.parameters())
+
+    def look(_: int) -> None:
+        p = parameters[0]
+        job.record("metadata", [list(p.shape), str(p.dtype), str(p.device), p.requires_grad])
+        job.record("layout", [p.is_leaf, p.ndim, p.numel(), list(p.stride()), len(p)])
+        job.record("kinds", [isinstance(p, nn.Parameter), isinstance(p, Tensor), p.grad_fn])
+        job.record(
+            "identity", [p is model.module[0].weight, p in optimizer.state, hash(p) == id(p)]
+        )
+        job.record("count", sum(p.numel() for p in model.parameters() if p.requires_grad))
+
+    train(job, model, optimizer, after_step=look)
+    job.record("types", [type(p).__name__ for p in (p.data for p in parameters)])
+    job.record("types", [type(frozen_p).__name__ for frozen_p in map(frozen, parameters)])
+    job.record_state(model, optimizer)
+
+
+def weights_clipped(job: Job) -> None:
+    """Weight clipping after the step, in each of the usual spellings."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def clip(step: int) -> None:
+        with torch.no_grad():
+            for index, p in enumerate(model.parameters()):
+                if (index + step) % 3 == 0:
+                    p.data.clamp_(-0.05, 0.05)
+                elif (index + step) % 3 == 1:
+                    p.clamp_(-0.1, 0.1)
+                else:
+                    p.copy_(p * 0.99)
+
+    train(job, model, optimizer, after_step=clip)
+    job.record_state(model, optimizer)
+
+
+def weights_replaced(job: Job) -> None:
+    """`p.data` set to another tensor, `nn.init`, and `vector_to_parameters`."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def replace(step: int) -> None:
+        if step == 2:
+            for p in model.parameters():
+                p.data = p.data * 0.5
+        elif step == 3:
+            nn.init.ones_(model.module[0].weight)
+        elif step == 4:
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector / 2, model.parameters())
+
+    train(job, model, optimizer, after_step=replace)
+    job.record_state(model, optimizer)
+
+
+def averaged_model(job: Job) -> None:
+    model = job.ddp(mlp())
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = job.wrap(adamw(model), model)
+    train(
+        job,
+        model,
+        optimizer,
+        after_step=lambda _: average.update_parameters(model.module),
+    )
+    job.record_state(model, optimizer)
+    job.record("average", average.state_dict())
+
+
+def average_by_hand(job: Job) -> None:
+    model = job.ddp(mlp())
+    average = copy.deepcopy(model.module)
+    optimizer = job.wrap(sgd(model), model)
+
+    def update(_: int) -> None:
+        for mean, p in zip(average.parameters(), model.module.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+    train(job, model, optimizer, after_step=update)
+    job.record_state(model, optimizer)
+    job.record("average", average.state_dict())
+
+
+def average_in_one_call(job: Job) -> None:
+    """Parameters inside lists handed to a foreach kernel, under `no_grad`."""
+    model = job.ddp(mlp())
+    average = copy.deepcopy(model.module)
+    optimizer = job.wrap(sgd(model), model)
+
+    def update(_: int) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(model.module.parameters()), 0.1)
+
+    train(job, model, optimizer, after_step=update)
+    job.record("average", average.state_dict())
+
+
+def state_read_after_step(job: Job) -> None:
+    """`optimizer.state` itself, which no hook announces."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    parameters = list(model.parameters())
+
+    def look(step: int) -> None:
+        p = parameters[step % len(parameters)]
+        job.record("moments", [optimizer.state[p]["exp_avg"], optimizer.state[p]["step"]])
+        job.record("sizes", [len(optimizer.state), p in optimizer.state])
+        job.record("items", [dict(state) for state in optimizer.state.values()])
+
+    train(job, model, optimizer, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def state_changed_after_step(job: Job) -> None:
+    """Momentum restarted by hand."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def restart(step: int) -> None:
+        if step == 2:
+            optimizer.state.clear()
+        elif step == 4:
+            for state in optimizer.state.values():
+                state["momentum_buffer"].zero_()
+
+    train(job, model, optimizer, after_step=restart)
+    job.record_state(model, optimizer)
+
+
+def state_dicts(job: Job) -> None:
+    """State dicts of the whole, of a part, and of the optimizer, right after the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def look(step: int) -> None:
+        if step % 3 == 0:
+            job.record("optimizer", optimizer.state_dict())
+        elif step % 3 == 1:
+            job.record("part", model.module[2].state_dict())
+        job.record("weights", model.state_dict())
+
+    train(job, model, optimizer, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def saved(job: Job) -> None:
+    """`torch.save` and `deepcopy` of modules, parameters and optimizers, right after the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def save(step: int) -> None:
+        file = io.BytesIO()
+        if step % 3 == 0:
+            torch.save(model.module, file)
+        elif step % 3 == 1:
+            torch.save([list(model.parameters()), model.module.state_dict()], file)
+        else:
+            torch.save(copy.deepcopy(model.module), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        parameters = loaded[0] if isinstance(loaded, list) else list(loaded.parameters())
+        job.record("loaded", parameters)
+        job.record("types", [type(p).__name__ for p in parameters])
+        job.record("copies", [type(p).__name__ for p in copy.deepcopy(model.module).parameters()])
+
+    train(job, model, optimizer, after_step=save)
+    job.record_state(model, optimizer)
+
+
+def deep_copied_optimizer(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(
+        job,
+        model,
+        optimizer,
+        after_step=lambda _: job.record("copy", copy.deepcopy(optimizer.state_dict())),
+    )
+    job.record_state(model, optimizer)
+
+
+def converted_at_the_end(job: Job) -> None:
+    """`model.to(float64)` right after the last step writes through `p.data`."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    model.to(torch.float64)
+    job.record_state(model, optimizer)
+
+
+def resumed(job: Job) -> None:
+    """Saved in the middle, loaded into new objects, trained on."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=4)
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    job.unwrap(optimizer)
+    loaded = torch.load(file, weights_only=True)
+    module = mlp()
+    module.load_state_dict(loaded["model"])
+    model = job.ddp(module)
+    optimizer = adamw(model)
+    optimizer.load_state_dict(loaded["optimizer"])
+    job.wrap(optimizer, model)
+    train(job, model, optimizer, first_step=4)
+    job.record_state(model, optimizer)
+
+
+def rolled_back(job: Job) -> None:
+    """Loaded into the very same objects, with a step still outstanding."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=3)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(job, model, optimizer, steps=2, first_step=3)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    job.record_state(model, optimizer)
+    train(job, model, optimizer, first_step=3)
+    model.load_state_dict(kept["model"], assign=False)
+    train(job, model, optimizer, first_step=9)
+    job.record_state(model, optimizer)
+
+
+def evaluated(job: Job) -> None:
+    """Evaluation under `no_grad` and `inference_mode`, with and without `eval()`."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def evaluate(step: int) -> None:
+        if step % 2:
+            model.eval()
+        with torch.inference_mode() if step % 4 < 2 else torch.no_grad():
+            job.record("evaluated", (model if step % 3 else model.module)(job.inputs(step + 100)))
+        model.train()
+
+    train(job, model, optimizer, steps=2 * STEPS, after_step=evaluate)
+    job.record_state(model, optimizer)
+
+
+def unwrapped_in_the_middle(job: Job) -> None:
+    """Some steps with, some without, on the same objects."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    job.unwrap(optimizer)
+    train(job, model, optimizer, steps=3, first_step=3)
+    job.wrap(optimizer, model)
+    train(job, model, optimizer, first_step=6)
+    job.record_state(model, optimizer)

@@ -1,0 +1,303 @@
+"""Configuration: parsing, precedence, refusals, and where each value is from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytesched.config import (
+    FIELDS,
+    Config,
+    ConfigFields,
+    RankView,
+    child_environment,
+    rank_view,
+    seen_variables,
+    unread_variables,
+    variable,
+)
+from bytesched.errors import ConfigError
+from bytesched.values import parse_size
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_defaults_are_valid_and_known_as_defaults() -> None:
+    config = Config.load()
+    assert config == Config()
+    assert {origin for _, _, origin in config.explain()} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"),
+    [
+        ("512KiB", 512 * 1024),
+        ("1MB", 1_000_000),
+        ("4MiB", 4 << 20),
+        ("4 mib", 4 << 20),
+        ("0.5 GiB", 1 << 29),
+        ("1e6", 1_000_000),
+        ("1_000_000", 1_000_000),
+        ("16B", 16),
+        (4096, 4096),
+        (4e6, 4_000_000),
+        ("0", 0),
+        (0, 0),
+        ("auto", 0),
+    ],
+)
+def test_size(written: object, size_bytes: int) -> None:
+    size = parse_size(written)
+    assert size == size_bytes
+    assert type(size) is int
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (-1, "negative"),
+        ("-4MiB", "negative"),
+        (1, "under 16 bytes"),
+        ("2TiB", "unit 'tib'"),
+        ("2048GiB", "1 TiB"),
+        (1 << 41, "1 TiB"),
+        ("4M", "unit 'm'"),
+        ("4 MiB/s", "not a size"),
+        ("1.2.3MB", "not a size"),
+        ("0.3KiB", "no whole number"),
+        (1.5, "no whole number"),
+        pytest.param(10**400, "1 TiB", id="beyond-float"),
+        (math.nan, "finite"),
+        (math.inf, "finite"),
+        ("nan", "not a size"),
+        ("1e999", "finite"),
+        ("", "not a size"),
+        (True, "not a size"),
+        (None, "not a size"),
+        ([1], "not a size"),
+    ],
+)
+def test_size_is_refused_with_value_and_reason(written: object, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        Config.load(partition_bytes=written)
+    assert f"partition_bytes = {written!r}" in str(caught.value)
+
+
+@given(st.integers(16, 1 << 40))
+def test_size_survives_its_text(size_bytes: int) -> None:
+    assert parse_size(str(size_bytes)) == size_bytes
+    assert parse_size(f"{size_bytes} B") == size_bytes
+
+
+@given(st.text(max_size=12))
+def test_size_is_a_size_or_a_value_error(text: str) -> None:
+    try:
+        size = parse_size(text)
+    except ValueError:
+        return
+    assert size == 0 or 16 <= size <= 1 << 40
+
+
+def test_credit_below_partition_is_refused_with_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"credit_bytes = 1024 .* partition_bytes = 4096"
+    ) as error:
+        Config(partition_bytes=4096, credit_bytes=1024)
+    assert "raise credit_bytes to at least 4096" in str(error.value)
+    assert Config(partition_bytes=4096, credit_bytes=4096).credit_bytes == 4096
+    assert Config(partition_bytes=4096).credit_bytes == 0
+
+
+@pytest.mark.parametrize("written", [0, -1, math.nan, math.inf, 1e12, "soon", True, None])
+def test_timeout_is_refused(written: object) -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s = .* seconds"):
+        Config.load(timeout_s=written)
+
+
+@pytest.mark.parametrize("written", ["1", "true", "Yes", " on ", True])
+def test_switch_on(written: object) -> None:
+    assert Config.load(enabled=written).enabled is True
+
+
+@pytest.mark.parametrize("written", ["0", "false", "No", "off", False])
+def test_switch_off(written: object) -> None:
+    assert Config.load(enabled=written).enabled is False
+
+
+def test_switch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"enabled = 'maybe' .* not a switch"):
+        Config.load(enabled="maybe")
+
+
+def test_unused_parameters_may_be_left_open() -> None:
+    assert Config.load(find_unused_parameters="auto").find_unused_parameters is None
+    assert Config.load(find_unused_parameters="1").find_unused_parameters is True
+
+
+@pytest.mark.parametrize(
+    ("field", "written"),
+    [("order", "random"), ("compression", "int4"), ("log_level", "LOUD"), ("policy", " ")],
+)
+def test_name_is_refused(field: str, written: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = '{written}'"):
+        Config.load(**{field: written})
+
+
+def test_names_are_taken_in_any_case() -> None:
+    config = Config.load(order="Leader", log_level="debug", compression="BF16")
+    assert (config.order, config.log_level, config.compression) == ("leader", "DEBUG", "bf16")
+
+
+def test_timeline_takes_a_path(tmp_path: Path) -> None:
+    assert Config.load(timeline=tmp_path).timeline == str(tmp_path)
+    with pytest.raises(ConfigError, match="timeline = 3"):
+        Config.load(timeline=3)
+
+
+def test_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'partition_size'.*did you mean partition_bytes"):
+        Config.load(partition_size=4)
+
+
+def test_unknown_keyword_far_from_all_lists_all() -> None:
+    with pytest.raises(ConfigError, match="known: enabled, policy"):
+        Config.load(zzz=4)
+
+
+def test_precedence(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (empty_folder / "bytesched.toml").write_text(
+        'partition_bytes = "1MiB"\ncredit_bytes = 1048576\ntimeout_s = 10\nenabled = true\n'
+    )
+    monkeypatch.setenv("BYTESCHED_CREDIT_BYTES", "4MiB")
+    monkeypatch.setenv("BYTESCHED_TIMEOUT_S", "20")
+    rows = {name: (v, origin) for name, v, origin in Config.load(timeout_s=30).explain()}
+    assert rows["partition_bytes"] == (1 << 20, "file bytesched.toml")
+    assert rows["credit_bytes"] == (4 << 20, "environment BYTESCHED_CREDIT_BYTES")
+    assert rows["timeout_s"] == (30.0, "code")
+    assert rows["enabled"] == (True, "file bytesched.toml")
+    assert rows["policy"] == ("priority", "default")
+
+
+def test_a_hidden_setting_is_said_on_rank_0_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bytesched")
+    monkeypatch.setenv("BYTESCHED_TIMEOUT_S", "20")
+    Config.load(timeout_s=20)
+    assert not caplog.records
+    Config.load(timeout_s=30)
+    assert "timeout_s = 30.0 hides 20.0 (environment BYTESCHED_TIMEOUT_S)" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    Config.load(timeout_s=30)
+    assert not caplog.records
+
+
+def test_unknown_variable_warns_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BYTESCHED_PARTITON_BYTES", "4MiB")
+    Config.load()
+    assert "did you mean BYTESCHED_PARTITION_BYTES?" in caplog.text
+    assert len(unread_variables()) == 1
+
+
+def test_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHED_CREDIT_BYTES", "lots")
+    with pytest.raises(ConfigError, match=r"'lots' \(environment BYTESCHED_CREDIT_BYTES\)"):
+        Config.load()
+
+
+def test_a_setting_that_is_overridden_is_checked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BYTESCHED_TIMEOUT_S", "never")
+    with pytest.raises(ConfigError, match="BYTESCHED_TIMEOUT_S"):
+        Config.load(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("partition_bytes = ", "no valid TOML"),
+        ("partitions = 4", r"'partitions' \(file bytesched.toml\); did you mean partition_bytes"),
+        ('timeout_s = "x"', r"timeout_s = 'x' \(file bytesched.toml\)"),
+        ("[table]\na = 1", "'table'"),
+    ],
+)
+def test_bad_file_is_refused(empty_folder: Path, text: str, why: str) -> None:
+    (empty_folder / "bytesched.toml").write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        Config.load()
+
+
+def test_file_that_cannot_be_read_is_refused(empty_folder: Path) -> None:
+    (empty_folder / "bytesched.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"bytesched.toml cannot be read"):
+        Config.load()
+
+
+def test_file_that_is_not_text_is_refused(empty_folder: Path) -> None:
+    (empty_folder / "bytesched.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"bytesched.toml"):
+        Config.load()
+
+
+def test_config_is_frozen_comparable_and_picklable() -> None:
+    config = Config.load(partition_bytes="4MiB")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.policy = "fifo"  # type: ignore[misc]
+    copy = pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert copy == config
+    assert copy.explain() == config.explain()
+    assert dataclasses.replace(config, policy="fifo").partition_bytes == 4 << 20
+
+
+def test_keyword_types_and_fields_agree() -> None:
+    assert list(ConfigFields.__annotations__) == list(FIELDS)
+    assert [variable(name) for name in FIELDS][:2] == ["BYTESCHED_ENABLED", "BYTESCHED_POLICY"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "view"),
+    [
+        ({}, RankView("none", 0, 0, 1)),
+        (
+            {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
+            RankView("torchrun", 3, 1, 4),
+        ),
+        ({"RANK": "3"}, RankView("none", 0, 0, 1)),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "8"}, RankView("slurm", 2, -1, 8)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "x"},
+            RankView("mpirun", 1, -1, 2),
+        ),
+    ],
+)
+def test_rank_view(
+    variables: dict[str, str], view: RankView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert rank_view() == view
+
+
+def test_child_environment_adds_and_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHED_POLICY", "fifo")
+    child = child_environment({"BYTESCHED_POLICY": None, "RANK": "1", "ABSENT": None})
+    assert "BYTESCHED_POLICY" not in child
+    assert child["RANK"] == "1"
+    assert "PATH" in child
+    assert seen_variables()["BYTESCHED_POLICY"] == "fifo"

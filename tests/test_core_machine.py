@@ -1,0 +1,404 @@
+"""SchedulerCore: credit, order, story; and that no sequence of events breaks or stalls it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bytesched.core import SchedulerCore
+from bytesched.errors import ConfigError, InvalidTransition
+from bytesched.order import Following, Leading
+from bytesched.policy import Fifo, Priority, named_policy, policy_names, register_policy
+from bytesched.task import CommTask, TaskState
+
+
+def planned(sizes: list[int], priorities: list[int] | None = None) -> list[CommTask]:
+    """Tasks of these sizes in bytes, with their index; priority is the index unless given."""
+    tasks = []
+    for index, nbytes in enumerate(sizes):
+        priority = priorities[index] if priorities else index
+        tasks.append(CommTask(f"t{index}", start_at=0, stop_at=nbytes, priority=priority))
+        tasks[-1].index = index
+    return tasks
+
+
+def leader(credit_bytes: int) -> SchedulerCore:
+    return SchedulerCore(Leading(Priority()), credit_bytes=credit_bytes)
+
+
+def ready(core: SchedulerCore, task: CommTask) -> list[CommTask]:
+    assert task.notify_ready()
+    return core.ready(task)
+
+
+def drain(core: SchedulerCore, started: list[CommTask]) -> list[CommTask]:
+    """Finishes tasks in the order of their start until none is left; all starts, in order."""
+    order = list(started)
+    for task in order:
+        order.extend(core.finish(task))
+        core.validate()
+    return order
+
+
+def test_ready_tasks_start_at_once_while_credit_lasts() -> None:
+    core = leader(100)
+    a, b, c = planned([60, 60, 60])
+    assert ready(core, a) == [a]
+    assert ready(core, b) == [b], "60 of 100 bytes in flight leave credit: b may overdraw it"
+    assert ready(core, c) == []
+    assert core.in_flight_bytes == 120
+    assert core.finish(a) == [c]
+    assert drain(core, [b, c]) == [b, c]
+    assert core.idle
+
+
+def test_a_full_window_admits_nothing() -> None:
+    core = leader(100)
+    a, b = planned([100, 1])
+    assert ready(core, a) == [a]
+    assert ready(core, b) == [], "exactly credit_bytes in flight is a full window"
+
+
+def test_a_task_larger_than_the_credit_goes_alone() -> None:
+    core = leader(10)
+    a, b = planned([1000, 1])
+    assert ready(core, a) == [a]
+    assert ready(core, b) == []
+    assert core.finish(a) == [b]
+
+
+def test_an_urgent_task_overtakes_all_that_wait() -> None:
+    core = leader(1)
+    tasks = planned([4] * 5)
+    first = [started for task in reversed(tasks) for started in ready(core, task)]
+    assert first == [tasks[4]], "the first to be ready starts at once"
+    assert drain(core, first) == [tasks[4], *tasks[:4]]
+
+
+def test_fifo_keeps_the_order_of_readiness() -> None:
+    core = SchedulerCore(Leading(Fifo()), credit_bytes=1)
+    tasks = planned([4] * 5)
+    first = [started for task in reversed(tasks) for started in ready(core, task)]
+    assert drain(core, first) == tasks[::-1]
+
+
+def test_equal_priorities_go_in_order_of_readiness_and_are_never_compared() -> None:
+    core = leader(1)
+    tasks = planned([4] * 50, priorities=[7] * 50)
+    with pytest.raises(TypeError):
+        sorted(tasks)  # type: ignore[type-var]
+    random.Random(0).shuffle(tasks)
+    first = [started for task in tasks for started in ready(core, task)]
+    assert drain(core, first) == tasks
+
+
+def test_more_credit_starts_more_and_less_waits_for_room() -> None:
+    core = leader(10)
+    a, b, c, d = planned([10] * 4)
+    for task in (a, b, c, d):
+        ready(core, task)
+    assert core.set_credit(30) == [b, c]
+    assert core.set_credit(10) == []
+    core.validate()
+    assert core.finish(a) == []
+    assert core.finish(b) == [], "10 bytes are still in flight, and that is the new window"
+    core.validate()
+    assert core.finish(c) == [d]
+    assert core.credit_bytes == 10
+
+
+@pytest.mark.parametrize("credit_bytes", [0, -1])
+def test_credit_is_at_least_a_byte(credit_bytes: int) -> None:
+    with pytest.raises(ValueError, match="credit"):
+        leader(credit_bytes)
+    core = leader(5)
+    with pytest.raises(ValueError, match="credit"):
+        core.set_credit(credit_bytes)
+    assert core.credit_bytes == 5
+
+
+def test_a_failed_task_gives_its_bytes_back() -> None:
+    core = leader(10)
+    (a,) = planned([10])
+    ready(core, a)
+    core.fail(a)
+    core.validate()
+    assert core.in_flight_bytes == 0
+    assert a.state is TaskState.FAILED
+    assert core.idle
+
+
+def test_nothing_is_started_after_a_failure() -> None:
+    core = leader(20)
+    a, b, c, d = planned([10] * 4)
+    for task in (a, b, c):
+        ready(core, task)
+    core.fail(a)
+    assert core.finish(b) == []
+    assert core.set_credit(1000) == []
+    assert ready(core, d) == []
+    core.validate()
+    assert (c.state, d.state) == (TaskState.READY, TaskState.READY)
+
+
+def test_stop_leaves_what_is_in_flight() -> None:
+    core = leader(10)
+    a, b = planned([10] * 2)
+    ready(core, a)
+    core.stop()
+    assert ready(core, b) == []
+    assert core.finish(a) == []
+    core.validate()
+    assert core.in_flight_bytes == 0
+
+
+def test_wrong_events_are_refused_with_the_story() -> None:
+    core = leader(10)
+    a, b = planned([10, 10])
+    with pytest.raises(InvalidTransition, match="t0"):
+        core.ready(a)
+    ready(core, a)
+    ready(core, b)
+    for event in (core.finish, core.fail):
+        with pytest.raises(InvalidTransition, match="ready"):
+            event(b)
+    core.finish(a)
+    with pytest.raises(InvalidTransition, match="finish"):
+        core.finish(a)
+    core.validate()
+
+
+def test_the_queue_changes_only_between_iterations() -> None:
+    core = leader(10)
+    a, b = planned([10, 10])
+    ready(core, a)
+    with pytest.raises(InvalidTransition, match="cannot change"):
+        core.use_queue(Following())
+    ready(core, b)
+    core.finish(a)
+    core.finish(b)
+    core.use_queue(Following())
+    a.rearm()
+    assert ready(core, a) == []
+    assert core.ordered([0]) == [a]
+
+
+def test_story_tells_one_task_or_all() -> None:
+    core = leader(10)
+    a, b = planned([10, 10])
+    ready(core, a)
+    ready(core, b)
+    core.finish(a)
+    assert [line.split() for line in core.story(a).splitlines()] == [
+        ["1", "ready", "t0"],
+        ["2", "start", "t0"],
+        ["4", "finish", "t0"],
+    ]
+    assert [line.split()[1:] for line in core.story().splitlines()][-2:] == [
+        ["finish", "t0"],
+        ["start", "t1"],
+    ]
+    assert "no events" in core.story(planned([1])[0])
+
+
+def test_the_story_is_bounded() -> None:
+    core = leader(10)
+    (task,) = planned([1])
+    for _ in range(2000):
+        core.finish(*ready(core, task))
+        task.rearm()
+    numbers = [int(line.split()[0]) for line in core.story().splitlines()]
+    assert numbers == list(range(5981, 6001)), "the last 20 of 6000"
+    assert len(core._story) <= 2000
+
+
+def test_repr_shows_the_state() -> None:
+    core = leader(4 << 20)
+    for task in planned([3 << 20] * 3):
+        ready(core, task)
+    assert repr(core) == "<SchedulerCore 1 ready, 2 sending, 6.00/4.00 MiB credit>"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_events_give_the_same_story(seed: int) -> None:
+    def told() -> str:
+        chance = random.Random(seed)
+        core = leader(20)
+        tasks = planned([chance.randint(1, 30) for _ in range(6)], priorities=[1, 0, 1, 0, 2, 2])
+        in_flight: list[CommTask] = []
+        waiting = list(tasks)
+        while waiting or in_flight:
+            if waiting and chance.random() < 0.6:
+                in_flight += ready(core, waiting.pop(chance.randrange(len(waiting))))
+            elif in_flight:
+                in_flight += core.finish(in_flight.pop(chance.randrange(len(in_flight))))
+        return core.story()
+
+    assert told() == told()
+
+
+def test_validate_notices_what_is_broken() -> None:
+    def busy() -> tuple[SchedulerCore, list[CommTask]]:
+        core, tasks = leader(15), planned([10] * 4)
+        for task in tasks:
+            ready(core, task)
+        core.validate()
+        return core, tasks
+
+    for wrong_bytes in (-1, 1):
+        core, tasks = busy()
+        core.fail(tasks[0])
+        core._in_flight_bytes += wrong_bytes
+        with pytest.raises(AssertionError):
+            core.validate()
+    core, tasks = busy()
+    tasks[0].notify_finish()
+    with pytest.raises(AssertionError):
+        core.validate()
+    core, tasks = busy()
+    tasks[2].start()
+    with pytest.raises(AssertionError):
+        core.validate()
+    core, tasks = busy()
+    core._queue.add(tasks[0])
+    with pytest.raises(AssertionError):
+        core.validate()
+
+
+def calls_per_task(tasks: int, credit_bytes: int) -> float:
+    """Python calls that the core makes per task, over an iteration of that many tasks."""
+    core = leader(credit_bytes)
+    plan = planned([1] * tasks)
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        started = [first for task in reversed(plan) for first in ready(core, task)]
+        for task in started:
+            started.extend(core.finish(task))
+    finally:
+        sys.setprofile(None)
+    assert len(started) == tasks
+    return calls / tasks
+
+
+@pytest.mark.parametrize("credit_bytes", [1, 8, 10_000])
+def test_the_work_per_task_does_not_grow_with_their_number(credit_bytes: int) -> None:
+    few, many = calls_per_task(100, credit_bytes), calls_per_task(3000, credit_bytes)
+    assert many <= few * 1.02
+    assert many < 30
+
+
+def test_policies_are_found_by_name() -> None:
+    assert {"fifo", "priority"} <= set(policy_names())
+    assert isinstance(named_policy("fifo"), Fifo)
+    with pytest.raises(ConfigError, match="priority"):
+        named_policy("prioritty")
+
+
+def test_a_policy_is_registered_once() -> None:
+    class Smallest:
+        def key(self, task: CommTask) -> float:
+            return task.nbytes
+
+    register_policy("test-smallest", Smallest)
+    register_policy("test-smallest", Smallest)
+    with pytest.raises(ConfigError, match="registered already"):
+        register_policy("test-smallest", Fifo)
+    core = SchedulerCore(Leading(named_policy("test-smallest")), credit_bytes=1)
+    tasks = planned([5, 9, 3, 7])
+    first = [started for task in tasks for started in ready(core, task)]
+    assert [task.nbytes for task in drain(core, first)] == [5, 3, 7, 9]
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """A core that is told anything that can legally happen, in any order."""
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10),
+        credit_bytes=st.integers(1, 60),
+        levels=st.integers(1, 4),
+        fifo=st.booleans(),
+    )
+    def build(self, sizes: list[int], credit_bytes: int, levels: int, fifo: bool) -> None:
+        self.core = SchedulerCore(
+            Leading(Fifo() if fifo else Priority()), credit_bytes=credit_bytes
+        )
+        self.fifo = fifo
+        self.waiting = planned(sizes, priorities=[i % levels for i in range(len(sizes))])
+        self.queued: list[CommTask] = []
+        self.in_flight: list[CommTask] = []
+        self.stopped = False
+
+    def expect_starts(self, started: list[CommTask]) -> None:
+        """The rule again, in plain words: most urgent first, while the window is not full."""
+        expected = []
+        room = self.core.credit_bytes - sum(task.nbytes for task in self.in_flight)
+        while self.queued and room > 0 and not self.stopped:
+            urgent = min(self.queued, key=lambda task: 0 if self.fifo else task.priority)
+            self.queued.remove(urgent)
+            expected.append(urgent)
+            room -= urgent.nbytes
+        assert started == expected
+        self.in_flight += started
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def become_ready(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(task)
+        self.queued.append(task)
+        self.expect_starts(ready(self.core, task))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.in_flight))
+        self.in_flight.remove(task)
+        self.expect_starts(self.core.finish(task))
+        task.rearm()
+        self.waiting.append(task)
+
+    @rule(credit_bytes=st.integers(1, 80))
+    def change_credit(self, credit_bytes: int) -> None:
+        started = self.core.set_credit(credit_bytes)
+        self.expect_starts(started)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.in_flight))
+        self.in_flight.remove(task)
+        self.stopped = True
+        self.core.fail(task)
+
+    @invariant()
+    def holds(self) -> None:
+        self.core.validate()
+        assert self.core.in_flight_bytes == sum(task.nbytes for task in self.in_flight)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        while self.in_flight:
+            task = self.in_flight.pop(0)
+            self.expect_starts(self.core.finish(task))
+            self.core.validate()
+        assert self.core.in_flight_bytes == 0
+        assert self.core.idle or self.stopped
+        assert bool(self.queued) <= self.stopped
+
+
+AnyEvents.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestAnyEvents = AnyEvents.TestCase

@@ -1,0 +1,103 @@
+"""The build table, the two links, and the one place where the version stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytesched
+from bytesched.checks import OPTIONAL
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"bytesched": "bytesched", "bytesched.plugins": "plugins", "bytesched.tuning": "tuning"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_build_table_holds_every_package(project: dict[str, Any]) -> None:
+    found = {
+        str(init.parent.relative_to(ROOT))
+        for folder in FOLDERS.values()
+        for init in (ROOT / folder).rglob("__init__.py")
+        if not any(parent.is_symlink() for parent in init.parents)
+    }
+    setuptools = project["tool"]["setuptools"]
+    assert found == set(FOLDERS.values())
+    assert setuptools["package-dir"] == FOLDERS
+    assert set(setuptools["packages"]) == set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", ["plugins", "tuning"])
+def test_link_points_home(name: str) -> None:
+    link = ROOT / "bytesched" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+def test_every_file_beside_the_code_is_packaged(project: dict[str, Any]) -> None:
+    data = project["tool"]["setuptools"]["package-data"]
+    for package, folder in FOLDERS.items():
+        wanted = {
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file()
+            and path.suffix not in {".py", ".pyc"}
+            and not any(parent.is_symlink() for parent in path.parents)
+        }
+        packaged = {p for glob in data.get(package, []) for p in (ROOT / folder).glob(glob)}
+        assert wanted == packaged, package
+
+
+def test_core_depends_on_nothing(project: dict[str, Any]) -> None:
+    needed = [line for line in project["project"]["dependencies"] if "python_version" not in line]
+    assert needed == []
+
+
+def test_extras_are_complete_and_the_doctor_knows_them(project: dict[str, Any]) -> None:
+    extras = project["project"]["optional-dependencies"]
+    assert set(extras) == {"torch", "horovod", "mpi", "tune", "report", "test", "dev"}
+    for package, extra in OPTIONAL.items():
+        assert any(line.startswith(package) for line in extras[extra]), package
+
+
+def test_version_stands_in_one_place(project: dict[str, Any]) -> None:
+    assert project["project"]["dynamic"] == ["version"]
+    assert bytesched.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ["plugins", "tuning"])
+def test_second_copy_of_a_package_is_refused(name: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert f"bytesched.{name}" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "script", ["scripts/setup", "scripts/check", "scripts/test", "scripts/demo", ".ci/run"]
+)
+def test_script_can_be_run(script: str) -> None:
+    path = ROOT / script
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
+    assert "set -euo pipefail" in path.read_text()

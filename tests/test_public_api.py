@@ -1,0 +1,63 @@
+"""The public surface: names, signatures, and what they do before any framework is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import bytesched
+
+
+def test_every_public_name_exists_and_nothing_else_does() -> None:
+    assert list(bytesched.__all__) == sorted(bytesched.__all__)
+    submodules = {name for name, value in vars(bytesched).items() if inspect.ismodule(value)}
+    private = {name for name in vars(bytesched) if name.startswith("_")}
+    helpers = {"annotations", "TYPE_CHECKING", "TypeVar", "OptimizerT", "WrappedT"}
+    surface = set(vars(bytesched)) - submodules - private - helpers
+    assert surface | {"__version__"} == set(bytesched.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("wrap", ["optimizer", "model", "fields"]),
+        ("flush", ["x"]),
+        ("unwrap", ["x"]),
+        ("stats", ["x"]),
+    ],
+)
+def test_signature(name: str, parameters: list[str]) -> None:
+    function = getattr(bytesched, name)
+    assert list(inspect.signature(function).parameters) == parameters
+    assert function.__doc__
+
+
+def test_plugins_have_what_the_surface_calls() -> None:
+    plugins = importlib.import_module("bytesched.plugins")
+    for name in ("wrap", "flush", "unwrap", "stats"):
+        assert callable(getattr(plugins, name))
+
+
+def test_typing_marker_is_there() -> None:
+    folder = importlib.resources.files(bytesched)
+    assert folder.joinpath("py.typed").is_file()
+
+
+def test_without_torch_the_message_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import bytesched\n"
+        "try:\n"
+        "    bytesched.wrap(object(), object())\n"
+        "except bytesched.PluginError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "pip install 'bytesched[torch]'" in run.stdout

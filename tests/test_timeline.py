@@ -1,0 +1,621 @@
+"""The timeline: what it writes, what survives a kill, and what `bytesched trace` makes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytesched.errors import ConfigError
+from bytesched.intervals import covered, subtract, union
+from bytesched.lanes import Track
+from bytesched.observe import Observers
+from bytesched.timeline import Timeline, main
+from bytesched.trace import ANCHOR, merge_traces, read_traces
+from bytesched.tracefile import PAGE_BYTES, TraceFile, load_events
+
+MS = 1_000_000
+
+
+def events_of(timeline: Timeline) -> list[dict[str, Any]]:
+    events = json.loads(timeline.path.read_text())
+    assert isinstance(events, list)
+    return events
+
+
+def slices(events: list[dict[str, Any]], track: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["cat"] == track]
+
+
+def record_iteration(timeline: Timeline, step: int, start_ns: int, *, crossing: bool) -> None:
+    """Forward 0-10 ms, backward 10-30, sends up to 50, step back at 50; or at 30, crossing."""
+    timeline.on_span("forward", "forward", start_ns, start_ns + 10 * MS)
+    timeline.on_span("backward", "backward", start_ns + 10 * MS, start_ns + 30 * MS)
+    for chunk in (1, 0):
+        ready_ns = start_ns + (20 if chunk else 30) * MS
+        timeline.on_flow("s", chunk, "queue", ready_ns)
+        timeline.on_span("queue", f"layer{chunk}", ready_ns, ready_ns + MS, {"chunk": chunk})
+        timeline.on_flow("t", chunk, "send", ready_ns + MS)
+        args = {"chunk": chunk, "bytes": 1000}
+        timeline.on_span("send", f"layer{chunk}", ready_ns + MS, ready_ns + 20 * MS, args)
+        timeline.on_flow("f", chunk, "wait", ready_ns + 20 * MS)
+    timeline.on_step(step, start_ns + (30 if crossing else 50) * MS)
+
+
+def test_file_is_whole_json_after_every_step_and_after_close(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=3)
+    assert timeline.path == tmp_path / "rank3.trace.json"
+    start_ns = time.perf_counter_ns()
+    for step in range(30):
+        record_iteration(timeline, step, start_ns + step * 50 * MS, crossing=False)
+        assert len(slices(events_of(timeline), "send")) == 2 * (step + 1)
+    timeline.close()
+    timeline.close()
+    assert len(slices(events_of(timeline), "send")) == 60
+    assert timeline.path.read_bytes().endswith(b"}\n]\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank3.trace.json"]
+
+
+def test_process_and_threads_are_named_and_sorted(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=2)
+    record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
+    timeline.close()
+    events = events_of(timeline)
+    assert {event["pid"] for event in events} == {2}
+    metadata = [event for event in events if event["ph"] == "M"]
+    facts = {event["name"]: event["args"] for event in metadata}
+    assert facts["process_name"] == {"name": "rank 2"}
+    assert facts["process_sort_index"] == {"sort_index": 2}
+    names = {e["tid"]: e["args"]["name"] for e in metadata if e["name"] == "thread_name"}
+    order = {
+        e["tid"]: e["args"]["sort_index"] for e in metadata if e["name"] == "thread_sort_index"
+    }
+    assert sorted(names, key=order.__getitem__) == sorted(names)
+    in_order = [names[tid] for tid in sorted(names)]
+    assert in_order == ["forward", "backward", "queue", "send", "send 2", "wait"]
+    assert {event["tid"] for event in slices(events, "send")} <= names.keys()
+
+
+def test_two_ranks_share_no_thread_id(tmp_path: Path) -> None:
+    threads = []
+    for rank in (0, 1):
+        timeline = Timeline(tmp_path, rank=rank)
+        record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
+        timeline.close()
+        threads.append({event["tid"] for event in events_of(timeline)})
+    assert not threads[0] & threads[1]
+
+
+def test_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    start_ns = time.perf_counter_ns() + 3_600_000_000_001
+    timeline.on_span("send", "a", start_ns, start_ns + 1_234_567)
+    timeline.close()
+    text = timeline.path.read_text()
+    assert '"dur":1234.567' in text
+    (sent,) = slices(json.loads(text), "send")
+    assert 3.6e9 < sent["ts"] < 3.61e9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_of_a_thread_are_apart_or_nested(tmp_path: Path, seed: int) -> None:
+    timeline = Timeline(tmp_path)
+    chance = random.Random(seed)
+    at_ns = time.perf_counter_ns()
+    for step in range(5):
+        for chunk in range(40):
+            start_ns = at_ns + chance.randrange(60 * MS)
+            timeline.on_span("send", f"c{chunk}", start_ns, start_ns + chance.randrange(20 * MS))
+        at_ns += 40 * MS  # less than a batch spans: a step may end while chunks are in flight
+        timeline.on_step(step, at_ns)
+    timeline.close()
+    sent = slices(events_of(timeline), "send")
+    assert len(sent) == 200
+    by_thread: dict[int, list[tuple[int, int]]] = {}
+    for event in sent:
+        start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+        by_thread.setdefault(event["tid"], []).append((start, end))
+    assert len(by_thread) > 1
+    for spans in by_thread.values():
+        open_ends: list[int] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def test_lanes_are_used_again() -> None:
+    track = Track()
+    for round_ in range(50):
+        track.begin_batch()
+        assert [track.place(round_ * 100 + at, round_ * 100 + at + 30) for at in (0, 10, 20)] == [
+            0,
+            1,
+            2,
+        ]
+    assert track.lanes == 3
+
+
+def test_nested_spans_share_a_lane() -> None:
+    track = Track()
+    assert [track.place(0, 100), track.place(10, 50), track.place(20, 30)] == [0, 0, 0]
+    assert track.place(40, 60) == 1
+    assert track.place(50, 90) == 0
+
+
+def tied_slice(events: list[dict[str, Any]], flow: dict[str, Any]) -> dict[str, Any]:
+    """Return the slice that a viewer ties an arrow's end to."""
+    covering = [
+        event
+        for event in events
+        if event["ph"] == "X"
+        and event["tid"] == flow["tid"]
+        and event["ts"] <= flow["ts"] < event["ts"] + event["dur"]
+    ]
+    assert covering, f"no slice around {flow}"
+    return max(covering, key=lambda event: event["ts"])
+
+
+def test_each_arrow_joins_ready_send_and_first_use_of_one_task(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=1)
+    start_ns = time.perf_counter_ns()
+    for step in range(6):
+        record_iteration(timeline, step, start_ns + step * 60 * MS, crossing=False)
+    timeline.close()
+    events = events_of(timeline)
+    arrows: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            arrows.setdefault(event["id"], []).append(event)
+    assert len(arrows) == 12, "a task is sent once per step, so chunk x step arrows"
+    for arrow in arrows.values():
+        arrow.sort(key=lambda event: float(event["ts"]))
+        assert [event["ph"] for event in arrow] == ["s", "t", "f"]
+        queued, sent, used = (tied_slice(events, event) for event in arrow)
+        assert (queued["cat"], sent["cat"], used["cat"]) == ("queue", "send", "wait")
+        assert queued["args"]["chunk"] == sent["args"]["chunk"]
+        assert used["name"] == "first use"
+
+
+def test_arrow_finds_its_own_task_among_overlapping_sends(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    start_ns = time.perf_counter_ns()
+    for chunk in range(8):
+        timeline.on_flow("t", chunk, "send", start_ns + MS + chunk)
+    for chunk in range(8):
+        begin_ns = start_ns + chunk * 1000
+        timeline.on_span("send", f"c{chunk}", begin_ns, begin_ns + 5 * MS, {"chunk": chunk})
+    timeline.close()
+    events = events_of(timeline)
+    flows = [event for event in events if event["ph"] == "t"]
+    assert [tied_slice(events, flow)["args"]["chunk"] for flow in flows] == list(range(8))
+
+
+def test_arrow_at_the_end_of_a_wait_is_tied_to_it(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    end_ns = time.perf_counter_ns()
+    timeline.on_span("wait", "layer0", end_ns - MS, end_ns)
+    timeline.on_flow("f", 0, "wait", end_ns)
+    timeline.close()
+    events = events_of(timeline)
+    (flow,) = [event for event in events if event["ph"] == "f"]
+    assert tied_slice(events, flow)["name"] == "layer0"
+
+
+def test_arrow_waits_for_a_span_that_ends_after_the_step(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    start_ns = time.perf_counter_ns()
+    timeline.on_flow("t", 5, "send", start_ns)
+    timeline.on_step(0, start_ns + MS)
+    assert not [event for event in events_of(timeline) if event["ph"] == "t"]
+    timeline.on_span("send", "late", start_ns, start_ns + 2 * MS, {"chunk": 5})
+    timeline.on_step(1, start_ns + 3 * MS)
+    events = events_of(timeline)
+    (flow,) = [event for event in events if event["ph"] == "t"]
+    assert tied_slice(events, flow)["name"] == "late"
+    timeline.close()
+
+
+def test_arguments_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    now_ns = time.perf_counter_ns()
+    odd = {"nan": float("nan"), "path": tmp_path, "quote": '"\n\u2028é'}
+    timeline.on_span("send", 'a"b\\\né' * 100, now_ns, now_ns + 1, odd)
+    timeline.on_span("send", "infinite", now_ns + 1, now_ns + 2, {"inf": float("inf")})
+    timeline.on_span("send", "big", now_ns + 2, now_ns + 3, {"text": "x" * 100_000})
+    timeline.on_span("send", "backwards", now_ns + 9, now_ns + 5)
+    timeline.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    events = json.loads(timeline.path.read_text(), parse_constant=refuse)
+    odd_slice, infinite, big, backwards = slices(events, "send")
+    assert odd_slice["args"]["nan"] == "nan"
+    assert infinite["args"] == {"inf": "inf"}
+    assert big["args"] == {"omitted": "too long"}
+    assert backwards["dur"] > 0
+
+
+def test_hooks_from_many_threads_lose_nothing(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    threads, spans = 6, 500
+    go = threading.Barrier(threads + 1)
+
+    def record(index: int) -> None:
+        go.wait()
+        for chunk in range(spans):
+            now_ns = time.perf_counter_ns()
+            timeline.on_flow("s", index * spans + chunk, "queue", now_ns)
+            timeline.on_span("queue", f"{index}.{chunk}", now_ns, now_ns + 10)
+
+    workers = [threading.Thread(target=record, args=(index,)) for index in range(threads)]
+    for worker in workers:
+        worker.start()
+    go.wait()
+    step = 0
+    while any(worker.is_alive() for worker in workers):
+        timeline.on_step(step, time.perf_counter_ns())
+        step += 1
+    timeline.close()
+    events = events_of(timeline)
+    names = [event["name"] for event in slices(events, "queue") if "." in event["name"]]
+    assert len(names) == len(set(names)) == threads * spans
+    assert len([event for event in events if event["ph"] == "s"]) == threads * spans
+
+
+def test_a_hook_makes_few_calls_and_a_step_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline(tmp_path)
+    writes: list[int] = []
+    pwrite = os.pwrite
+
+    def counted(fd: int, data: Any, at: int) -> int:
+        writes.append(len(data))
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if "call" in event else None)
+    try:
+        timeline.on_span("send", "a", 1, 2, {"chunk": 1})
+        timeline.on_flow("s", 1, "queue", 1)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 2 * 5 + 1, "the hook, two len, the record and the append"
+    assert not writes
+    for chunk in range(300):
+        timeline.on_span("send", "a", chunk * 10, chunk * 10 + 5, {"chunk": chunk})
+    timeline.on_step(0, 4000)
+    assert len(writes) == 1
+    timeline.close()
+
+
+def test_memory_is_bounded_and_the_loss_is_told(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, max_pending=100)
+    for chunk in range(250):
+        timeline.on_span("send", "a", chunk * 10, chunk * 10 + 5)
+    assert "100 pending, 150 dropped" in repr(timeline)
+    timeline.close()
+    events = events_of(timeline)
+    assert len(slices(events, "send")) == 100
+    assert [e["args"] for e in events if e["name"] == "dropped events"] == [{"count": 150}]
+
+
+def test_a_full_file_ends_the_trace_and_stays_valid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = Timeline(tmp_path, max_file_bytes=1 << 20)
+    for step in range(40):
+        for chunk in range(500):
+            at_ns = (step * 500 + chunk) * 10
+            timeline.on_span("send", "a", at_ns, at_ns + 5)
+        timeline.on_step(step, step)
+    timeline.close()
+    assert timeline.path.stat().st_size <= 1 << 20
+    assert len(slices(events_of(timeline), "send")) > 5000
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "is full" in caplog.text
+
+
+def test_a_disk_that_fails_ends_the_trace_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = Timeline(tmp_path)
+    record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    for step in range(1, 4):
+        record_iteration(timeline, step, time.perf_counter_ns(), crossing=False)
+    timeline.close()
+    assert len([r for r in caplog.records if "No space left" in r.message]) == 1
+    assert len(slices(events_of(timeline), "send")) == 2
+
+
+def test_hooks_after_close_do_nothing(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
+    timeline.close()
+    before = timeline.path.read_bytes()
+    record_iteration(timeline, 1, time.perf_counter_ns(), crossing=False)
+    timeline.close()
+    assert timeline.path.read_bytes() == before
+    assert "0 pending" in repr(timeline)
+
+
+def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    record_iteration(timeline, 0, time.perf_counter_ns(), crossing=False)
+    before = timeline.path.read_bytes()
+    child = os.fork()
+    if child == 0:
+        timeline.on_span("send", "of the child", 1, 2)
+        timeline.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert timeline.path.read_bytes() == before
+    timeline.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*file/inside/rank0\.trace\.json"):
+        Timeline(tmp_path / "file" / "inside")
+    with pytest.raises(ConfigError, match="cannot write"):
+        Timeline("/proc/bytesched")
+
+
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may write everywhere
+    try:
+        with pytest.raises(ConfigError, match="Permission denied"):
+            Timeline(tmp_path)
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+
+
+def test_it_is_an_observer(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    observers = Observers([timeline])
+    observers.on_span("send", "a", 1, 2)
+    observers.on_flow("t", 0, "send", 1)
+    observers.on_step(0, 3)
+    observers.close()
+    assert len(slices(events_of(timeline), "send")) == 1
+
+
+WRITER = """
+import sys, time
+from bytesched.timeline import Timeline
+timeline = Timeline(sys.argv[1], rank=0)
+print("go", flush=True)
+for step in range(10**9):
+    for chunk in range(300):
+        now_ns = time.perf_counter_ns()
+        timeline.on_flow("s", chunk, "queue", now_ns)
+        timeline.on_span("queue", "layer%d" % chunk, now_ns, now_ns + 500, {"chunk": chunk})
+    timeline.on_step(step, time.perf_counter_ns())
+"""
+
+
+@pytest.mark.procs
+def test_file_is_valid_after_sigkill_in_the_middle(tmp_path: Path) -> None:
+    sizes = []
+    for attempt in range(8):
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(0.05 + 0.03 * attempt)
+            writer.send_signal(signal.SIGKILL)
+        events = json.loads((tmp_path / "rank0.trace.json").read_text())
+        assert events[0]["name"] == ANCHOR
+        sizes.append(len(events))
+    assert max(sizes) > 1000
+
+
+def test_every_page_of_a_write_leaves_valid_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill ends a write between two pages: look at the file after each."""
+    path = tmp_path / "torn.json"
+    file = TraceFile(path, '"first"', max_bytes=1 << 20)
+    pwrite = os.pwrite
+    counts = []
+
+    def by_pages(fd: int, data: Any, at: int) -> int:
+        done = 0
+        while done < len(data):
+            room = PAGE_BYTES - (at + done) % PAGE_BYTES
+            done += pwrite(fd, bytes(data[done : done + room]), at + done)
+            counts.append(len(json.loads(path.read_text())))
+        return done
+
+    monkeypatch.setattr(os, "pwrite", by_pages)
+    chance = random.Random(1)
+    for _ in range(4):
+        file.append('"' + "x" * chance.randrange(1500) + '"' for _ in range(100))
+    file.close()
+    assert counts == sorted(counts)
+    assert len(counts) > 40
+    assert len(json.loads(path.read_text())) == 401
+
+
+def test_a_record_longer_than_a_page_is_left_out(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "a.json", "0", max_bytes=1 << 20)
+    file.append(["1", '"' + "x" * PAGE_BYTES + '"', "2"])
+    assert file.left_out == 1
+    file.close()
+    file.append(["3"])
+    assert json.loads((tmp_path / "a.json").read_text()) == [0, 1, 2]
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """Rank 1's clock is 5 s ahead of rank 0's, which the offset corrects; the same moments."""
+    for rank in (0, 1):
+        timeline = Timeline(tmp_path, rank=rank, clock_offset_ns=-5_000_000_000 * rank)
+        text = timeline.path.read_text()
+        anchor = json.loads(text)[0]["args"]["wall_ns"]
+        start_ns = time.perf_counter_ns()
+        for step in range(4):
+            record_iteration(timeline, step, start_ns + step * 60 * MS, crossing=bool(rank))
+        timeline.close()
+        text = timeline.path.read_text()
+        wall_ns = 10**18 + rank * (5_000_000_000 + 20 * MS)
+        timeline.path.write_text(text.replace(str(anchor), str(wall_ns)))
+    return tmp_path
+
+
+def test_merge_puts_ranks_on_one_clock(two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = two_ranks / "all.json"
+    assert main(["merge", str(two_ranks), "-o", str(output)]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    merged = json.loads(output.read_text())["traceEvents"]
+    for rank in (0, 1):
+        alone, _ = load_events(two_ranks / f"rank{rank}.trace.json")
+        shifted = [event for event in merged if event["pid"] == rank]
+        assert len(alone) == len(shifted)
+        for before, after in zip(alone, shifted, strict=True):
+            if "ts" in before:
+                assert after["ts"] - before["ts"] == pytest.approx(20_000 * rank, abs=0.01)
+    ids = [{e["id"] for e in merged if "id" in e and e["pid"] == rank} for rank in (0, 1)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+
+
+def test_merge_names_and_skips_what_is_no_trace(
+    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = two_ranks / "rank1.trace.json"
+    text = cut.read_text()
+    cut.write_text(text[: len(text) - 150])
+    (two_ranks / "rank2.trace.json").write_text("")
+    (two_ranks / "rank3.trace.json").write_text('[{"ph":"X","ts":1,"name":"someone else\'s"}]')
+    (two_ranks / "rank4.trace.json").write_bytes(b"\xff\xfe\x00")
+    (two_ranks / "rank5.trace.json").write_text('{"a": 1}')
+    (two_ranks / "rank6.trace.json").write_text((two_ranks / "rank0.trace.json").read_text())
+    (two_ranks / "rank7.trace.json").mkdir()
+    output = two_ranks / "all.json"
+    assert main(["merge", str(two_ranks), "-o", str(output)]) == 0
+    complaints = capsys.readouterr().err
+    assert "rank1.trace.json: cut off" in complaints
+    for rank in range(2, 8):
+        assert f"rank{rank}.trace.json: left out" in complaints
+    merged = json.loads(output.read_text())["traceEvents"]
+    assert {event["pid"] for event in merged} == {0, 1}
+
+
+def test_merge_refuses_when_nothing_is_usable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "all.json"
+    missing = str(tmp_path / "no.json")
+    assert main(["merge", missing, str(tmp_path), "-o", str(output)]) == 1
+    complaints = capsys.readouterr().err
+    assert "no.json: left out" in complaints
+    assert "holds no rank*.trace.json" in complaints
+    assert not output.exists()
+
+
+def test_merge_refuses_a_merged_trace_and_an_output_that_cannot_be(
+    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = str(two_ranks / "all.json")
+    assert main(["merge", str(two_ranks), "-o", output]) == 0
+    assert main(["merge", output, "-o", output + "2"]) == 1
+    assert "already a merged trace" in capsys.readouterr().err
+    assert main(["merge", str(two_ranks), "-o", str(two_ranks / "no" / "all.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_merged_order_of_ranks_is_by_number(tmp_path: Path) -> None:
+    for rank in (10, 9):
+        Timeline(tmp_path, rank=rank).close()
+    assert main(["merge", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    merged = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert list(dict.fromkeys(event["pid"] for event in merged)) == [9, 10]
+
+
+def test_summary_tells_whether_the_barrier_was_crossed(
+    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, crossing = (read_traces(two_ranks / f"rank{rank}.trace.json")[0] for rank in (0, 1))
+    # Sends last from 21 to 50 ms after the start of each iteration of 60 ms.
+    for iteration in plain.iterations():
+        assert iteration.step_ms == pytest.approx(60)
+        assert iteration.link_busy_ms == pytest.approx(29)
+        assert iteration.crossed_ms == 0
+    for iteration in crossing.iterations():
+        assert iteration.crossed_ms == pytest.approx(20)
+    assert main(["summary", str(two_ranks / "rank0.trace.json")]) == 0
+    assert capsys.readouterr().out.count(" no\n") == 3
+    merged = str(two_ranks / "all.json")
+    assert main(["merge", str(two_ranks), "-o", merged]) == 0
+    capsys.readouterr()
+    assert main(["summary", merged]) == 0
+    table = capsys.readouterr().out
+    assert "rank 0" in table
+    assert "rank 1" in table
+    assert table.count("yes, 20.0 ms") == 3
+
+
+def test_summary_of_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = Timeline(tmp_path)
+    timeline.close()
+    assert main(["summary", str(timeline.path)]) == 1
+    assert "no whole iteration" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text("[1, 2]")
+    assert main(["summary", str(tmp_path / "other.json")]) == 1
+    assert "other.json" in capsys.readouterr().err
+
+
+def test_exposed_wait_is_where_the_link_is_busy_and_nothing_computes(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    start_ns = time.perf_counter_ns()
+    for step in range(3):
+        at_ns = start_ns + step * 60 * MS
+        timeline.on_span("backward", "b", at_ns, at_ns + 30 * MS)
+        timeline.on_span("send", "a", at_ns + 10 * MS, at_ns + 50 * MS)
+        timeline.on_step(step, at_ns + 55 * MS)
+    timeline.close()
+    (trace,) = read_traces(timeline.path)
+    assert [i.exposed_wait_ms for i in trace.iterations()] == pytest.approx([20, 20])
+
+
+def test_covered_is_the_length_of_the_union() -> None:
+    assert covered([(0, 10), (5, 12), (20, 21), (6, 7)]) == 13
+    assert covered([]) == 0
+
+
+def test_interval_arithmetic() -> None:
+    assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
+    assert union([(0, 1), (1.5, 2)], gap=0.5) == [(0, 2)]
+    assert subtract([(0, 10), (20, 30)], [(-1, 1), (4, 5), (9, 21), (40, 50)]) == [
+        (1, 4),
+        (5, 9),
+        (21, 30),
+    ]
+
+
+def test_merge_of_no_files_is_empty() -> None:
+    assert merge_traces([]) == ([], [])

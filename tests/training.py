@@ -1,0 +1,196 @@
+"""Small training scripts run twice on every rank: with plain DDP, and with bytesched on top.
+
+A script is a function of a `Job`. It builds a model and an optimizer as a user would, passes them
+through `job.ddp` and `job.wrap`, and records what it sees; `compare` says where the runs differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_worker import resolve
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import bytesched
+
+STEPS = 7
+# Far below the size of one layer, so that every layer is cut and every step has many chunks.
+SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
+
+Script = Callable[..., None]
+
+
+class Job:
+    """One run of a script on one rank."""
+
+    def __init__(self, *, wrapped: bool, module_alone: bool = False, **fields: Any) -> None:
+        self.wrapped = wrapped
+        self.records: list[tuple[str, Any]] = []
+        self.stats: dict[str, int | float | str] = {}
+        self.rank = dist.get_rank()
+        self._fields = SMALL | fields
+        self._module_alone = module_alone
+        self._optimizers: list[Optimizer] = []
+        torch.manual_seed(7)
+
+    def ddp(self, module: nn.Module, **arguments: Any) -> Any:
+        """The module under DDP; itself in a wrapped run that does without DDP."""
+        if self.wrapped and self._module_alone:
+            return module
+        return DistributedDataParallel(module, **arguments)
+
+    def wrap(self, optimizer: Optimizer, model: nn.Module, **fields: Any) -> Any:
+        if self.wrapped:
+            same = bytesched.wrap(optimizer, model, **self._fields | fields)
+            assert same is optimizer
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def inputs(self, step: int, *shape: int) -> Tensor:
+        """A batch that differs from rank to rank and from step to step."""
+        generator = torch.Generator().manual_seed(1000 * self.rank + step)
+        return torch.randn(*(shape or (4, 8)), generator=generator)
+
+    def record(self, name: str, value: Any) -> None:
+        self.records.append((name, frozen(value)))
+
+    def record_state(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Every weight and buffer, and what the optimizers hold."""
+        self.record("weights", unprefixed(model.state_dict()))
+        for optimizer in optimizers:
+            self.record("optimizer", optimizer.state_dict())
+
+    def unwrap(self, optimizer: Optimizer) -> None:
+        """Take bytesched off, where it was on, keeping the figures of the last one taken off."""
+        if optimizer in self._optimizers:
+            self.stats = bytesched.stats(optimizer)
+            self._optimizers.remove(optimizer)
+            bytesched.unwrap(optimizer)
+
+    def close(self) -> None:
+        for optimizer in list(self._optimizers):
+            self.unwrap(optimizer)
+
+
+def unprefixed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the keys a module without DDP or compilation would have."""
+    return {key.replace("module.", "").replace("_orig_mod.", ""): v for key, v in state.items()}
+
+
+def frozen(value: Any) -> Any:
+    """A deep copy of plain values that later steps cannot change."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().as_subclass(Tensor)
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [frozen(item) for item in value]
+    return value
+
+
+def differences(expected: Any, got: Any, where: str, rtol: float = 0.0) -> Iterator[str]:
+    """Where `got` is not `expected`: to the last bit, or to `rtol` if that is not zero."""
+    if type(expected) is not type(got):
+        yield f"{where}: {type(expected).__name__} became {type(got).__name__}: {got}"
+    elif isinstance(expected, Tensor):
+        if expected.dtype != got.dtype or expected.shape != got.shape:
+            yield f"{where}: {expected.dtype} {expected.shape} became {got.dtype} {got.shape}"
+        elif rtol and torch.allclose(expected, got, rtol=rtol, atol=rtol):
+            return
+        elif not same_bits(expected, got):
+            yield f"{where}: {expected.flatten()[:4]} became {got.flatten()[:4]}"
+    elif isinstance(expected, dict):
+        if expected.keys() != got.keys():
+            yield f"{where}: keys {list(expected)} became {list(got)}"
+        for key in expected.keys() & got.keys():
+            yield from differences(expected[key], got[key], f"{where}.{key}", rtol)
+    elif isinstance(expected, list):
+        if len(expected) != len(got):
+            yield f"{where}: {len(expected)} items became {len(got)}"
+        for index, (one, other) in enumerate(zip(expected, got, strict=False)):
+            yield from differences(one, other, f"{where}[{index}]", rtol)
+    elif expected != got and expected == expected:
+        yield f"{where}: {expected} became {got}"
+
+
+def same_bits(expected: Tensor, got: Tensor) -> bool:
+    """Equality in which NaN equals NaN."""
+    if expected.is_sparse:
+        expected, got = expected.to_dense(), got.to_dense()
+    return torch.equal(expected, got) or bool(
+        torch.isclose(expected, got, rtol=0, atol=0, equal_nan=True).all()
+    )
+
+
+def compare(
+    script: tuple[str, str],
+    args: tuple[Any, ...] = (),
+    options: dict[str, Any] | None = None,
+    rtol: float = 0.0,
+) -> tuple[list[str], dict[str, int | float | str]]:
+    """Where a wrapped run of `script` differs from a plain one, and the wrapped run's figures.
+
+    `options` are those of the wrapped `Job`.
+    """
+    runs = []
+    for wrapped in (False, True):
+        job = Job(wrapped=wrapped, **(options or {} if wrapped else {}))
+        with contextlib.closing(job):
+            resolve(script)(job, *args)
+        dist.barrier()
+        runs.append(job)
+    plain, wrapped_run = runs
+    assert plain.records, "a script that records nothing proves nothing"
+    names = [name for name, _ in plain.records], [name for name, _ in wrapped_run.records]
+    found = list(differences(*names, "recorded"))
+    for index, ((name, expected), (_, got)) in enumerate(
+        zip(plain.records, wrapped_run.records, strict=False)
+    ):
+        found += differences(expected, got, f"record {index} {name}", rtol)
+    return found, wrapped_run.stats
+
+
+def train(
+    job: Job,
+    model: Any,
+    optimizer: Optimizer,
+    *,
+    steps: int = STEPS,
+    first_step: int = 0,
+    before_step: Callable[[int], object] | None = None,
+    after_step: Callable[[int], object] | None = None,
+    zero_grad: Callable[[], object] | None = None,
+    inputs: Callable[[int], Any] | None = None,
+) -> None:
+    """The usual loop, recording each loss: zero, forward, backward, step, with room in between."""
+    for step in range(first_step, first_step + steps):
+        (zero_grad or optimizer.zero_grad)()
+        loss = model((inputs or job.inputs)(step)).square().mean()
+        loss.backward()
+        if before_step:
+            before_step(step)
+        optimizer.step()
+        if after_step:
+            after_step(step)
+        job.record(f"loss {step}", loss)
+
+
+def mlp() -> nn.Sequential:
+    """Three linear layers and a normalisation: seven chunks or so in a `SMALL` cut."""
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
+
+
+def sgd(model: nn.Module, **arguments: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9} | arguments)
+
+
+def adamw(model: nn.Module, **arguments: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01} | arguments)
