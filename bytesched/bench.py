@@ -11,7 +11,6 @@ import importlib.util
 import json
 import platform
 import shlex
-import socket
 import sys
 import tempfile
 import time
@@ -31,7 +30,6 @@ SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 MODELS = ("gpt", "vgg", "resnet")
 OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_RATE = "1gbit"
-LAB_PORT = 29400
 WORKER = "bytesched.plugins.bench_worker"
 POLL_S = 0.05
 EPILOG = """\
@@ -188,7 +186,7 @@ def _run_all(spec: dict[str, Any], options: argparse.Namespace, folder: str) -> 
         environment = {
             "WORLD_SIZE": str(hosts),
             "MASTER_ADDR": lab.addresses[0],
-            "MASTER_PORT": str(LAB_PORT if lab.shaped else _free_port()),
+            "MASTER_PORT": str(lab.free_port()),
             "GLOO_SOCKET_IFNAME": lab.interface,
             "OMP_NUM_THREADS": str(spec["threads"] or 1),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -233,13 +231,6 @@ def _worker(spec: dict[str, Any], rank: int) -> list[str]:
 def _complain(rank: int, code: int | None, log: str) -> None:
     tail = "\n".join(log.rstrip().splitlines()[-30:])
     raise BenchError(f"rank {rank} failed with exit code {code}:\n{tail}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _report(

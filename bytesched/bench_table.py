@@ -75,7 +75,7 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
 
 
 COLUMNS = (
-    ("system", 22),
+    ("system", 16),
     ("iteration ms", 13),
     ("quartiles", 15),
     ("x T*", 6),
@@ -90,16 +90,20 @@ COLUMNS = (
 
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
+    labels = {
+        name: f"{name} ({system['bucket_mb']:g} MB)" if "bucket_mb" in system else name
+        for name, system in result["systems"].items()
+    }
+    widest = max(map(len, labels.values()))
     lines = [headline(result), *notes(result), ""]
-    lines.append(_row([title for title, _ in COLUMNS]))
+    lines.append(_row([title for title, _ in COLUMNS], widest))
     for name, system in result["systems"].items():
         figures = system["figures"]
-        label = name if "bucket_mb" not in system else f"{name} ({system['bucket_mb']:g} MB)"
         quartiles = f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}"
         lines.append(
             _row(
                 [
-                    label,
+                    labels[name],
                     f"{figures['iteration_ms']:.1f}",
                     quartiles,
                     f"{figures['to_optimum']:.3f}",
@@ -109,7 +113,8 @@ def table(result: dict[str, Any]) -> str:
                     f"{figures['bus_mb_per_s']:.1f}",
                     f"{figures['cpu_ms']:.0f}",
                     system["losses"],
-                ]
+                ],
+                widest,
             )
         )
     first = next(iter(result["systems"]))
@@ -161,11 +166,10 @@ def _own(system: dict[str, Any]) -> str:
     )
 
 
-def _row(cells: Sequence[str]) -> str:
-    aligned = [
-        cell.ljust(width) if title in {"system", "losses"} else cell.rjust(width)
-        for cell, (title, width) in zip(cells, COLUMNS, strict=True)
-    ]
+def _row(cells: Sequence[str], widest: int) -> str:
+    aligned = [cells[0].ljust(max(widest, COLUMNS[0][1]))]
+    for cell, (title, width) in zip(cells[1:], COLUMNS[1:], strict=True):
+        aligned.append(cell.ljust(width) if title == "losses" else cell.rjust(width))
     return "  ".join(aligned).rstrip()
 
 

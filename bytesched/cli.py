@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from bytesched.errors import BytesschedError
 from bytesched.values import nearest
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -28,7 +30,8 @@ COMMANDS = {
     "bench": Command(
         "bytesched.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
-    "trace": Command("bytesched.timeline", "merge the timelines of all ranks into one file"),
+    "trace": Command("bytesched.timeline", "merge the timelines of all ranks, or sum them up"),
+    "report": Command("bytesched.report", "draw timelines and measurements"),
     "doctor": Command("bytesched.doctor", "check versions, backends, ranks and the network"),
 }
 
@@ -53,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has enough: what is still buffered must not raise at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     return code
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytesched.intervals import Interval, subtract, union
+from bytesched.intervals import Interval, clip, covered, union
+from bytesched.iteration_view import IterationView, view_iteration
 from bytesched.picture import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.trace import Iteration, Span, Trace, read_traces
+from bytesched.trace import read_traces
 
 __all__ = ["draw_iteration"]
 
@@ -22,35 +22,14 @@ NEXT = "#f4f1ea"
 FRONT_TO_BACK = ("#c1272d", "#ee7b3a", "#f7c548", "#8fc7b0", "#4a8db7", "#2b4c8c")
 BAR_HEIGHT = 0.74
 #: Heights above the rows of a panel, which are 0, 1 and 2.
-TITLE_AT = 2.72
-SAVING_AT = 3.45
-#: From which share of the width on the words left of a line meet no others.
-ROOM_FOR_NOTE = 0.62
+NOTE_AT = 2.65
+TITLE_AT = 3.1
+SAVING_AT = 3.85
+#: From which share of the width on there is room for words left of a line.
+ROOM_FOR_NOTE = 0.28
 ROOM_FOR_SAVING = 0.32
-#: Two spans that touch may lie this far apart in the file.
-ROUNDING_MS = 0.002
-#: How much of the next iteration to show, as a share of this one.
-MOST_OF_NEXT = 0.5
-
-
-@dataclass(frozen=True)
-class _View:
-    """An iteration and the next forward pass, in ms since the step before it returned."""
-
-    name: str
-    iteration: Iteration
-    #: when the next iteration's backward pass begins, or the picture ends before
-    end_ms: float
-    forward: list[Interval]
-    backward: list[Interval]
-    update: list[Interval]
-    wait: list[Interval]
-    #: when each transfer had the link, and its place between the front (0) and the back (1)
-    link: list[tuple[Interval, float]]
-
-    @property
-    def step_ms(self) -> float:
-        return self.iteration.step_ms
+#: Fewer transfers than this are drawn in the colours of all their layers.
+MANY_TRANSFERS = 12
 
 
 def draw_iteration(
@@ -70,11 +49,11 @@ def draw_iteration(
     matplotlib, ``ValueError`` for a trace of less than three steps, and ``OSError`` if a file
     cannot be read or written.
     """
-    before = _view(read_traces(Path(before_trace))[0], before_name)
-    after = _view(read_traces(Path(after_trace))[0], after_name)
-    with canvas(11.0, 5.7, Path(out_png)) as figure:
+    before = view_iteration(read_traces(Path(before_trace))[0], before_name)
+    after = view_iteration(read_traces(Path(after_trace))[0], after_name)
+    with canvas(11.0, 6.1, Path(out_png)) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True)
-        figure.subplots_adjust(left=0.075, right=0.985, top=0.835, bottom=0.135, hspace=0.55)
+        figure.subplots_adjust(left=0.075, right=0.985, top=0.815, bottom=0.125, hspace=0.68)
         figure.text(0.012, 0.955, title, size=14, weight="bold", color=INK, va="center")
         _draw_legend(figure)
         upper.set_xlim(0, max(before.end_ms, after.end_ms))
@@ -84,59 +63,14 @@ def draw_iteration(
         _draw_saving(lower, before, after)
 
 
-def _view(trace: Trace, name: str) -> _View:
-    """Return the iteration of median length; the one after it must be in the trace as well."""
-    iterations = trace.iterations()
-    if len(iterations) < 2:
-        raise ValueError(f"the trace of {name} must hold at least three steps")
-    by_length = sorted(iterations[:-1], key=lambda iteration: iteration.step_ms)
-    shown = by_length[(len(by_length) - 1) // 2]
-    following = iterations[iterations.index(shown) + 1]
-    next_backward = trace.intervals("backward", following.start_ms, following.end_ms)
-    end_ms = next_backward[0][0] if next_backward else following.end_ms
-    end_ms = min(end_ms, shown.end_ms + MOST_OF_NEXT * shown.step_ms)
-
-    def shifted(spans: Iterable[Interval]) -> list[Interval]:
-        return [(a - shown.start_ms, b - shown.start_ms) for a, b in union(spans, gap=ROUNDING_MS)]
-
-    def track(name: str) -> list[Interval]:
-        return trace.intervals(name, shown.start_ms, end_ms)
-
-    wait = trace.waits(shown.start_ms, end_ms)
-    return _View(
-        name=name,
-        iteration=shown,
-        end_ms=end_ms - shown.start_ms,
-        forward=shifted(subtract(track("forward"), wait)),
-        backward=shifted(subtract(track("backward"), wait)),
-        update=shifted(track("update")),
-        wait=shifted(wait),
-        link=_link(trace.track("send"), shown.start_ms, end_ms),
-    )
-
-
-def _link(sends: list[Span], start_ms: float, end_ms: float) -> list[tuple[Interval, float]]:
-    """Return when each transfer had the link: of several in flight, the one that ends first."""
-    last_chunk = max((int(span.args.get("chunk", 0)) for span in sends), default=0)
-    turns: list[tuple[Interval, float]] = []
-    free_ms = start_ms
-    for span in sorted(sends, key=lambda span: span.end_ms):
-        begin_ms = max(span.start_ms, free_ms)
-        finish_ms = min(span.end_ms, end_ms)
-        if finish_ms > begin_ms:
-            depth = int(span.args.get("chunk", 0)) / max(1, last_chunk)
-            turns.append(((begin_ms - start_ms, finish_ms - start_ms), depth))
-            free_ms = finish_ms
-    return turns
-
-
-def _draw_view(axes: Any, view: _View) -> None:
+def _draw_view(axes: Any, view: IterationView) -> None:
+    axes.set_autoscale_on(False)
     axes.set_ylim(-0.5, 2.5)
     axes.set_yticks([2, 1, 0], ["compute", "link", "update"], size=10)
     strip(axes)
     axes.tick_params(axis="y", labelcolor=INK, labelsize=10, pad=6)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.axvspan(view.step_ms, view.end_ms, ymin=0.0, color=NEXT, linewidth=0, zorder=0)
+    axes.axvspan(view.step_ms, view.end_ms, color=NEXT, linewidth=0, zorder=0)
     for row, spans, colour in (
         (2, view.forward, FORWARD),
         (2, view.backward, BACKWARD),
@@ -146,18 +80,10 @@ def _draw_view(axes: Any, view: _View) -> None:
         # Updates are short and must be seen; waits are not to look longer than they are.
         edge = "none" if colour == WAIT else colour
         _draw_bars(axes, row, spans, [colour], [edge])
-    turns = [span for span, _ in view.link]
-    shades = _shades([depth for _, depth in view.link])
-    # A white line between two transfers, unless it would be wider than they are.
-    lean_ms = axes.get_xlim()[1] * 0.003
-    edges = [
-        "white" if end - start > lean_ms else shade
-        for (start, end), shade in zip(turns, shades, strict=True)
-    ]
-    _draw_bars(axes, 1, turns, shades, edges)
+    _draw_link(axes, view)
     axes.plot(
         [view.step_ms] * 2,
-        [-0.5, TITLE_AT + 0.3],
+        [-0.5, NOTE_AT + 0.25],
         color=INK,
         linewidth=1.2,
         linestyle=(0, (4, 2)),
@@ -167,7 +93,30 @@ def _draw_view(axes: Any, view: _View) -> None:
     _draw_title(axes, view)
 
 
-def _draw_title(axes: Any, view: _View) -> None:
+def _draw_link(axes: Any, view: IterationView) -> None:
+    turns = [span for span, _ in view.link]
+    shades = _shades([(front + back) / 2 for _, (front, back) in view.link])
+    # A white line between two transfers, unless it would be wider than they are.
+    lean_ms = axes.get_xlim()[1] * 0.003
+    edges = [
+        "white" if end - start > lean_ms else shade
+        for (start, end), shade in zip(turns, shades, strict=True)
+    ]
+    if len({part for _, part in view.link}) >= MANY_TRANSFERS:
+        _draw_bars(axes, 1, turns, shades, edges)
+        return
+    for (start, end), (front, back) in view.link:
+        layers = _shades([front + (back - front) * step / 63 for step in range(64)])
+        axes.imshow(
+            layers[:, None, :],
+            extent=(start, end, 1 - BAR_HEIGHT / 2, 1 + BAR_HEIGHT / 2),
+            aspect="auto",
+            zorder=1,
+        )
+    _draw_bars(axes, 1, turns, ["none"], edges)
+
+
+def _draw_title(axes: Any, view: IterationView) -> None:
     iteration = view.iteration
     title = axes.text(0, TITLE_AT, view.name, size=12, weight="bold", color=INK)
     axes.annotate(
@@ -180,6 +129,7 @@ def _draw_title(axes: Any, view: _View) -> None:
         size=10,
         color=QUIET,
         va="bottom",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     crossed = iteration.crossed_ms / iteration.link_busy_ms if iteration.link_busy_ms else 0.0
     note = (
@@ -199,7 +149,7 @@ def _draw_title(axes: Any, view: _View) -> None:
 def _note(axes: Any, at_ms: float, words: str, side: str, colour: str) -> None:
     axes.annotate(
         words,
-        (at_ms, TITLE_AT),
+        (at_ms, NOTE_AT),
         xytext=(5 if side == "left" else -5, 0),
         textcoords="offset points",
         size=9,
@@ -221,7 +171,7 @@ def _draw_bars(
     )
 
 
-def _label_bars(axes: Any, view: _View) -> None:
+def _label_bars(axes: Any, view: IterationView) -> None:
     """Write what a stretch is where there is room for the words."""
     from matplotlib.patheffects import withStroke
 
@@ -232,7 +182,8 @@ def _label_bars(axes: Any, view: _View) -> None:
         (2, view.wait, "wait", WAIT, 0.003),
     ):
         for start, end in union(spans, gap=width_ms * gap):
-            if end - start > width_ms * 0.012 * len(words):
+            filled = covered(clip(spans, start, end)) > 0.6 * (end - start)
+            if filled and end - start > width_ms * 0.012 * len(words):
                 axes.text(
                     (start + end) / 2,
                     row - 0.02,
@@ -276,11 +227,14 @@ def _draw_legend(figure: Any) -> None:
     axes.text(at + 25.5, 0.47, "back layers", size=9, color=INK, va="center")
 
 
-def _draw_saving(axes: Any, before: _View, after: _View) -> None:
+def _draw_saving(axes: Any, before: IterationView, after: IterationView) -> None:
     """Join the ends of the two iterations, above the lower panel."""
     saved_ms = before.step_ms - after.step_ms
     colour, words = (UPDATE, "saved") if saved_ms >= 0 else (WAIT, "lost")
-    for end_ms, reach in ((before.step_ms, (3.3, 4.0)), (after.step_ms, (2.95, 3.6))):
+    for end_ms, reach in (
+        (before.step_ms, (SAVING_AT - 0.2, SAVING_AT + 0.45)),
+        (after.step_ms, (2.9, SAVING_AT + 0.2)),
+    ):
         axes.plot(
             [end_ms] * 2, reach, color=colour, linewidth=1.2, linestyle=(0, (1, 1.5)), clip_on=False
         )

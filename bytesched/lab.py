@@ -13,6 +13,7 @@ import contextlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from os import killpg
@@ -30,6 +31,7 @@ _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_BURST_BYTES = 131072
 _BURST_S = 0.002
 _QUEUE_S = 0.02
+_PORT = 29400
 _SETUP_TIMEOUT_S = 20.0
 
 
@@ -106,6 +108,15 @@ class Lab:
         if self.shaped:
             return [f"10.77.0.{host + 1}" for host in range(self.hosts)]
         return ["127.0.0.1"] * self.hosts
+
+    def free_port(self) -> int:
+        """A port of host 0 that nothing listens on."""
+        if self.shaped:
+            return _PORT
+        with socket.socket() as probe:
+            probe.bind((self.addresses[0], 0))
+            port: int = probe.getsockname()[1]
+            return port
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` on `host`."""

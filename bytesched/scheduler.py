@@ -65,6 +65,9 @@ class Scheduler:
         self.bytes_started = 0
         self.busy_ns = 0
         self.cpu_ns = 0
+        #: time in which nothing was sent although something was ready
+        self.blocked_ns = 0
+        self._blocked_since_ns = 0
         self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
         self._thread.start()
 
@@ -122,6 +125,7 @@ class Scheduler:
             began_ns = thread_time_ns()
             try:
                 self._start(event(), began_ns)
+                self._note_blocked()
             except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
                 self._give_up(error)
 
@@ -146,6 +150,13 @@ class Scheduler:
                 raise
         if self._observers:
             self._trace_start(tasks, now_ns)
+
+    def _note_blocked(self) -> None:
+        if self.core.blocked:
+            self._blocked_since_ns = self._blocked_since_ns or perf_counter_ns()
+        elif self._blocked_since_ns:
+            self.blocked_ns += perf_counter_ns() - self._blocked_since_ns
+            self._blocked_since_ns = 0
 
     def _done(self, task: CommTask, error: BaseException | None) -> None:
         """Called by the transport, on any thread."""

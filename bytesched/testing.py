@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from bytesched.contracts import Contract, PluginContract, TrainingRun, TransportContract
+from bytesched.contracts import Contract, TransportContract
 from bytesched.errors import SchedulerClosed, TransportError
+from bytesched.plugin_contract import STATS, PluginContract, TrainingRun
 from bytesched.simulation import LinkTransport, ManualClock, SimulatedIteration, simulate
 from bytesched.task import CommTask
 from bytesched.transport import Done, Transport
 
 __all__ = [
+    "STATS",
     "Contract",
     "FakeTransport",
     "FaultPlan",

@@ -58,7 +58,7 @@ def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
         if session.root is model:
             break
     else:
-        session = ddp.attach(optimizer, model, config, ddp.observers_for(config, dist.get_rank()))
+        session = ddp.attach(optimizer, model, config)
     why = ddp.why_whole(optimizer, model, config)
     if why:
         log.info("scheduling inside backward, stepping whole: %s", why)
@@ -110,7 +110,7 @@ def _at_exit() -> None:
             if died is None and session.error is None:
                 session.flush()
             elif died is not None:
-                session.data.leave_note(f"{type(died).__name__}: {died}")
+                session.fail(died)
         except Exception:
             log.exception("the last step could not be applied")
         _close(session)
@@ -119,6 +119,7 @@ def _at_exit() -> None:
 
 def _close(session: Session) -> None:
     try:
-        session.close()
+        # After an error, what was not updated shall not be read as if it had been.
+        session.close(release_parameters=session.error is None)
     except Exception:
         log.exception("%r could not be closed", session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Final
 
@@ -79,6 +80,16 @@ class Group:
                 ) from error
             texts.append(self.store.get(f"{key}/{rank}").decode())
         return texts
+
+    def clock_offset_ns(self) -> int:
+        """What must be added to this host's wall clock to read rank 0's; collective."""
+        for _ in range(3):
+            # The last one ends at nearly the same moment everywhere.
+            self.wait(self.backend.allreduce([torch.zeros(1)]), task="comparing clocks")
+        mine_ns = time.time_ns()
+        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], dtype=torch.int64)
+        self.wait(self.backend.allreduce([leaders]), task="comparing clocks")
+        return int(leaders.item()) - mine_ns
 
     def leave_note(self, text: str) -> None:
         """Says why this rank stops, for the others to find next to their broken connection."""

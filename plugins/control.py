@@ -28,6 +28,10 @@ _TAG: Final = 7
 #: what fails if a message cannot be sent or received
 _TASK: Final = "the leader's order"
 
+#: An order has stopped to fit when its head is late by this much for so many rounds.
+_LATE_NS: Final = 5_000_000
+_LATE_ROUNDS: Final = 3
+
 #: The next iteration is led, replays the order known to all, or replays the one that follows.
 _LEAD, _REPLAY, _REPLAY_NEW = 0, 1, 2
 
@@ -39,12 +43,17 @@ class Leader:
         group: the control group.
         chunks: how many there are in an iteration.
         replay: whether a settled order may be replayed.
+        blocked_ns: for how long, in all, nothing was on the wire because the head of the order
+            was not ready while other chunks were.
     """
 
-    def __init__(self, group: Group, chunks: int, *, replay: bool) -> None:
+    def __init__(
+        self, group: Group, chunks: int, *, replay: bool, blocked_ns: Callable[[], int]
+    ) -> None:
         self._group = group
         self._chunks = chunks
         self._learner = OrderLearner() if replay else None
+        self._drift = Drift(blocked_ns)
         self._order: list[int] = []
         self._mode = _LEAD
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -67,8 +76,11 @@ class Leader:
                 self._broadcast(torch.tensor(settled, dtype=torch.int64))
                 self.replayed = settled
         elif whole:
-            following = _REPLAY
+            following = _LEAD if self._drift.seen() else _REPLAY
             self._send(following, [])
+            if following == _LEAD:
+                self._learner = OrderLearner()
+                self.replayed = None
         if whole:
             self._mode = _REPLAY if following else _LEAD
             self._order = []
@@ -104,6 +116,26 @@ class Leader:
             self._group.wait(work, task=_TASK)
 
 
+class Drift:
+    """Whether a replayed order has stopped to fit: its head is late, round after round."""
+
+    def __init__(self, blocked_ns: Callable[[], int]) -> None:
+        self._blocked_ns = blocked_ns
+        self._before_ns = 0
+        self._late_rounds = 0
+
+    def seen(self) -> bool:
+        """Asked once per replayed round."""
+        now_ns = self._blocked_ns()
+        late = now_ns - self._before_ns > _LATE_NS
+        self._before_ns = now_ns
+        self._late_rounds = self._late_rounds + 1 if late else 0
+        if self._late_rounds < _LATE_ROUNDS:
+            return False
+        self._late_rounds = 0
+        return True
+
+
 class Follower:
     """The other ranks' side: a thread that hears the leader while an iteration is under way.
 
@@ -126,16 +158,20 @@ class Follower:
         self._iterations = threading.Semaphore(0)
         #: iterations, each counted by one thread
         self._begun = self._heard = 0
+        #: chunks of this iteration
+        self._ready = 0
         self._closed = False
         #: the order all ranks replay now, or None while rank 0 leads
         self.replayed: list[int] | None = None
         self._thread = threading.Thread(target=self._run, name="bytesched-follower", daemon=True)
         self._thread.start()
 
-    def begin_iteration(self) -> None:
-        """The first chunk of an iteration is ready here."""
-        self._begun += 1
-        self._iterations.release()
+    def chunk_ready(self) -> None:
+        """One more chunk is ready here; with the first of an iteration, listening begins."""
+        if not self._ready:
+            self._begun += 1
+            self._iterations.release()
+        self._ready = (self._ready + 1) % self._chunks
 
     def close(self) -> None:
         """Ends the thread; a message that it waits for will not come any more."""
@@ -161,6 +197,7 @@ class Follower:
             following, indices = self._receive()
             self._ordered(indices)
             remaining -= len(indices)
+        self.replayed = None
         if following == _REPLAY_NEW:
             order = torch.empty(self._chunks, dtype=torch.int64)
             self._receive_into(order)
@@ -171,6 +208,8 @@ class Follower:
         assert self.replayed is not None
         self._ordered(self.replayed)
         following, _ = self._receive()
+        if following == _LEAD:
+            self.replayed = None
         return following
 
     def _receive(self) -> tuple[int, list[int]]:

@@ -18,11 +18,12 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 from bytesched.observe import Observers
 from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["attach", "observers_for", "why_plain", "why_whole"]
+__all__ = ["attach", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
@@ -55,9 +56,7 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def attach(
-    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, observers: Observers
-) -> Session:
+def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective."""
     ddp = find_ddp(model)
     base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
@@ -67,6 +66,7 @@ def attach(
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
     control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
     _agree(data, slots, optimizer, config)
+    observers = _observers(control, config)
     undo = _take_over(ddp) if ddp is not None else _broadcast(data, model)
     session = Session(
         model,
@@ -90,6 +90,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     on_cuda = any(parameter.is_cuda for parameter in model.parameters())
     if on_cuda and dist.get_backend() != "gloo" and _has_own_collectives(model):
         return "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
+    if not exclude_compiler() and has_compiled(model):
+        return f"torch {torch.__version__} does not tell when it compiles"
     return why_not_deferred(optimizer)
 
 
@@ -185,10 +187,12 @@ def _broadcast(group: Group, module: nn.Module) -> Callable[[], None]:
     return lambda: None
 
 
-def observers_for(config: Config, rank: int) -> Observers:
-    """The observers that ``config`` asks for."""
+def _observers(group: Group, config: Config) -> Observers:
+    """The observers that ``config`` asks for; collective."""
     if not config.timeline:
         return Observers()
     from bytesched.timeline import Timeline
 
-    return Observers([Timeline(config.timeline, rank=rank)])
+    return Observers(
+        [Timeline(config.timeline, rank=group.rank, clock_offset_ns=group.clock_offset_ns())]
+    )

@@ -23,7 +23,6 @@ from bytesched.report import draw_iteration
 
 HOSTS = 2
 RATE = "1gbit"
-PORT = 29400
 WORKER = "bytesched.plugins.demo_worker"
 BAR = 24
 PLAIN_EVERY = 20
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if the losses of all runs are equal."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--iterations", type=int, default=100, metavar="N")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER")
     options = parser.parse_args(argv)
     if options.iterations < 10:
         parser.error("--iterations: at least 10")
@@ -95,7 +94,7 @@ def train(lab: Lab, run: Run, iterations: int, batch: int, folder: Path | None) 
     environment = {
         "WORLD_SIZE": str(HOSTS),
         "MASTER_ADDR": lab.addresses[0],
-        "MASTER_PORT": str(PORT),
+        "MASTER_PORT": str(lab.free_port()),
         "GLOO_SOCKET_IFNAME": lab.interface,
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from bytesched.plugins.compiling import is_compiled
 from bytesched.plugins.pending import hold, is_held, release
-from bytesched.plugins.plan import Bundle
 
-__all__ = ["FirstUse", "StayingHook", "gate", "is_compiled"]
+__all__ = ["FirstUse", "StayingHook", "gate"]
 
 
 class StayingHook:
@@ -27,19 +28,27 @@ class StayingHook:
     needs no bytesched where the pickle is loaded.
     """
 
-    def __init__(self, call: Callable[[nn.Module, Any], None]) -> None:
+    def __init__(
+        self, call: Callable[[nn.Module, Any], None], traced: Callable[[], None] | None = None
+    ) -> None:
         self._call = call
+        self._traced = traced
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._break(module, args)
+        else:
+            self._call(module, args)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _break(self, module: nn.Module, args: Any) -> None:
+        """Inside compiled code: a graph break, after which the call is an ordinary one."""
+        if self._traced is not None:
+            self._traced()
         self._call(module, args)
 
     def __reduce__(self) -> Any:
         return partial, ({}.get,)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if calling ``module`` runs compiled code."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class FirstUse:
@@ -158,20 +167,17 @@ class _by_identity:
 
 
 def gate(
-    module: nn.Module, bundles: Sequence[Bundle], settle: Callable[[Bundle, str], None], name: str
+    module: nn.Module, wait: Callable[[nn.Module], None], traced: Callable[[], None]
 ) -> Callable[[], None]:
-    """Makes every call of ``module`` wait for ``bundles``; returns what takes it off again."""
+    """Makes every call of ``module`` call ``wait`` first; returns what takes it off again.
 
-    def wait() -> None:
-        for bundle in bundles:
-            if bundle.held:
-                settle(bundle, name)
-
+    ``traced`` is called if the module turns out to run inside compiled code.
+    """
     compiled = module.__dict__.get("_compiled_call_impl")
     if compiled is not None:
         # Its own hooks run inside the compiled code: wait in front of that.
         def call(*args: Any, **kwargs: Any) -> Any:
-            wait()
+            wait(module)
             return compiled(*args, **kwargs)
 
         module._compiled_call_impl = call
@@ -182,5 +188,5 @@ def gate(
 
         return restore
 
-    hook = StayingHook(lambda module, args: wait())
+    hook = StayingHook(lambda module, args: wait(module), traced)
     return module.register_forward_pre_hook(hook, prepend=True).remove

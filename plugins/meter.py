@@ -46,23 +46,25 @@ class Meter:
         self._active_ns = perf_counter_ns()
 
     def forward_begins(self) -> None:
+        """The model is called."""
         self._forward_ns = perf_counter_ns()
 
     def forward_ends(self) -> None:
+        """Its call is over; backward is next."""
         self._backward_ns = perf_counter_ns()
         if self._observers and self._forward_ns:
             self._observers.on_span("forward", "forward", self._forward_ns, self._backward_ns)
 
-    def backward_begins(self) -> None:
+    def backward_ends(self) -> None:
+        """A round is complete."""
         if self._plan is not None:
             self._rounds += 1
-
-    def backward_ends(self) -> None:
         if self._observers and self._backward_ns:
             now_ns = perf_counter_ns()
             self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
 
     def step_begins(self) -> None:
+        """``optimizer.step()`` is called."""
         self._step_ns = perf_counter_ns()
 
     def stepped(self, crossing_bytes: int) -> None:
@@ -72,6 +74,7 @@ class Meter:
         self._crossed_bytes += crossing_bytes
 
     def step_ends(self) -> None:
+        """``optimizer.step()`` returns."""
         if self._observers:
             now_ns = perf_counter_ns()
             self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)

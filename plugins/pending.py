@@ -7,6 +7,7 @@ first use settles it and gives the class back.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "has_own_memory",
     "hold",
     "is_held",
+    "keep_apart",
     "plain",
     "release",
 ]
@@ -90,10 +92,25 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         for tensor in _tensors((args, kwargs)):
             if type(tensor) is PendingParameter:
-                _settle[id(tensor)]()
-                if type(tensor) is PendingParameter:
-                    release(tensor)
+                _settle_now(tensor)
         return func(*args, **kwargs)
+
+    # These two look at the type before they look at the values.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _settle_now(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _settle_now(self)
+        return self.__reduce_ex__(protocol)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _settle_now(parameter: nn.Parameter) -> None:
+    _settle[id(parameter)]()
+    if type(parameter) is PendingParameter:
+        release(parameter)
 
 
 def hold(parameter: nn.Parameter, settle: Callable[[], None]) -> None:
@@ -139,11 +156,12 @@ class LazyGrad(torch.Tensor):
                 if type(tensor) is LazyGrad:
                     tensor.settle()
                 elif type(tensor) is PendingParameter:
-                    _settle[id(tensor)]()
+                    _settle_now(tensor)
+        if func is torch.Tensor.detach_:
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _COPIES:
-                # A copy or a pickle is an ordinary tensor: it has nothing to wait for.
-                return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
+            if func in _AS_PLAIN:
+                return func(plain(args[0]), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
 
@@ -168,6 +186,14 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
         return grad.as_subclass(torch.Tensor)
 
 
+def keep_apart(grad: LazyGrad) -> None:
+    """Gives ``grad`` a copy of its values for good; nothing must be on the wire."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.data = grad.data.clone()
+    grad.settle = _nothing
+    grad.is_taken = _false
+
+
 def _nothing() -> None:
     pass
 
@@ -177,7 +203,15 @@ def _false() -> bool:
 
 
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
-_COPIES = frozenset({torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__})
+#: A copy, a pickle or a print of a gradient is one of an ordinary tensor.
+_AS_PLAIN = frozenset(
+    {
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.__format__,
+        torch.Tensor.__reduce_ex__,
+        torch.Tensor.__repr__,
+    }
+)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

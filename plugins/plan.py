@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from bytesched.plugins.pending import LazyGrad
 from bytesched.task import CommTask
 
 if TYPE_CHECKING:
-    from bytesched.plugins.update import Deferred
+    from bytesched.plugins.update import Job
 
 __all__ = ["Bundle", "Piece", "Plan", "Slot"]
 
@@ -43,9 +43,13 @@ class Slot:
     expected: int = 1
     #: takes part in the update of this round
     used: bool = False
+    #: got a gradient that was not reduced (no_sync) since the last round
+    used_alone: bool = False
     #: ``step()`` has armed its update
     taken: bool = False
 
+    #: was held when the round began: nothing has read it since ``step()``
+    unguarded: bool = False
     #: what a use of the parameter calls while its update is outstanding
     settle: Callable[[], None] = field(init=False)
 
@@ -78,8 +82,8 @@ class Bundle:
     armed: bool = False
     #: its parameters are pending tensors; ends with the first use after the update
     held: bool = False
-    #: what to update: optimizer, hyper-parameters at ``step()``, parameters
-    jobs: list[tuple[Deferred, dict[str, Any], list[Slot]]] = field(default_factory=list)
+    #: the update, while it is armed
+    jobs: list[Job] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -203,10 +207,15 @@ class Plan:
 
 
 def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``flat`` in the shape and, if they are dense, the strides of ``parameter``."""
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
+    """The memory of ``flat`` in the shape and, if they are dense, the strides of ``parameter``.
+
+    Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
+    """
+    strides = parameter.stride() if _is_dense(parameter) else None
+    if strides is None:
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -11,14 +11,16 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from bytesched.plugins.compiling import not_compiling
 from bytesched.plugins.plan import Slot
 
-__all__ = ["Deferred", "GuardedState", "why_not_deferred"]
+__all__ = ["Deferred", "GuardedState", "Job", "snapshot", "why_not_deferred"]
 
 #: Optimizers whose update of one parameter depends on that parameter alone. Exact classes: a
 #: subclass may do anything.
@@ -168,7 +170,17 @@ class Deferred:
         copied = self.copy(
             [{**snapshot, "params": [s.alias for s in slots]} for snapshot, slots in groups]
         )
-        self._raw_step(copied)
+        with not_compiling:
+            self._raw_step(copied)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One update: of whom, under the hyper-parameters that held at ``step()``."""
+
+    deferred: Deferred
+    hyperparameters: dict[str, Any]
+    slots: list[Slot] = field(default_factory=list)
 
 
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:

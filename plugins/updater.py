@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
 
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.plan import Bundle, Slot
+from bytesched.plugins.progress import Progress
 from bytesched.plugins.streams import Streams
 from bytesched.plugins.update import Deferred
 
@@ -21,27 +22,12 @@ _BATCH_BYTES = 4 * 2**20
 
 
 class Updater:
-    """Front layers first; runs beside the user's thread, which waits only for what it needs.
+    """Front layers first; runs beside the user's thread, which waits only for what it needs."""
 
-    Args:
-        lock: guards bundles; ``push`` and ``updated`` are called with it held.
-        updated: told which bundles are done.
-        failed: told about an exception of the optimizer.
-    """
-
-    def __init__(
-        self,
-        lock: threading.Condition,
-        streams: Streams,
-        meter: Meter,
-        updated: Callable[[Iterable[Bundle]], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._lock = lock
+    def __init__(self, progress: Progress, streams: Streams, meter: Meter) -> None:
+        self._progress = progress
         self._streams = streams
         self._meter = meter
-        self._updated = updated
-        self._failed = failed
         self._ready: list[tuple[int, Bundle]] = []
         self._pushed = threading.Semaphore(0)
         self._closed = False
@@ -49,7 +35,7 @@ class Updater:
         self._thread.start()
 
     def push(self, bundles: Iterable[Bundle]) -> None:
-        """These can be updated now."""
+        """These can be updated now; called with the lock of ``progress`` held."""
         for bundle in bundles:
             heapq.heappush(self._ready, (bundle.index, bundle))
             self._pushed.release()
@@ -62,7 +48,7 @@ class Updater:
 
     def _run(self) -> None:
         while self._pushed.acquire() and not self._closed:
-            with self._lock:
+            with self._progress.changed:
                 batch = self._take()
             if not batch:
                 continue
@@ -71,11 +57,14 @@ class Updater:
                 with self._streams.update():
                     _update(batch)
             except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
-                self._failed(error)
+                self._progress.fail(error)
                 return
             self._meter.updated(batch, began_ns)
-            with self._lock:
-                self._updated(batch)
+            with self._progress.changed:
+                for bundle in batch:
+                    bundle.jobs.clear()
+                    bundle.armed = False
+                self._progress.notify()
 
     def _take(self) -> list[Bundle]:
         batch: list[Bundle] = []
@@ -90,8 +79,9 @@ class Updater:
 def _update(batch: list[Bundle]) -> None:
     calls: dict[int, tuple[Deferred, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
     for bundle in batch:
-        for deferred, snapshot, slots in bundle.jobs:
-            _, groups = calls.setdefault(id(deferred), (deferred, {}))
-            groups.setdefault(id(snapshot), (snapshot, []))[1].extend(slots)
+        for job in bundle.jobs:
+            _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
+            group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
+            group[1].extend(job.slots)
     for deferred, groups in calls.values():
         deferred.update(list(groups.values()))

@@ -38,11 +38,12 @@ class WarmUp:
 
     def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> Plan:
         """The plan, with all gradients averaged in its arenas; collective."""
-        fired = self._sum([int(slot.used) for slot in self._slots])
+        fired = self._sum([int(slot.used or slot.used_alone) for slot in self._slots])
         self.unused = any(count < self._group.size for count in fired)
         for slot, count in zip(self._slots, fired, strict=True):
-            slot.grad = slot.parameter.grad if slot.used else None
+            slot.grad = slot.parameter.grad
             slot.used = count > 0
+            slot.used_alone = False
         agreed = self._from_leader(list(order))
         self._choose_sizes()
         plan = Plan(

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 
-# What every wait of the library gets here; a stopped peer is noticed after that.
+# A stopped peer is noticed after that.
 TIMEOUT_S = 3.0
+# Where nothing is stopped: beyond the hard limit of a scenario, so that no wait can help itself.
+NO_TIMEOUT_S = 300.0
 STEPS = 6
 # Step 0 is the warm-up; here the update of the step before is the third that is deferred.
 FAULT_STEP = 3
@@ -73,10 +75,8 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> N
     """With small chunks and a trace; what is left of the library is told at the very end."""
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(lambda: tell(threads_left=threads()))
-    small: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
-    bytesched.wrap(
-        optimizer, model, **{**small, "timeout_s": TIMEOUT_S, "timeline": str(folder()), **fields}
-    )
+    usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}
+    bytesched.wrap(optimizer, model, **{**usual, **fields})
 
 
 def threads() -> list[str]:
@@ -96,7 +96,9 @@ def named(error: BaseException) -> dict[str, object]:
 class Script:
     """The usual training loop, in which `at` is called at every moment of step `fault_step`."""
 
-    def __init__(self, at: Callable[[str], object], *, fault_step: int = FAULT_STEP) -> None:
+    def __init__(
+        self, at: Callable[[str], object] = lambda moment: None, *, fault_step: int = FAULT_STEP
+    ) -> None:
         self.at = at
         self.fault_step = fault_step
         self.step = 0
@@ -104,7 +106,6 @@ class Script:
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = sgd(self.model)
         self.model.at = self._reached
-        _watch_updates(self._reached)
 
     def _reached(self, moment: str) -> None:
         if self.step == self.fault_step:
@@ -123,57 +124,82 @@ class Script:
         self.optimizer.step()
         self._reached("after_step")
 
+    def hook_user(self, moment: str) -> None:
+        """Adds a hook of the user's that reaches `moment`."""
+        layer = self.model.layers[1]
+        assert isinstance(layer, nn.Linear)
+        if moment == "in_step_hook":
+            self.optimizer.register_step_pre_hook(lambda *_: self._reached(moment))
+        elif moment == "in_module_hook":
+            layer.register_forward_hook(lambda *_: self._reached(moment))
+        elif moment == "in_gradient_hook":
+            layer.weight.register_post_accumulate_grad_hook(lambda _: self._reached(moment))
+        elif moment == "in_update":
+            self._watch_updates()
+
+    def _watch_updates(self) -> None:
+        """Reaches "in_update" in front of each update that does not run in `step()`."""
+        functional = importlib.import_module("torch.optim.sgd")
+        real = functional.sgd
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self.at("in_update")
+            real(*args, **kwargs)
+
+        functional.sgd = watched
+
 
 def _raise(error: Exception) -> None:
     raise error
 
 
-def _watch_updates(reached: Callable[[str], object]) -> None:
-    """Calls `reached("in_update")` in front of each update that does not run in `step()`."""
-    functional = importlib.import_module("torch.optim.sgd")
-    real = functional.sgd
-
-    def watched(*args: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            reached("in_update")
-        real(*args, **kwargs)
-
-    functional.sgd = watched
-
-
-def train_until_fault(victim: int, moment: str, fault: str, fault_step: int = FAULT_STEP) -> None:
-    """Both ranks train; `fault` befalls rank `victim` at `moment`.
-
-    In the middle of backward the other rank is there as well. After `step()`, and in the forward
-    pass, the other rank still owes its last gradients, so that the update is outstanding.
-    """
-    rank = dist.get_rank()
-    outstanding = moment in ("after_step", "in_forward", "in_update")
-    struck = False
-
-    def at(reached: str) -> None:
-        nonlocal struck
-        if rank != victim:
-            if reached == "in_backward":
-                signals().set("other rank in backward")
-            if outstanding and reached == "before_last_gradients":
-                signals().wait("victim is past step")
-            return
-        if reached == "after_step":
-            script.fault_step += moment == "in_forward"
-            signals().set("victim is past step")
-        if reached == moment and not struck and (moment != "in_forward" or script.step > fault_step):
-            struck = True
-            if moment == "in_backward":
-                signals().wait("other rank in backward")
-            tell(fault_at=time.monotonic())
-            FAULTS[fault]()
-
-    script = Script(at, fault_step=fault_step)
-    wrap(script.optimizer, script.ddp)
+def told(train: Callable[[], object]) -> None:
+    """Run `train`; what it raises is told with its moment, and raised."""
     try:
-        script.train()
-        bytesched.flush()
+        train()
     except BaseException as error:
         tell(**named(error), at=time.monotonic())
         raise
+
+
+def train_until_fault(
+    victim: int, moment: str, fault: str, timeout_s: float, fault_step: int = FAULT_STEP
+) -> None:
+    """Both ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
+
+    In the middle of backward the other rank is there as well. From `step()` on, up to the next
+    forward pass, the other rank still owes its last gradients: the update is outstanding.
+    """
+    outstanding = moment in ("after_step", "in_next_forward", "in_update")
+    struck = past_step = False
+
+    def at_other(reached: str) -> None:
+        if reached == "in_backward":
+            signals().set("other rank in backward")
+        elif reached == "before_last_gradients" and outstanding:
+            signals().wait("victim is past step")
+
+    def at_victim(reached: str) -> None:
+        nonlocal struck, past_step
+        if reached == "after_step":
+            past_step = True
+            script.fault_step += moment == "in_next_forward"
+            signals().set("victim is past step")
+        if struck or reached != moment.replace("next_", "") or past_step < outstanding:
+            return
+        struck = True
+        if moment == "in_backward":
+            signals().wait("other rank in backward")
+        tell(fault_at=time.monotonic())
+        FAULTS[fault]()
+
+    script = Script(at_victim if dist.get_rank() == victim else at_other, fault_step=fault_step)
+    script.hook_user(moment)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+
+    def train() -> None:
+        script.train()
+        bytesched.flush()
+
+    told(train)

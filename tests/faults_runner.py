@@ -124,6 +124,11 @@ class _Group:
         self._folder.cleanup()
         return ends
 
+    def close(self) -> None:
+        """Ends what still runs."""
+        fork_server().end(self._running)
+        self._folder.cleanup()
+
     def _end(self, rank: int) -> RankEnd:
         told: dict[str, Any] = {}
         for line in Path(f"{self._output(rank)}.out").read_text(errors="replace").splitlines():
@@ -148,17 +153,29 @@ def _is_stopped(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def run_all(scenarios: Iterable[Scenario]) -> dict[str, list[RankEnd]]:
-    """How the ranks of each scenario ended, by its name."""
-    waiting = list(scenarios)
-    assert len({scenario.name for scenario in waiting}) == len(waiting)
-    running: list[_Group] = []
-    ended: dict[str, list[RankEnd]] = {}
-    while waiting or running:
-        while waiting and len(running) < GROUPS_AT_ONCE:
-            running.append(_Group(waiting.pop(0)))
-        for group in [group for group in running if group.poll()]:
-            running.remove(group)
-            ended[group.scenario.name] = group.ends()
+class Runs:
+    """Scenarios that run while the tests look at them, in the order given."""
+
+    def __init__(self, scenarios: Iterable[Scenario]) -> None:
+        self._waiting = list(scenarios)
+        self._running: list[_Group] = []
+        self._ended: dict[str, list[RankEnd]] = {}
+
+    def of(self, scenario: Scenario) -> list[RankEnd]:
+        """How its ranks ended, by rank."""
+        while scenario.name not in self._ended:
+            self._go_on()
+        return self._ended[scenario.name]
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for group in self._running:
+            group.close()
+
+    def _go_on(self) -> None:
+        while self._waiting and len(self._running) < GROUPS_AT_ONCE:
+            self._running.append(_Group(self._waiting.pop(0)))
+        for group in [group for group in self._running if group.poll()]:
+            self._running.remove(group)
+            self._ended[group.scenario.name] = group.ends()
         time.sleep(0.01)
-    return ended

@@ -324,20 +324,6 @@ def gradient_penalty(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def retain_graph(job: Job) -> None:
-    """The same graph run backward twice; DDP averages in the first run only."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(job.inputs(step)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        job.record("gradients", [p.grad for p in model.parameters()])
-        optimizer.step()
-    job.record_state(model, optimizer)
-
-
 def two_losses(job: Job) -> None:
     """Two graphs that share the model's forward, run backward together."""
     model = job.ddp(mlp())

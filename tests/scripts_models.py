@@ -370,19 +370,23 @@ def autocast(job: Job) -> None:
 
 
 def compiled(job: Job, what: str, backend: str) -> None:
-    """`torch.compile` of a block, of the module inside DDP, of DDP itself, or in place."""
+    """`torch.compile` of a block, of the module inside DDP, or of DDP, before `wrap` or after."""
     torch._dynamo.reset()
     module: Any = mlp()
     if what == "block":
         module[0] = torch.compile(module[0], backend=backend)
     elif what == "inner":
         module = torch.compile(module, backend=backend)
+    elif what == "in_place":
+        module.compile(backend=backend)
     model = job.ddp(module)
+    if what == "whole":
+        model = torch.compile(model, backend=backend)
     optimizer = job.wrap(adamw(model), model)
     called = model
-    if what == "whole":
+    if what == "whole_after":
         called = torch.compile(model, backend=backend)
-    elif what == "in_place":
+    elif what == "in_place_after":
         module.compile(backend=backend)
     train(job, called, optimizer)
     job.record_state(model, optimizer)

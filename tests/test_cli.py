@@ -100,6 +100,25 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["probe"]) == 130
 
 
+def test_reader_that_has_enough_is_code_141() -> None:
+    code = (
+        "import sys; from types import SimpleNamespace; from bytesched import cli\n"
+        "def main(argv):\n    while True: print('line' * 1000)\n"
+        "cli.COMMANDS['probe'] = cli.Command('probe', 'a line')\n"
+        "sys.modules['probe'] = SimpleNamespace(main=main)\n"
+        "sys.exit(cli.main(['probe']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.readline()
+        run.stdout.close()
+        assert run.stderr.read() == ""
+        assert run.wait(timeout=60) == 141
+
+
 def test_module_runs_as_the_command() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "bytesched", "--version"],

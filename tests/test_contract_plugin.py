@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bytesched.contracts import STATS
-from bytesched.testing import PluginContract, TrainingRun
+from bytesched.testing import STATS, PluginContract, TrainingRun
 
 
 class Toy:

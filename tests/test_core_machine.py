@@ -1,4 +1,4 @@
-"""SchedulerCore: credit, order, story; and that no sequence of events breaks or stalls it."""
+"""SchedulerCore: credit, order, failure, story, and the work that it does."""
 
 from __future__ import annotations
 
@@ -8,34 +8,17 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plans import planned, ready
 
 from bytesched.core import SchedulerCore
-from bytesched.errors import ConfigError, InvalidTransition
+from bytesched.errors import InvalidTransition
 from bytesched.order import Following, Leading
-from bytesched.policy import Fifo, Priority, named_policy, policy_names, register_policy
+from bytesched.policy import Fifo, Priority
 from bytesched.task import CommTask, TaskState
-
-
-def planned(sizes: list[int], priorities: list[int] | None = None) -> list[CommTask]:
-    """Tasks of these sizes in bytes, with their index; priority is the index unless given."""
-    tasks = []
-    for index, nbytes in enumerate(sizes):
-        priority = priorities[index] if priorities else index
-        tasks.append(CommTask(f"t{index}", start_at=0, stop_at=nbytes, priority=priority))
-        tasks[-1].index = index
-    return tasks
 
 
 def leader(credit_bytes: int) -> SchedulerCore:
     return SchedulerCore(Leading(Priority()), credit_bytes=credit_bytes)
-
-
-def ready(core: SchedulerCore, task: CommTask) -> list[CommTask]:
-    assert task.notify_ready()
-    return core.ready(task)
 
 
 def drain(core: SchedulerCore, started: list[CommTask]) -> list[CommTask]:
@@ -298,107 +281,3 @@ def test_the_work_per_task_does_not_grow_with_their_number(credit_bytes: int) ->
     few, many = calls_per_task(100, credit_bytes), calls_per_task(3000, credit_bytes)
     assert many <= few * 1.02
     assert many < 30
-
-
-def test_policies_are_found_by_name() -> None:
-    assert {"fifo", "priority"} <= set(policy_names())
-    assert isinstance(named_policy("fifo"), Fifo)
-    with pytest.raises(ConfigError, match="priority"):
-        named_policy("prioritty")
-
-
-def test_a_policy_is_registered_once() -> None:
-    class Smallest:
-        def key(self, task: CommTask) -> float:
-            return task.nbytes
-
-    register_policy("test-smallest", Smallest)
-    register_policy("test-smallest", Smallest)
-    with pytest.raises(ConfigError, match="registered already"):
-        register_policy("test-smallest", Fifo)
-    core = SchedulerCore(Leading(named_policy("test-smallest")), credit_bytes=1)
-    tasks = planned([5, 9, 3, 7])
-    first = [started for task in tasks for started in ready(core, task)]
-    assert [task.nbytes for task in drain(core, first)] == [5, 3, 7, 9]
-
-
-class AnyEvents(RuleBasedStateMachine):
-    """A core that is told anything that can legally happen, in any order."""
-
-    @initialize(
-        sizes=st.lists(st.integers(1, 40), min_size=1, max_size=10),
-        credit_bytes=st.integers(1, 60),
-        levels=st.integers(1, 4),
-        fifo=st.booleans(),
-    )
-    def build(self, sizes: list[int], credit_bytes: int, levels: int, fifo: bool) -> None:
-        self.core = SchedulerCore(
-            Leading(Fifo() if fifo else Priority()), credit_bytes=credit_bytes
-        )
-        self.fifo = fifo
-        self.waiting = planned(sizes, priorities=[i % levels for i in range(len(sizes))])
-        self.queued: list[CommTask] = []
-        self.in_flight: list[CommTask] = []
-        self.stopped = False
-
-    def expect_starts(self, started: list[CommTask]) -> None:
-        """The rule again, in plain words: most urgent first, while the window is not full."""
-        expected = []
-        room = self.core.credit_bytes - sum(task.nbytes for task in self.in_flight)
-        while self.queued and room > 0 and not self.stopped:
-            urgent = min(self.queued, key=lambda task: 0 if self.fifo else task.priority)
-            self.queued.remove(urgent)
-            expected.append(urgent)
-            room -= urgent.nbytes
-        assert started == expected
-        self.in_flight += started
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def become_ready(self, data: st.DataObject) -> None:
-        task = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(task)
-        self.queued.append(task)
-        self.expect_starts(ready(self.core, task))
-
-    @precondition(lambda self: self.in_flight)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        task = data.draw(st.sampled_from(self.in_flight))
-        self.in_flight.remove(task)
-        self.expect_starts(self.core.finish(task))
-        task.rearm()
-        self.waiting.append(task)
-
-    @rule(credit_bytes=st.integers(1, 80))
-    def change_credit(self, credit_bytes: int) -> None:
-        started = self.core.set_credit(credit_bytes)
-        self.expect_starts(started)
-
-    @precondition(lambda self: self.in_flight)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        task = data.draw(st.sampled_from(self.in_flight))
-        self.in_flight.remove(task)
-        self.stopped = True
-        self.core.fail(task)
-
-    @invariant()
-    def holds(self) -> None:
-        self.core.validate()
-        assert self.core.in_flight_bytes == sum(task.nbytes for task in self.in_flight)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        while self.in_flight:
-            task = self.in_flight.pop(0)
-            self.expect_starts(self.core.finish(task))
-            self.core.validate()
-        assert self.core.in_flight_bytes == 0
-        assert self.core.idle or self.stopped
-        assert bool(self.queued) <= self.stopped
-
-
-AnyEvents.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
-TestAnyEvents = AnyEvents.TestCase

@@ -9,6 +9,7 @@ import pytest
 
 from bytesched import cli
 from bytesched.config import FIELDS
+from bytesched.plugin_contract import STATS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -46,6 +47,12 @@ def test_readme_tells_every_field_and_its_default() -> None:
     assert list(rows) == list(FIELDS)
     for name, shown in rows.items():
         assert shown == repr(FIELDS[name].default).replace("'", '"'), name
+
+
+def test_readme_tells_every_figure() -> None:
+    section = (ROOT / "README.md").read_text().partition("### Figures")[2].partition("\n## ")[0]
+    told = re.findall(r"`([\w/<>]+)`", " ".join(re.findall(r"^\|([^|]*)\|", section, re.MULTILINE)))
+    assert set(told) == {*STATS, "wait_ms/<module>"}
 
 
 def test_readme_tells_every_command() -> None:

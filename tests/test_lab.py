@@ -105,6 +105,7 @@ def test_without_the_tools_the_hosts_are_this_machine(monkeypatch: pytest.Monkey
         pass
 
 
+@pytest.mark.lab
 def test_hosts_have_addresses_and_environment_of_their_own(lab: Lab) -> None:
     script = 'echo "$NAME"; ip -4 -o addr show dev eth0'
     for host, address in enumerate(lab.addresses):
@@ -119,6 +120,7 @@ def test_hosts_have_addresses_and_environment_of_their_own(lab: Lab) -> None:
         lab.launch(2, ["true"])
 
 
+@pytest.mark.lab
 def test_the_link_has_the_rate_and_can_be_cut(lab: Lab) -> None:
     send = [sys.executable, "-c", SENDER, lab.addresses[0]]
     with lab.launch(0, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE) as receiver:
@@ -133,6 +135,7 @@ def test_the_link_has_the_rate_and_can_be_cut(lab: Lab) -> None:
     assert 0.7 * 12.5e6 < bytes_per_s < 1.2 * 12.5e6
 
 
+@pytest.mark.lab
 def test_closing_kills_what_runs_even_if_it_is_stopped(lab: Lab) -> None:
     runs = lab.launch(0, ["sleep", "60"])
     stopped = lab.launch(1, ["sh", "-c", "kill -STOP $$"])
@@ -143,6 +146,7 @@ def test_closing_kills_what_runs_even_if_it_is_stopped(lab: Lab) -> None:
     assert not lab.shaped
 
 
+@pytest.mark.lab
 def test_nothing_is_left_when_the_owner_is_killed(lab: Lab) -> None:
     owner = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import planned
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition
@@ -16,19 +17,11 @@ from bytesched.policy import Priority
 from bytesched.task import CommTask
 
 
-def plan(sizes: Sequence[int]) -> list[CommTask]:
-    tasks = []
-    for index, nbytes in enumerate(sizes):
-        tasks.append(CommTask(f"t{index}", start_at=0, stop_at=nbytes, priority=index))
-        tasks[-1].index = index
-    return tasks
-
-
 class Ranks:
     """Ranks of one job without processes: a collective ends once every rank has issued it."""
 
     def __init__(self, sizes: Sequence[int], credits: Sequence[int], *, replay: bool) -> None:
-        self.plans = [plan(sizes) for _ in credits]
+        self.plans = [planned(sizes) for _ in credits]
         self.cores = [
             SchedulerCore(
                 Leading(Priority()) if rank == 0 and not replay else Following(),
@@ -129,7 +122,7 @@ def test_the_leader_changes_to_replay_between_iterations() -> None:
 
 
 def test_a_follower_waits_for_the_head_of_the_order() -> None:
-    queue, (a, b, c) = Following(), plan([1, 1, 1])
+    queue, (a, b, c) = Following(), planned([1, 1, 1])
     queue.add(b)
     assert queue.pop() is None, "no order yet"
     assert queue.blocked_on is None
@@ -145,7 +138,7 @@ def test_a_follower_waits_for_the_head_of_the_order() -> None:
 
 
 def test_an_index_belongs_to_one_ready_task() -> None:
-    queue, (a, b) = Following(), plan([1, 1])
+    queue, (a, b) = Following(), planned([1, 1])
     queue.add(a)
     for index in (0, -1):
         b.index = index

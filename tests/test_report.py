@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bytesched import iteration_picture
 from bytesched.errors import PluginError
+from bytesched.iteration_view import IterationView, view_iteration
 from bytesched.report import draw_bench, draw_iteration, main
 from bytesched.timeline import Timeline
 from bytesched.trace import Trace, read_traces
@@ -39,9 +40,7 @@ def write_run(folder: Path, *, crossing: bool, steps: int = 5) -> Path:
         wait_ms = 10 if crossing and step else 0
         if wait_ms:
             span("wait", "layer0", 0, wait_ms)
-        for layer in range(LAYERS):
-            begin_ms = wait_ms + layer * 5
-            span("forward", f"layer{layer}", begin_ms, begin_ms + 5)
+        span("forward", "forward", 0, wait_ms + 30)
         for position, layer in enumerate(reversed(range(LAYERS))):
             begin_ms = wait_ms + 30 + position * 10
             span("backward", f"layer{layer}", begin_ms, begin_ms + 10)
@@ -85,9 +84,9 @@ def bench_result(workload: str = "gpt (emulated compute)") -> dict[str, Any]:
     }
 
 
-def view_of(path: Path) -> Any:
+def view_of(path: Path) -> IterationView:
     (trace,) = read_traces(path)
-    return iteration_picture._view(trace, "run")
+    return view_iteration(trace, "run")
 
 
 def test_view_of_a_plain_run_shows_the_wait_at_the_barrier(runs: tuple[Path, Path]) -> None:
@@ -97,7 +96,8 @@ def test_view_of_a_plain_run_shows_the_wait_at_the_barrier(runs: tuple[Path, Pat
     assert view.backward == [pytest.approx((30, 90))]
     assert view.wait == [pytest.approx((90, 155))], "the link is busy and nothing computes"
     assert view.iteration.crossed_ms == 0
-    assert [depth for _, depth in view.link] == [1, 0.8, 0.6, 0.4, 0.2, 0]
+    parts = [part for _, part in view.link]
+    assert parts == [(layer / 6, (layer + 1) / 6) for layer in (5, 4, 3, 2, 1, 0)]
 
 
 def test_view_of_a_crossing_run_shows_sends_behind_the_step(runs: tuple[Path, Path]) -> None:
@@ -106,11 +106,10 @@ def test_view_of_a_crossing_run_shows_sends_behind_the_step(runs: tuple[Path, Pa
     assert view.wait == [pytest.approx((0, 10)), pytest.approx((120, 130))]
     assert view.forward == [pytest.approx((10, 40)), pytest.approx((130, 160))]
     assert view.iteration.crossed_ms == pytest.approx(40)
-    behind = [depth for (start, end), depth in view.link if end > 120.001]
-    assert behind == [0.4, 0.2, 0.0][-len(behind) :]
-    for (_, end), (start, _) in zip(
-        [span for span, _ in view.link], [span for span, _ in view.link][1:], strict=False
-    ):
+    behind = [part for (_, end), part in view.link if end > view.step_ms]
+    assert behind == [(2 / 6, 3 / 6), (1 / 6, 2 / 6), (0, 1 / 6)]
+    turns = [span for span, _ in view.link]
+    for (_, end), (start, _) in itertools.pairwise(turns):
         assert start >= end, "one transfer at a time has the link"
 
 

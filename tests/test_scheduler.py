@@ -1,100 +1,24 @@
-"""Scheduler: the thread around the core, over a transport that finishes only when told."""
+"""Scheduler: the thread around the core, what it sends, tells and counts."""
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
+from plans import planned
+from scheduler_bench import WAIT_S, Bench, Build, benches
 
-from bytesched.core import SchedulerCore
-from bytesched.errors import InvalidTransition, SchedulerClosed, TransportError
 from bytesched.observe import Observer, Observers
-from bytesched.order import Following, Leading, ReadyQueue
-from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
+from bytesched.order import Following
 from bytesched.task import CommTask, TaskState
-from bytesched.testing import FakeTransport
-from bytesched.transport import Done
-
-WAIT_S = 10.0
-
-
-class Bench:
-    """A scheduler with everything that it tells, over a FakeTransport."""
-
-    def __init__(
-        self,
-        *,
-        credit_bytes: int = 1,
-        queue: ReadyQueue | None = None,
-        observers: Observers | None = None,
-        transport: FakeTransport | None = None,
-    ) -> None:
-        self.transport = transport or FakeTransport()
-        self.announced: list[list[int]] = []
-        self.finished: SimpleQueue[tuple[CommTask, TaskState]] = SimpleQueue()
-        self.errors: list[BaseException] = []
-        self.failed = threading.Event()
-        self.scheduler = Scheduler(
-            SchedulerCore(
-                Leading(Priority()) if queue is None else queue, credit_bytes=credit_bytes
-            ),
-            self.transport,
-            announce=self.announce,
-            on_finish=self.on_finish,
-            on_error=self.on_error,
-            observers=observers,
-        )
-
-    def announce(self, tasks: Sequence[CommTask]) -> None:
-        assert not set(tasks) & set(self.transport.in_flight), "told after the start"
-        self.announced.append([task.index for task in tasks])
-
-    def on_finish(self, task: CommTask) -> None:
-        self.finished.put((task, task.state))
-
-    def on_error(self, error: BaseException) -> None:
-        self.errors.append(error)
-        self.failed.set()
-
-    def ready(self, *tasks: CommTask) -> None:
-        for task in tasks:
-            assert task.notify_ready()
-            self.scheduler.notify_ready(task)
-
-    def settle(self) -> None:
-        """Returns when all that was told so far has been dealt with."""
-        dealt_with = threading.Event()
-
-        def mark() -> Sequence[CommTask]:
-            dealt_with.set()
-            return ()
-
-        self.scheduler._inbox.put(mark)
-        assert dealt_with.wait(WAIT_S)
-
-
-Build = Callable[..., Bench]
 
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Builds benches that are closed, and have no thread left, after the test."""
-    before = alive()
-    built: list[Bench] = []
-
-    def build(**parts: Any) -> Bench:
-        built.append(Bench(**parts))
-        return built[-1]
-
-    yield build
-    for bench in built:
-        bench.scheduler.close()
-    assert alive() == before
+    with benches() as build:
+        yield build
 
 
 @pytest.fixture
@@ -102,22 +26,8 @@ def bench(build: Build) -> Bench:
     return build()
 
 
-def planned(count: int, nbytes: int = 10) -> list[CommTask]:
-    tasks = []
-    for index in range(count):
-        start_at = index * nbytes
-        task = CommTask(f"t{index}", start_at=start_at, stop_at=start_at + nbytes, priority=index)
-        task.index = index
-        tasks.append(task)
-    return tasks
-
-
-def alive() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if "bytesched" in thread.name}
-
-
 def test_ready_tasks_are_sent_by_priority_and_finish_rearmed(bench: Bench) -> None:
-    a, b, c = planned(3)
+    a, b, c = planned([10] * 3)
     bench.ready(c)
     bench.transport.wait_for(1)
     bench.ready(b, a)
@@ -133,7 +43,7 @@ def test_ready_tasks_are_sent_by_priority_and_finish_rearmed(bench: Bench) -> No
 
 
 def test_tasks_go_round_in_every_iteration(bench: Bench) -> None:
-    tasks = planned(4)
+    tasks = planned([10] * 4)
     for iteration in range(1, 4):
         bench.ready(*tasks)
         for sent in range(4):
@@ -148,7 +58,7 @@ def test_tasks_go_round_in_every_iteration(bench: Bench) -> None:
 
 def test_tasks_are_announced_together_and_before_they_start(build: Build) -> None:
     bench = build(credit_bytes=30)
-    tasks = planned(4)
+    tasks = planned([10] * 4)
     bench.ready(tasks[0])
     bench.transport.wait_for(1)
     bench.ready(*tasks[1:])
@@ -162,7 +72,7 @@ def test_tasks_are_announced_together_and_before_they_start(build: Build) -> Non
 
 def test_a_batch_is_one_announcement(build: Build) -> None:
     bench = build(credit_bytes=10)
-    tasks = planned(4)
+    tasks = planned([10] * 4)
     bench.ready(tasks[3], *tasks[:3])
     bench.transport.wait_for(1)
     bench.settle()
@@ -173,7 +83,7 @@ def test_a_batch_is_one_announcement(build: Build) -> None:
 
 def test_a_follower_starts_what_the_leader_orders(build: Build) -> None:
     bench = build(credit_bytes=100, queue=Following())
-    a, b, c = planned(3)
+    a, b, c = planned([10] * 3)
     bench.ready(a, b)
     bench.scheduler.ordered([2, 0])
     bench.settle()
@@ -186,7 +96,7 @@ def test_a_follower_starts_what_the_leader_orders(build: Build) -> None:
 
 
 def test_the_queue_is_swapped_between_iterations(bench: Bench) -> None:
-    (task,) = planned(1)
+    (task,) = planned([10] * 1)
     bench.scheduler.use_queue(Following())
     bench.ready(task)
     bench.settle()
@@ -194,195 +104,6 @@ def test_the_queue_is_swapped_between_iterations(bench: Bench) -> None:
     bench.scheduler.ordered([0])
     bench.transport.wait_for(1)
     assert bench.errors == []
-
-
-def test_the_first_error_stays_and_nothing_is_started_after_it(build: Build) -> None:
-    bench = build(credit_bytes=20)
-    a, b, c = planned(3)
-    bench.ready(a, b, c)
-    bench.transport.wait_for(2)
-    first, second = TransportError("first"), TransportError("second")
-    bench.transport.fail(a, first)
-    bench.transport.fail(b, second)
-    bench.scheduler.fail(TransportError("third"))
-    bench.settle()
-    assert bench.errors == [first]
-    assert bench.scheduler.error is first
-    assert bench.transport.started == [a, b], "c was ready, and its turn had come"
-    assert (a.state, b.state) == (TaskState.FAILED, TaskState.FAILED)
-
-
-def test_an_error_from_outside_stops_it_too(bench: Bench) -> None:
-    error = RuntimeError("backward raised")
-    bench.scheduler.fail(error)
-    assert bench.failed.wait(WAIT_S)
-    bench.ready(*planned(1))
-    bench.settle()
-    assert bench.transport.started == []
-    assert bench.scheduler.error is error
-
-
-class Refusing(FakeTransport):
-    """Raises in start, for one task."""
-
-    def __init__(self, refused: str) -> None:
-        super().__init__()
-        self.refused = refused
-
-    def start(self, task: CommTask, done: Done) -> None:
-        if task.name == self.refused:
-            raise ConnectionResetError("refused")
-        super().start(task, done)
-
-
-def test_a_start_that_raises_fails_its_task_and_ends_the_batch(build: Build) -> None:
-    bench = build(credit_bytes=10, transport=Refusing("t1"))
-    a, b, c, d = planned(4)
-    bench.ready(d, a, b, c)
-    bench.transport.wait_for(1)
-    bench.settle()
-    bench.scheduler.set_credit(1000)
-    assert bench.failed.wait(WAIT_S)
-    bench.settle()
-    assert isinstance(bench.scheduler.error, ConnectionResetError)
-    assert bench.transport.started == [d, a]
-    assert b.state is TaskState.FAILED
-    assert "fail" in bench.scheduler.core.story(b)
-
-
-@pytest.mark.parametrize("hook", ["announce", "on_finish"])
-def test_a_callback_that_raises_is_the_error(
-    build: Build, hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = RuntimeError(hook)
-
-    def raising(self: Bench, *args: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(Bench, hook, raising)
-    bench = build()
-    bench.ready(*planned(1))
-    if hook == "on_finish":
-        bench.transport.wait_for(1)
-        bench.transport.finish_next()
-    assert bench.failed.wait(WAIT_S)
-    assert bench.errors == [error]
-
-
-def test_an_on_error_that_raises_is_logged_and_the_thread_lives_on(
-    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def raising(self: Bench, error: BaseException) -> None:
-        raise RuntimeError("on_error's own trouble")
-
-    monkeypatch.setattr(Bench, "on_error", raising)
-    bench = build()
-    (task,) = planned(1)
-    bench.ready(task)
-    bench.transport.wait_for(1)
-    error = TransportError("cut")
-    bench.scheduler.fail(error)
-    bench.transport.finish_next()
-    assert bench.finished.get(timeout=WAIT_S)[0] is task
-    assert bench.scheduler.error is error
-    assert "cut" in caplog.text
-
-
-def test_a_transport_that_calls_done_twice_is_found_out(bench: Bench) -> None:
-    (task,) = planned(1)
-    bench.ready(task)
-    bench.transport.wait_for(1)
-    done = bench.transport._in_flight[task]
-    done(task, None)
-    done(task, None)
-    assert bench.failed.wait(WAIT_S)
-    assert isinstance(bench.scheduler.error, InvalidTransition)
-    assert "t0" in str(bench.scheduler.error)
-
-
-def test_close_is_idempotent_and_leaves_no_thread(build: Build) -> None:
-    before = alive()
-    bench = build()
-    bench.ready(*planned(2))
-    bench.transport.wait_for(1)
-    assert alive() - before
-    bench.scheduler.close()
-    bench.scheduler.close()
-    assert alive() == before
-    assert bench.transport.closed
-    assert bench.transport.in_flight == ()
-    assert "closed" in repr(bench.scheduler)
-
-
-def test_close_deals_first_with_what_was_told_before(build: Build) -> None:
-    bench = build(credit_bytes=100)
-    tasks = planned(5)
-    bench.ready(*tasks)
-    bench.scheduler.close()
-    assert bench.transport.started == tasks
-
-
-@pytest.mark.parametrize("hook", ["on_finish", "on_error"])
-def test_close_from_its_own_thread_ends_it(hook: str) -> None:
-    before = alive()
-    closed = threading.Event()
-
-    def close(_: object) -> None:
-        scheduler.close()
-        closed.set()
-
-    transport = FakeTransport()
-    core = SchedulerCore(Leading(Priority()), credit_bytes=1)
-    if hook == "on_finish":
-        scheduler = Scheduler(core, transport, on_finish=close)
-    else:
-        scheduler = Scheduler(core, transport, on_error=close)
-    (task,) = planned(1)
-    task.notify_ready()
-    scheduler.notify_ready(task)
-    transport.wait_for(1)
-    if hook == "on_finish":
-        transport.finish(task)
-    else:
-        transport.fail(task, TransportError("cut"))
-    assert closed.wait(WAIT_S)
-    for thread in alive() - before:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-
-
-class Stuck(FakeTransport):
-    """Its start returns only when it is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released = threading.Event()
-
-    def start(self, task: CommTask, done: Done) -> None:
-        super().start(task, done)
-        self.released.wait(WAIT_S)
-        raise SchedulerClosed("closed while it was starting")
-
-    def close(self) -> None:
-        self.released.set()
-        super().close()
-
-
-def test_close_frees_a_thread_that_is_stuck_in_start(build: Build) -> None:
-    before = alive()
-    bench = build(transport=Stuck())
-    bench.ready(*planned(1))
-    bench.transport.wait_for(1)
-    bench.scheduler.close(timeout_s=0.05)
-    assert alive() == before
-    assert bench.errors == [], "that it was closed is no error"
-
-
-def test_many_schedulers_leave_no_thread(build: Build) -> None:
-    before = alive()
-    for _ in range(20):
-        build().scheduler.close()
-    assert alive() == before
 
 
 class Recorder(Observer):
@@ -422,7 +143,7 @@ def send_all(bench: Bench, tasks: list[CommTask]) -> None:
 
 def test_observers_see_queue_and_send_of_every_task(build: Build) -> None:
     recorder = Recorder()
-    send_all(build(observers=Observers([recorder])), planned(3))
+    send_all(build(observers=Observers([recorder])), planned([10] * 3))
     for track in ("queue", "send"):
         seen = [span for span in recorder.spans if span[0] == track]
         assert sorted(name for _, name, *_ in seen) == ["t0", "t1", "t2"]
@@ -437,7 +158,7 @@ def test_an_observer_that_raises_is_removed_and_harms_nothing(build: Build) -> N
     recorder = Recorder()
     observers = Observers([Raising(), recorder])
     bench = build(observers=observers)
-    send_all(bench, planned(3))
+    send_all(bench, planned([10] * 3))
     assert bench.errors == []
     assert len(recorder.spans) == 6
     assert len(observers._observers) == 1
@@ -445,7 +166,7 @@ def test_an_observer_that_raises_is_removed_and_harms_nothing(build: Build) -> N
 
 def test_figures_add_up(build: Build) -> None:
     bench = build(credit_bytes=100)
-    send_all(bench, planned(5))
+    send_all(bench, planned([10] * 5))
     scheduler = bench.scheduler
     assert scheduler.tasks_started == 5
     assert scheduler.bytes_started == 50

@@ -67,13 +67,15 @@ class Job:
             self.record("optimizer", optimizer.state_dict())
 
     def unwrap(self, optimizer: Optimizer) -> None:
-        """Take bytesched off, where it was on, keeping the figures of the last one taken off."""
+        """Take bytesched off, where it was on."""
         if optimizer in self._optimizers:
-            self.stats = bytesched.stats(optimizer)
             self._optimizers.remove(optimizer)
             bytesched.unwrap(optimizer)
 
     def close(self) -> None:
+        """Take bytesched off everything, keeping the figures of what was wrapped last."""
+        if self._optimizers:
+            self.stats |= bytesched.stats(self._optimizers[-1])
         for optimizer in list(self._optimizers):
             self.unwrap(optimizer)
 

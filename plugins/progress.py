@@ -1,0 +1,87 @@
+"""How far a round is, and what went wrong: shared by the user's thread and ours."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.plugins.c10d import Group
+
+__all__ = ["Progress"]
+
+log = logging.getLogger("bytesched")
+
+
+class Progress:
+    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
+
+    Args:
+        groups: what to break when something goes wrong, so that every rank learns of it.
+        timeout_s: the longest wait.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], *, timeout_s: float) -> None:
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._waiters = 0
+        #: guards bundles and ``outstanding``
+        self.changed = threading.Condition()
+        #: chunks of this round that are not reduced yet
+        self.outstanding = 0
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        #: what the scheduler knows, for the message of a timeout
+        self.story: Callable[[], str] = str
+
+    def notify(self) -> None:
+        """Something changed; called with the lock held."""
+        if self._waiters:
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
+        deadline = monotonic() + self._timeout_s
+        with self.changed:
+            self._waiters += 1
+            try:
+                while not done() and self.error is None and monotonic() < deadline:
+                    self.changed.wait(deadline - monotonic())
+                finished = done()
+            finally:
+                self._waiters -= 1
+        if finished:
+            return
+        self.check()
+        group = self._groups[0]
+        error = SchedulerTimeout(
+            f"waited {self._timeout_s:g} s for {what}{group.note()}",
+            rank=group.rank,
+            story=self.story().splitlines(),
+        )
+        self.fail(error)
+        raise error
+
+    def fail(self, error: BaseException) -> None:
+        """The first error is kept and raised wherever the user's thread waits. Any thread.
+
+        It ends everything under way, so that the other ranks learn about it now.
+        """
+        with self.changed:
+            if self.error is not None:
+                return
+            self.error = error
+            self.changed.notify_all()
+        # Without the lock: a store that does not answer may take its time.
+        if not isinstance(error, PeerLost):
+            text = str(error).splitlines()
+            self._groups[0].leave_note(f"{type(error).__name__}: {text[0] if text else ''}")
+        for group in self._groups:
+            group.abort()

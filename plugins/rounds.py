@@ -1,0 +1,240 @@
+"""Rounds: what happens between the first gradient of a backward pass and its last.
+
+A round is one synchronised backward pass, or several that complete each other (two losses over
+one forward pass). Every parameter takes part in it exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from sys import getrefcount
+from time import perf_counter_ns
+
+import torch
+from torch.autograd import Variable
+
+from bytesched.errors import PluginError, UnusedParameterError
+from bytesched.plugins.c10d import Group
+from bytesched.plugins.meter import Meter
+from bytesched.plugins.pending import has_own_memory, keep_apart, plain
+from bytesched.plugins.plan import Plan, Slot
+from bytesched.plugins.progress import Progress
+from bytesched.plugins.settling import Settling
+from bytesched.task import CommTask
+
+__all__ = ["Rounds"]
+
+#: of a lazy gradient: the slot's, a local variable's, and the argument of getrefcount
+_OWN_REFERENCES = 3
+
+
+class Rounds:
+    """The gradient hooks of one model.
+
+    Args:
+        slots: the parameters.
+        group: the ranks that reduce together.
+        progress: how far this round is.
+        meter: told about hooks and backward passes.
+        find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
+        static_graph: a parameter may be used several times, the same in each round.
+        warm_up: reduces the first round as a whole.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        group: Group,
+        progress: Progress,
+        meter: Meter,
+        *,
+        find_unused: bool | None,
+        static_graph: bool,
+        warm_up: Callable[[], None],
+    ) -> None:
+        self.slots = slots
+        self.find_unused = find_unused
+        #: whether the backward pass of the last forward pass is to be reduced
+        self.sync = True
+        #: the model was called since the round began
+        self.forward_seen = False
+        self._group = group
+        self._progress = progress
+        self._meter = meter
+        self._static_graph = static_graph
+        self._warm_up = warm_up
+        self._open = False
+        self._callback_queued = False
+        self._missing = 0
+        # - after the warm-up
+        self._plan: Plan | None = None
+        self._settling: Settling
+        self._submit: Callable[[CommTask], None]
+
+    def hook(self, slot: Slot) -> Callable[[], None]:
+        """Takes part in the gradient of ``slot``; returns what takes the hook off again."""
+        parameter = slot.parameter
+        return parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot)).remove
+
+    def activate(self, plan: Plan, settling: Settling, submit: Callable[[CommTask], None]) -> None:
+        """The warm-up is over: from the next round on, ready chunks go to ``submit``."""
+        self.slots = plan.slots
+        self._plan = plan
+        self._settling = settling
+        self._submit = submit
+        if self._static_graph:
+            for slot in plan.slots:
+                slot.expected = max(1, slot.fired)
+
+    @property
+    def incomplete(self) -> bool:
+        """True while some parameter has no gradient in the current round."""
+        return self._open and self._missing > 0
+
+    def complain_if_incomplete(self) -> None:
+        """Raises UnusedParameterError, on this rank, if ``step()`` comes too early."""
+        if not self.incomplete:
+            return
+        names = [slot.name for slot in self.slots if not slot.fired]
+        error = UnusedParameterError(
+            f"{len(names)} parameters got no gradient on rank {self._group.rank}: "
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If that may happen, say "
+            "find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap for a "
+            "plain module"
+        )
+        self._progress.fail(error)
+        raise error
+
+    # -- a gradient --------------------------------------------------------------------
+
+    def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """On the critical path of every parameter's backward."""
+        if not self.sync:
+            slot.used_alone = True
+            return
+        began_ns = perf_counter_ns()
+        if not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self._after_backward)
+        if not self._open:
+            self._begin()
+        slot.fired += 1
+        if slot.fired != slot.expected or slot.unguarded:
+            self._check_gradient(slot)
+            return
+        self._missing -= 1
+        slot.used = True
+        if self._plan is not None:
+            self._take(slot)
+            self._source_ready(slot)
+        self._meter.hook_ns += perf_counter_ns() - began_ns
+
+    def _take(self, slot: Slot) -> None:
+        assert slot.parameter.grad is not None
+        grad = plain(slot.parameter.grad)
+        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+            raise PluginError(
+                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
+            )
+        slot.grad = grad.detach() if grad.requires_grad else grad
+        slot.unpacked = len(slot.chunks)
+
+    def _source_ready(self, slot: Slot) -> None:
+        for chunk in slot.chunks:
+            if chunk.notify_ready():
+                self._submit(chunk)
+
+    def _check_gradient(self, slot: Slot) -> None:
+        if slot.unguarded:
+            raise PluginError(
+                f"{slot.name!r} got a gradient on rank {self._group.rank}, but nothing has read "
+                "it since step(): it is read by code that cannot be seen from Python, or the "
+                "forward pass ran before step(). Wrap with cross_barrier=False"
+            )
+        if slot.fired > slot.expected and not (self._plan is None and self._static_graph):
+            raise PluginError(
+                f"parameter {slot.name!r} got a second gradient in one round on rank "
+                f"{self._group.rank}. Either it is used in several reentrant checkpoints, or "
+                "backward() ran twice on one graph (use no_sync() or static_graph=True), or an "
+                "earlier backward() was interrupted by an exception"
+            )
+
+    # -- begin -------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._progress.check()
+        if self._plan is not None:
+            self._reuse(self._plan)
+        for slot in self.slots:
+            slot.fired = 0
+            slot.used = slot.taken = False
+        self._missing = len(self.slots)
+        self._open = True
+        self.forward_seen = False
+
+    def _reuse(self, plan: Plan) -> None:
+        """Makes the arena free for the gradients of a new round."""
+        if not self.forward_seen and any(slot.used for slot in self.slots):
+            raise PluginError(
+                f"backward() ran again on rank {self._group.rank} without a forward pass of the "
+                "wrapped model or a step() in between: gradients of the first may still be on "
+                "the wire"
+            )
+        for bundle in plan.bundles:
+            for slot in bundle.slots:
+                slot.unguarded = slot.taken and bundle.held
+        self._settling.wait_reduced()
+        self._settling.settle_all()
+        for slot in self.slots:
+            lazy = slot.lazy
+            if getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy:
+                # The user has put it aside: it keeps its values.
+                keep_apart(lazy)
+                self._settling.make_lazy(slot)
+        for bundle in plan.bundles:
+            bundle.sending = len(bundle.chunks)
+        plan.flags_reduced = False
+        self._progress.outstanding = len(plan.chunks)
+
+    # -- end ---------------------------------------------------------------------------
+
+    def _after_backward(self) -> None:
+        self._callback_queued = False
+        if self._missing and self.find_unused is False:
+            # Another loss may bring the rest; step() complains if none does.
+            return
+        if self._plan is None:
+            self._warm_up()
+        elif self.find_unused:
+            self._close(self._plan)
+        for slot in self.slots:
+            if slot.used:
+                if has_own_memory(slot.lazy):
+                    self._settling.make_lazy(slot)
+                slot.parameter.grad = slot.lazy
+        self._open = False
+        self._meter.backward_ends()
+
+    def _close(self, plan: Plan) -> None:
+        """Sends zeros for parameters without a gradient; finds out who got one elsewhere."""
+        missing = [slot for slot in self.slots if not slot.used]
+        assert plan.used_flags is not None
+        assert plan.flags_chunk is not None
+        plan.used_flags.copy_(
+            torch.tensor([int(s.used or s.used_alone) for s in plan.slots], dtype=torch.int32)
+        )
+        if plan.flags_chunk.notify_ready():
+            self._submit(plan.flags_chunk)
+        for slot in self.slots:
+            slot.used_alone = False
+        for slot in missing:
+            # It may have a gradient from passes under no_sync(), which DDP reduces now.
+            if slot.parameter.grad is not None:
+                self._take(slot)
+            self._source_ready(slot)
+        if missing:
+            self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
+            for position, slot in enumerate(plan.slots):
+                slot.used = bool(plan.used_flags[position])

@@ -1,0 +1,167 @@
+"""``optimizer.step()``: it arms the updates of what is still on the wire, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bytesched.errors import PluginError
+from bytesched.plugins.meter import Meter
+from bytesched.plugins.pending import hold
+from bytesched.plugins.plan import Bundle
+from bytesched.plugins.progress import Progress
+from bytesched.plugins.rounds import Rounds
+from bytesched.plugins.settling import Settling
+from bytesched.plugins.streams import Streams
+from bytesched.plugins.update import Deferred, Job, snapshot
+from bytesched.plugins.updater import Updater
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """The optimizers of one model.
+
+    ``step()`` is redirected, in a pre-hook, to a copy of the optimizer that holds only what can
+    be updated at once. The method itself is never replaced: learning-rate schedulers patch it.
+    """
+
+    def __init__(self, rounds: Rounds, progress: Progress, streams: Streams, meter: Meter) -> None:
+        self._rounds = rounds
+        self._progress = progress
+        self._streams = streams
+        self._meter = meter
+        self._slots = {id(slot.parameter): slot for slot in rounds.slots}
+        self._deferred: list[Deferred] = []
+        # - after the warm-up
+        self._settling: Settling | None = None
+        self._updater: Updater
+
+    def activate(self, settling: Settling, updater: Updater) -> None:
+        """The warm-up is over."""
+        self._settling = settling
+        self._updater = updater
+        for deferred in self._deferred:
+            self._introduce(deferred)
+
+    def add(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> list[Callable[[], None]]:
+        """Hooks ``optimizer``; returns what takes the hooks off again, in that order."""
+        deferred = Deferred(optimizer, self._settle_all, cross=cross)
+        for other in self._deferred:
+            shared = deferred.parameter_ids() & other.parameter_ids() & self._slots.keys()
+            if shared:
+                name = self._slots[shared.pop()].name
+                raise PluginError(f"parameter {name!r} is in two optimizers")
+        self._deferred.append(deferred)
+        if self._settling is not None:
+            self._introduce(deferred)
+        handles = (
+            optimizer.register_step_pre_hook(partial(self._before_step, deferred)),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(lambda _: self._settle_all()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle_all()),
+            optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
+        )
+        return [deferred.unguard, *(handle.remove for handle in handles)]
+
+    @property
+    def crosses(self) -> bool:
+        """True if some optimizer is updated after its ``step()``."""
+        return any(deferred.cross for deferred in self._deferred)
+
+    def stop_crossing(self) -> None:
+        """From the next ``step()`` on, all parameters are updated within it."""
+        for deferred in self._deferred:
+            deferred.cross = False
+
+    def _introduce(self, deferred: Deferred) -> None:
+        for slot in self._slots.values():
+            deferred.know(slot)
+
+    def _settle_all(self) -> None:
+        if self._settling is not None:
+            self._settling.settle_all()
+
+    def _before_step(
+        self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        self._progress.check()
+        self._meter.step_begins()
+        self._rounds.complain_if_incomplete()
+        if self._settling is None:
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        # A closure evaluates the model again; a fused step under GradScaler finds the scale in
+        # an attribute that is taken away after step().
+        whole = closure is not None or hasattr(optimizer, "grad_scale")
+        if not self._progress.outstanding or not deferred.cross or whole:
+            self._settling.wait_reduced()
+            self._settling.settle_all()
+            self._plain_grads(optimizer)
+            self._meter.stepped(0)
+            return None
+        deferred.guard()
+        eager, armed = self._sort(deferred, self._settling)
+        self._arm(armed)
+        return (deferred.copy(eager), *args[1:]), kwargs
+
+    def _sort(
+        self, deferred: Deferred, settling: Settling
+    ) -> tuple[list[dict[str, Any]], dict[Bundle, list[Job]]]:
+        """Groups of what must be stepped right now, and by bundle what can be armed."""
+        eager: list[dict[str, Any]] = []
+        armed: dict[Bundle, list[Job]] = {}
+        for group in deferred.optimizer.param_groups:
+            taken: dict[str, Any] | None = None
+            now = []
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is not None and slot.used and parameter.grad is slot.lazy:
+                    if taken is None:
+                        taken = snapshot(group)
+                    if slot.alias.data_ptr() != parameter.data_ptr():
+                        slot.realias()
+                        deferred.know(slot)
+                    slot.used, slot.taken = False, True
+                    jobs = armed.setdefault(slot.bundle, [])
+                    if not jobs or jobs[-1].hyperparameters is not taken:
+                        jobs.append(Job(deferred, taken))
+                    jobs[-1].slots.append(slot)
+                elif parameter.grad is not None:
+                    if slot is not None:
+                        settling.settle(slot.bundle, slot.name)
+                    now.append(parameter)
+            if now:
+                eager.append({**group, "params": now})
+        return eager, armed
+
+    def _arm(self, armed: dict[Bundle, list[Job]]) -> None:
+        self._streams.stepped()
+        # Before any update can be applied: a parameter is free only after it was held.
+        for jobs in armed.values():
+            for job in jobs:
+                for slot in job.slots:
+                    hold(slot.parameter, slot.settle)
+        crossing_bytes = 0
+        with self._progress.changed:
+            for bundle, jobs in armed.items():
+                bundle.jobs.extend(jobs)
+                bundle.armed = bundle.held = True
+                if bundle.sending:
+                    crossing_bytes += bundle.nbytes
+            self._updater.push(bundle for bundle in armed if not bundle.sending)
+        self._meter.stepped(crossing_bytes)
+
+    def _plain_grads(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is reduced needs no lazy view: torch's fast paths want plain tensors."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is not None and parameter.grad is slot.lazy:
+                    parameter.grad = slot.view
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._meter.step_ends()

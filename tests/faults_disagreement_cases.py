@@ -1,0 +1,219 @@
+"""Ranks that disagree: on the model, on the settings, on what to do in a step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from faults_cases import (
+    FAULT_STEP,
+    FAULTS,
+    STEPS,
+    Script,
+    inputs,
+    named,
+    net,
+    sgd,
+    threads,
+    told,
+    wrap,
+)
+from faults_runner import tell
+from rank_worker import signals
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+
+
+def different_models(kind: str, timeout_s: float) -> None:
+    """Plain modules that are not the same on rank 1."""
+    model: nn.Module = net()
+    optimizer: torch.optim.Optimizer = sgd(model)
+    if dist.get_rank() == 1:
+        if kind == "layers":
+            model = nn.Sequential(net(), nn.Linear(16, 2))
+        elif kind == "shape":
+            model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+        elif kind == "dtype":
+            model = model.double()
+        elif kind == "frozen":
+            next(model.parameters()).requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters()) if kind == "optimizer" else sgd(model)
+    told(lambda: wrap(optimizer, model, timeout_s=timeout_s))
+
+
+def different_settings(timeout_s: float, mine: list[dict[str, Any]]) -> None:
+    """`wrap` with the keywords of this rank; the environment may differ as well."""
+    model = net()
+    told(lambda: wrap(sgd(model), model, timeout_s=timeout_s, **mine[dist.get_rank()]))
+
+
+def one_does_not_wrap(who: int, timeout_s: float) -> None:
+    """Rank `who` trains with plain DDP."""
+    script = Script()
+    tell(fault_at=time.monotonic())
+
+    def run() -> None:
+        if dist.get_rank() != who:
+            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+        script.train()
+
+    told(run)
+
+
+class Skipping(nn.Module):
+    """Uses its middle layer unless `skip` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.skip = False
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.first(x))
+        return self.last(x if self.skip else torch.tanh(self.middle(x)))
+
+
+def skips_a_layer(who: int, in_step: int, timeout_s: float) -> None:
+    """Rank `who` leaves a layer out in one step, and nobody said that this may happen."""
+    model = Skipping()
+    ddp = DistributedDataParallel(model)
+    optimizer = sgd(model)
+    wrap(optimizer, ddp, timeout_s=timeout_s)
+
+    def train() -> None:
+        for step in range(STEPS):
+            model.skip = step == in_step and dist.get_rank() == who
+            if model.skip:
+                tell(fault_at=time.monotonic())
+            optimizer.zero_grad()
+            ddp(inputs(step)).square().mean().backward()
+            optimizer.step()
+        bytesched.flush()
+
+    told(train)
+
+
+def ends_early(who: int, timeout_s: float) -> None:
+    """Rank `who` has fewer batches than the other."""
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    steps = FAULT_STEP if dist.get_rank() == who else STEPS
+    told(lambda: script.train(steps))
+    tell(fault_at=time.monotonic())
+
+
+def corrupts_the_state(who: int, timeout_s: float) -> None:
+    """On rank `who` the momentum of a parameter gets a wrong shape while a step is outstanding."""
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+
+    def at(moment: str) -> None:
+        if moment == "before_backward" and dist.get_rank() == who:
+            weight = script.model.layers[0].weight
+            script.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3, 5)
+            tell(fault_at=time.monotonic())
+
+    script.at = at
+
+    def train() -> None:
+        script.train()
+        bytesched.flush()
+
+    told(train)
+
+
+def catches_and_goes_on(moment: str, timeout_s: float) -> None:
+    """Both ranks catch an exception of the user's at `moment` and train on."""
+
+    def at(reached: str) -> None:
+        if reached == moment:
+            script.at = lambda reached: None
+            raise ValueError("boom")
+
+    def weights(*, wrapped: bool) -> list[Tensor]:
+        nonlocal script
+        script = Script(at)
+        if wrapped:
+            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+        for script.step in range(STEPS):
+            with contextlib.suppress(ValueError):
+                script.one_step()
+        if wrapped:
+            bytesched.unwrap(script.optimizer)
+        return [p.detach().clone() for p in script.model.parameters()]
+
+    script: Script
+    plain = [] if moment == "in_backward" else weights(wrapped=False)
+    told(lambda: tell(equal=_equal(plain, weights(wrapped=True))))
+
+
+def skips_step(who: int, timeout_s: float) -> None:
+    """Rank `who` throws one step away, which plain DDP does not notice."""
+
+    def weights(*, wrapped: bool) -> list[Tensor]:
+        script = Script()
+        if wrapped:
+            wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+        for step in range(STEPS):
+            script.optimizer.zero_grad()
+            script.ddp(inputs(step)).square().mean().backward()
+            if step != FAULT_STEP or dist.get_rank() != who:
+                script.optimizer.step()
+        if wrapped:
+            bytesched.unwrap(script.optimizer)
+        return [p.detach().clone() for p in script.model.parameters()]
+
+    told(lambda: tell(equal=_equal(weights(wrapped=False), weights(wrapped=True))))
+
+
+def goes_on_after_an_error(who: int, timeout_s: float) -> None:
+    """Rank `who` dies; the other catches the error, tries everything again, and starts afresh."""
+
+    def at(moment: str) -> None:
+        if moment == "after_step" and dist.get_rank() == who:
+            tell(fault_at=time.monotonic())
+            signals().set("victim is past step")
+            FAULTS["kill"]()
+        elif moment == "before_last_gradients" and dist.get_rank() != who:
+            signals().wait("victim is past step")
+
+    script = Script(at)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    kept = {k: v.clone() for k, v in script.model.state_dict().items()}
+    with contextlib.suppress(bytesched.BytesschedError):
+        script.train()
+    attempts: dict[str, Callable[[], object]] = {
+        "forward": lambda: script.ddp(inputs(0)),
+        "step": script.optimizer.step,
+        "flush": lambda: bytesched.flush(script.ddp),
+        "state": script.optimizer.state_dict,
+        "unwrap": lambda: bytesched.unwrap(script.optimizer),
+    }
+    for name, attempt in attempts.items():
+        tell(**{name: _error(attempt)})
+    tell(threads_after_unwrap=threads())
+    script.model.load_state_dict(kept)
+    script.optimizer.zero_grad()
+    script.model(inputs(0)).square().mean().backward()
+    script.optimizer.step()
+    tell(trained_alone=not _equal(list(kept.values()), list(script.model.parameters())))
+
+
+def _error(attempt: Callable[[], object]) -> dict[str, object]:
+    began = time.monotonic()
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001 - which one is what is asked
+        return {**named(error), "seconds": time.monotonic() - began}
+    return {"error": None}
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))

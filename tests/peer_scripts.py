@@ -1,0 +1,228 @@
+"""Training scripts and probes that went wrong with earlier schedulers of this kind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hazard_scripts import Peer, free_steps, held_backward, weight
+from torch import Tensor, nn
+from training import STEPS, Job, adamw, frozen, mlp, sgd, train
+
+import bytesched
+from bytesched.testing import PluginContract, TrainingRun
+
+
+def forward_between_backward_and_step(job: Job) -> None:
+    """A second forward pass, with and without gradients, before the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        if step % 2:
+            job.record("loss", model(job.inputs(100 + step)).square().mean())
+        else:
+            with torch.no_grad():
+                job.record("loss", model(job.inputs(100 + step)).square().mean())
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+class LastFirst(nn.Module):
+    """Registers its layers in the reverse order of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail, self.middle, self.front = nn.Linear(16, 4), nn.Linear(16, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.tail(torch.tanh(self.middle(torch.tanh(self.front(x)))))
+
+
+def registered_last_first(job: Job) -> None:
+    model = job.ddp(LastFirst())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def sends(policy: str, folder: str) -> list[tuple[int, str]]:
+    """What the leader sent in a step whose peer came late: (chunk, first parameter), in order."""
+    job = Job(wrapped=True, policy=policy, partition_bytes=256, credit_bytes=256)
+    peer = Peer(job, reader=0)
+    model = job.ddp(LastFirst())
+    optimizer = job.wrap(sgd(model), model, timeline=folder)
+    free_steps(job, model, optimizer)
+    held_backward(job, peer, model)
+    peer.let_go()
+    optimizer.step()
+    job.close()
+    if job.rank:
+        return []
+    spans = [event for event in trace(folder) if event["cat"] == "send"]
+    spans.sort(key=lambda span: float(span["ts"]))
+    last_step = spans[-int(job.stats["chunks"]) :]
+    return [(int(span["args"]["chunk"]), str(span["name"])) for span in last_step]
+
+
+def trace(folder: str) -> list[dict[str, Any]]:
+    """The spans that the leader wrote."""
+    events = json.loads(Path(folder, "rank0.trace.json").read_text())
+    return [event for event in events if event["ph"] == "X"]
+
+
+def figures(model: str, fields: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
+    """The figures of a short run."""
+    models = {
+        "mlp": mlp,
+        "one_row": lambda: nn.Linear(1024, 1, bias=False),
+        "doubles": lambda: nn.Linear(8, 16).double(),
+    }
+    job = Job(wrapped=True, **dict(fields))
+    module = models[model]()
+    first = next(module.parameters())
+    ddp = job.ddp(module)
+    optimizer = job.wrap(sgd(ddp), ddp)
+    inputs = torch.ones(2, first.shape[1], dtype=first.dtype)
+    train(job, ddp, optimizer, inputs=lambda _: inputs)
+    job.close()
+    return job.stats
+
+
+def cpu_while_waiting(seconds: float) -> float:
+    """CPU seconds this process burns while a read waits `seconds` for the peer."""
+    job = Job(wrapped=True)
+    peer = Peer(job, reader=0)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    free_steps(job, model, optimizer)
+    held_backward(job, peer, model)
+    optimizer.step()
+    timer = threading.Timer(seconds, peer.let_go)
+    timer.start()
+    began_s = time.process_time()
+    frozen(weight(model))
+    burnt_s = time.process_time() - began_s
+    timer.join()
+    job.close()
+    return burnt_s
+
+
+def footprint(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What wrapping might leave behind: hooks, classes, threads."""
+    return {
+        "hooks": [
+            len(hooks)
+            for m in model.modules()
+            for hooks in (
+                m._forward_pre_hooks,
+                m._forward_hooks,
+                m._backward_hooks,
+                m._state_dict_pre_hooks,
+                m._state_dict_hooks,
+                m._load_state_dict_pre_hooks,
+            )
+        ],
+        "optimizer": [
+            len(hooks) for name, hooks in sorted(vars(optimizer).items()) if name.endswith("_hooks")
+        ],
+        "classes": [type(p).__name__ for p in model.parameters()],
+        "tensors": [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
+        "state": type(optimizer.state).__name__,
+        "grads": [p.grad is None or type(p.grad) is Tensor for p in model.parameters()],
+        "step": optimizer.step.__qualname__,
+        "threads": sorted(t.name for t in threading.enumerate()),
+    }
+
+
+def adam_is_not_adamw() -> list[Tensor]:
+    """The front weight under Adam and AdamW with the same, strong decay."""
+    weights = []
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        job = Job(wrapped=True)
+        model = job.ddp(mlp())
+        optimizer = job.wrap(kind(model.parameters(), lr=0.01, weight_decay=0.5), model)
+        train(job, model, optimizer)
+        weights.append(frozen(weight(model)))
+        job.close()
+    return weights
+
+
+def unseen_front_parameter(job: Job) -> None:
+    """The first parameter is unused in some steps; steps are counted all the same."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.rest = nn.Parameter(torch.ones(8)), nn.Linear(8, 4)
+            self.skip = False
+
+        def forward(self, x: Tensor) -> Any:
+            return self.rest(x if self.skip else x * self.front)
+
+    model = job.ddp(Skipping(), find_unused_parameters=True)
+    optimizer = job.wrap(adamw(model), model)
+
+    def skip(step: int) -> None:
+        model.module.skip = step % 2 == 0
+
+    train(job, model, optimizer, after_step=skip)
+    job.record_state(model, optimizer)
+
+
+def never_wrapped() -> list[Any]:
+    """What flush, unwrap and stats do with an object that was never wrapped."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    bytesched.flush(optimizer)
+    return [bytesched.unwrap(optimizer) is optimizer, bytesched.stats(optimizer)["mode"]]
+
+
+class DDPContract(PluginContract):
+    """The suite that every plugin passes."""
+
+    def training(self) -> TrainingRun:
+        job = Job(wrapped=True)
+        model = job.ddp(mlp())
+        optimizer = adamw(model)
+        steps = itertools.count()
+
+        def state() -> dict[str, object]:
+            everything = {
+                "records": job.records,
+                "weights": frozen(model.state_dict()),
+                "optimizer": frozen(optimizer.state_dict()),
+            }
+            return {name: pickle.dumps(as_lists(value)) for name, value in everything.items()}
+
+        return TrainingRun(
+            step=lambda: train(job, model, optimizer, steps=1, first_step=next(steps)),
+            state=state,
+            footprint=lambda: footprint(model, optimizer),
+            wrap=lambda: job.wrap(optimizer, model),
+            flush=bytesched.flush,
+            unwrap=job.close,
+            stats=lambda: bytesched.stats(optimizer),
+        )
+
+
+def as_lists(value: Any) -> Any:
+    """The same with tensors as lists of numbers, which compare and pickle by value."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: as_lists(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_lists(item) for item in value]
+    return value
+
+
+def contract(name: str) -> None:
+    """One test of the suite."""
+    getattr(DDPContract(), name)()

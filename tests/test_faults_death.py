@@ -1,0 +1,124 @@
+"""A rank dies, stops or raises at an exact moment: the other one says so, at once or in time."""
+
+from __future__ import annotations
+
+import pytest
+from faults_cases import NO_TIMEOUT_S, TIMEOUT_S, train_until_fault
+from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, check_trace, selected
+from faults_runner import Runs, Scenario
+
+runs = pytest.fixture(scope="module")(selected)
+pytestmark = pytest.mark.procs
+
+LEADER, FOLLOWER = 0, 1
+MOMENTS = ("before_backward", "in_backward", "after_backward", "after_step", "in_next_forward")
+
+
+def scenario(
+    victim: int, moment: str, fault: str, timeout_s: float = NO_TIMEOUT_S, **steps: int
+) -> Scenario:
+    when = f"{moment}-{'-'.join(steps)}" if steps else moment
+    name = f"{fault}-{'follower' if victim else 'leader'}-{when}"
+    return Scenario(name, train_until_fault, (victim, moment, fault, timeout_s, *steps.values()))
+
+
+def each(scenarios: list[Scenario]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("scenario", scenarios, ids=lambda scenario: scenario.name)
+
+
+KILLED = [
+    scenario(victim, moment, "kill")
+    for moment in (*MOMENTS, "in_update")
+    for victim in (LEADER, FOLLOWER)
+]
+# Where `timeout_s` must help, and the least of it: the waits for it overlap only two at a time.
+STOPPED = [
+    scenario(victim, moment, "stop", TIMEOUT_S)
+    for moment in MOMENTS
+    for victim in (LEADER, FOLLOWER)
+]
+IN_WARM_UP = [
+    scenario(LEADER, "in_backward", "kill", fault_step=0),
+    scenario(FOLLOWER, "in_backward", "kill", fault_step=0),
+    scenario(FOLLOWER, "before_backward", "stop", TIMEOUT_S, fault_step=0),
+]
+RAISED = [
+    scenario(LEADER, "in_next_forward", "raise"),
+    scenario(FOLLOWER, "in_next_forward", "raise"),
+    scenario(LEADER, "in_backward", "raise"),
+    scenario(FOLLOWER, "in_backward", "raise"),
+    scenario(LEADER, "in_gradient_hook", "raise"),
+    scenario(FOLLOWER, "in_module_hook", "raise"),
+    scenario(LEADER, "after_backward", "raise"),
+    scenario(FOLLOWER, "in_step_hook", "raise"),
+    scenario(LEADER, "in_update", "raise"),
+    scenario(FOLLOWER, "in_update", "raise"),
+    scenario(FOLLOWER, "in_backward", "raise", fault_step=0),
+]
+ENDED = {
+    "exit": ("SystemExit", 3),
+    "interrupt": ("KeyboardInterrupt", -2),
+    "terminate": (None, -15),
+}
+EXITED = [
+    scenario(victim, moment, fault)
+    for fault in ENDED
+    for victim, moment in ((LEADER, "in_backward"), (FOLLOWER, "after_step"))
+]
+
+
+@each(KILLED)
+def test_killed(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim = scenario.args[0]
+    died, survivor = ends if victim == LEADER else reversed(ends)
+    assert died.code == -9
+    assert not died.hung, died.stderr
+    check_trace(died)
+    check_told_of(survivor, died, {"PeerLost"}, PROMPTLY_S)
+
+
+@each(STOPPED)
+def test_stopped(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim = scenario.args[0]
+    stopped, survivor = ends if victim == LEADER else reversed(ends)
+    assert stopped.stopped
+    check_trace(stopped)
+    check_told_of(survivor, stopped, {"SchedulerTimeout"}, TIMEOUT_S + PROMPTLY_S)
+    assert survivor.told["at"] - stopped.told["fault_at"] > TIMEOUT_S / 2
+
+
+@each(IN_WARM_UP)
+def test_dies_in_warm_up(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim, _, fault, *_ = scenario.args
+    died, survivor = ends if victim == LEADER else reversed(ends)
+    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
+    check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
+
+
+@each(RAISED)
+def test_raises(scenario: Scenario, runs: Runs) -> None:
+    """The user's own exception goes its way on one rank, and the other repeats what it said."""
+    ends = runs.of(scenario)
+    victim = scenario.args[0]
+    raised, survivor = ends if victim == LEADER else reversed(ends)
+    assert (raised.code, raised.told["error"], raised.told["message"]) == (1, "ValueError", "boom")
+    check_ended_well(raised)
+    check_told_of(survivor, raised, {"PeerLost"}, PROMPTLY_S)
+    assert f"rank {victim} said: ValueError: boom" in survivor.told["message"]
+
+
+@each(EXITED)
+def test_ends_the_interpreter(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim, _, fault, *_ = scenario.args
+    ended, survivor = ends if victim == LEADER else reversed(ends)
+    error, code = ENDED[str(fault)]
+    assert (ended.code, ended.told.get("error")) == (code, error)
+    if fault == "terminate":
+        check_trace(ended)
+    else:
+        check_ended_well(ended)
+    check_told_of(survivor, ended, {"PeerLost"}, PROMPTLY_S)

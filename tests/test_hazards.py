@@ -1,0 +1,170 @@
+"""Every hazard of crossing the barrier, one by one: what would go wrong does not.
+
+In most cases the peer is held before its backward pass, so that nothing of the step can have
+arrived; a read must then wait and see what plain DDP shows, and what reads no value must not wait.
+"""
+
+from __future__ import annotations
+
+import hazard_scripts as hazards
+import pytest
+import scripts_gradients as gradients
+import scripts_models as models
+from ranks import Ranks, run_fresh
+from test_transparency import check
+
+READERS = pytest.mark.parametrize("reader", [0, 1], ids=["leader_reads", "follower_reads"])
+
+
+def look(ranks: Ranks, kind: str, name: str, reader: int, *, waits: bool) -> None:
+    figures = check(ranks, hazards.one_look, kind, name, reader)
+    assert figures[reader]["waited"] == waits
+
+
+@READERS
+def test_barrier_is_crossed(two_ranks: Ranks, reader: int) -> None:
+    """backward, step, schedule, zero_grad: all done before the peer has begun its backward."""
+    figures = check(two_ranks, hazards.crossing, reader)[reader]
+    assert int(figures["barrier_crossed_steps"]) >= 3
+    assert float(figures["barrier_crossed_pct"]) > 0
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.METADATA)
+def test_metadata_does_not_wait(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "metadata", name, reader, waits=False)
+
+
+@pytest.mark.parametrize("name", hazards.GRADIENT_METADATA)
+def test_metadata_of_gradients_does_not_wait(two_ranks: Ranks, name: str) -> None:
+    look(two_ranks, "gradient_metadata", name, 0, waits=False)
+
+
+@READERS
+@pytest.mark.parametrize("lr", ["float", "tensor"])
+def test_lr_scheduler_right_after_step(two_ranks: Ranks, lr: str, reader: int) -> None:
+    check(two_ranks, hazards.schedule, reader, lr)
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.CLIPPINGS)
+def test_clipping_between_backward_and_step(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "clippings", name, reader, waits=True)
+
+
+@READERS
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_grad_scaler(two_ranks: Ranks, reader: int, fused: bool) -> None:
+    figures = check(two_ranks, hazards.grad_scaler, reader, fused)
+    assert figures[reader]["waited"] == 1
+
+
+@READERS
+def test_accumulation_with_no_sync(two_ranks: Ranks, reader: int) -> None:
+    figures = check(two_ranks, hazards.accumulated, reader)
+    assert figures[reader]["waited"] == 1
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.GRADIENT_READS)
+def test_gradient_read_after_backward(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "gradient_reads", name, reader, waits=True)
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.WEIGHT_READS)
+def test_parameter_read_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "weight_reads", name, reader, waits=True)
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.CHECKPOINTS)
+def test_checkpoint(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "checkpoints", name, reader, waits=True)
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.EVALUATIONS)
+def test_evaluation(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "evaluations", name, reader, waits=True)
+
+
+def test_last_step_is_applied_at_exit() -> None:
+    plain = run_fresh(hazards.ends_with_a_step, args=(False,))
+    wrapped = run_fresh(hazards.ends_with_a_step, args=(True,))
+    assert [rank.code for rank in plain + wrapped] == [0] * 4, wrapped[0].stderr
+    assert [rank.stdout for rank in wrapped] == [rank.stdout for rank in plain]
+
+
+@pytest.mark.parametrize("how", ["to_none", "to_zero"])
+def test_zero_grad_after_step(two_ranks: Ranks, how: str) -> None:
+    look(two_ranks, "metadata", f"zero_grad_{how}", 1, waits=False)
+    check(two_ranks, gradients.zeroed, how)
+
+
+@pytest.mark.parametrize("name", hazards.MODELS)
+def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
+    """Modules with parameters and children, a child's weight, tied weights, compiled code."""
+    figures = check(two_ranks, hazards.unseen_reader, name, 0)
+    assert figures[0]["waited"] == 1
+
+
+@pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])
+def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
+    check(two_ranks, models.unused, turns, order="leader")
+
+
+def test_reentrant_checkpoint_of_a_reused_layer(two_ranks: Ranks) -> None:
+    """DDP refuses it unless the graph is static, and so does bytesched."""
+    kinds = two_ranks.run(hazards.errors_of_reused)
+    assert kinds == [["RuntimeError", "PluginError"]] * 2
+    check(two_ranks, hazards.reused_in_static_graph)
+
+
+def test_two_backwards_per_step(two_ranks: Ranks) -> None:
+    """DDP adds a local gradient, and its ranks drift apart; bytesched says so instead."""
+    assert all(
+        "backward() ran again" in text for text in two_ranks.run(hazards.error_of_second_backward)
+    )
+
+
+def test_compiled_code_is_compiled_once(two_ranks: Ranks) -> None:
+    check(two_ranks, hazards.graphs_compiled)
+
+
+def test_several_optimizers(two_ranks: Ranks) -> None:
+    figures = check(two_ranks, hazards.two_optimizers, 0)
+    assert (figures[0]["waited_other"], figures[0]["waited"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("post_hook", "cross"),
+        ("pre_hook", "cross"),
+        ("unknown", "backward"),
+        ("backward_only", "backward"),
+    ],
+)
+def test_step_that_cannot_be_deferred(two_ranks: Ranks, kind: str, mode: str) -> None:
+    """The user's hooks, an unknown optimizer, the barrier asked for."""
+    figures = check(two_ranks, hazards.watched_step, 0, kind, mode=mode)
+    assert figures[0]["waited"] == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "before_backward", "before_step", "after_step"])
+def test_exception_in_the_middle_of_a_step(two_ranks: Ranks, where: str) -> None:
+    check(two_ranks, hazards.interrupted, where)
+
+
+def test_step_skipped_on_one_rank() -> None:
+    """DDP hangs here. Who waits for what the other never sends is told so, in time."""
+    ranks = run_fresh(hazards.skipped_on_one_rank, args=(2.0,), timeout_s=30.0)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert any(rank.stdout for rank in ranks), ranks
+
+
+@READERS
+@pytest.mark.parametrize("name", hazards.EDITS)
+def test_parameter_edited_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
+    look(two_ranks, "edits", name, reader, waits=True)
