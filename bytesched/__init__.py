@@ -64,7 +64,8 @@ def wrap(optimizer: OptimizerT, model: object, **fields: Unpack[ConfigFields]) -
     """
     from bytesched import plugins
 
-    return plugins.wrap(optimizer, model, **fields)
+    plugins.wrap(optimizer, model, **fields)
+    return optimizer
 
 
 def flush(x: object = None) -> None:
@@ -78,7 +79,8 @@ def unwrap(x: WrappedT) -> WrappedT:
     """Flush, take every hook off again and return the object as it was before `wrap`."""
     from bytesched import plugins
 
-    return plugins.unwrap(x)
+    plugins.unwrap(x)
+    return x
 
 
 def stats(x: object = None) -> dict[str, int | float | str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import shlex
 import sys
@@ -32,6 +33,7 @@ OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_RATE = "1gbit"
 WORKER = "bytesched.plugins.bench_worker"
 POLL_S = 0.05
+BUSY_LOAD = 1.0
 EPILOG = """\
 A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB.
 --model also takes module:function of your own; the function returns a pair: the module, and a
@@ -56,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = specification(options, view)
     except ConfigError as error:
         parser.error(str(error))
+    load = os.getloadavg()[0]
+    if load > BUSY_LOAD and not view.rank:
+        print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
         spec["result"] = str(Path(folder, "result.json"))
         network = _run_rank(spec, view) if launched else _run_all(spec, options, folder)
         if view.rank == 0:
-            _report(spec, options, network, argv)
+            _report(spec, options, argv, {"network": network, "load_before": load})
     return 0
 
 
@@ -236,8 +241,8 @@ def _complain(rank: int, code: int | None, log: str) -> None:
 def _report(
     spec: dict[str, Any],
     options: argparse.Namespace,
-    network: str,
     argv: Sequence[str] | None,
+    circumstances: dict[str, Any],
 ) -> None:
     result = json.loads(Path(spec["result"]).read_text())
     emulated = spec["kind"] == "emulate"
@@ -248,8 +253,9 @@ def _report(
         "workload": f"{name} (emulated compute)" if emulated else name,
         "emulated": emulated,
         "optimizer": spec["optimizer"],
-        "network": network,
-        "machine": {"platform": platform.platform(), "python": platform.python_version()},
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **circumstances,
     }
     if options.record:
         recorded = parse_profile(result["compute"].pop("profile"), "recorded")

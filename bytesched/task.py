@@ -128,8 +128,11 @@ class CommTask:
         merged.missing = len(merged.members)
         return merged
 
-    def partition(self, size: int) -> tuple[CommTask, ...]:
+    def partition(self, size: int, first: int | None = None) -> tuple[CommTask, ...]:
         """Parts of about ``size`` bytes, cut at any element.
+
+        With ``first``, the first part has about so many bytes, and each one after it twice those
+        of its predecessor, up to ``size``: what is needed first is then there first.
 
         A cut prefers the end of a source, so that a tensor does not wait for a few bytes in the
         next part; every part has between half and twice ``size``. Returns ``(self,)`` if there
@@ -139,17 +142,23 @@ class CommTask:
             raise ValueError(f"partition size must be at least 1 byte, got {size}")
         if self.parts or self.is_part or self.missing != len(self.members):
             raise InvalidTransition(f"cannot partition {self!r}")
-        step = max(1, size // self.itemsize)
+        full = max(1, size // self.itemsize)
+        step = full if first is None else min(full, max(1, first // self.itemsize))
         cuts = [self.start_at]
+
+        def cut(at: int) -> int:
+            cuts.append(at)
+            return min(full, 2 * step)
+
         ends = [member.stop_at for member in self.members]
         for end, following in zip(ends, [*ends[1:], None], strict=True):
             while end - cuts[-1] >= 1.5 * step:
-                cuts.append(cuts[-1] + step)
+                step = cut(cuts[-1] + step)
             here = end - cuts[-1]
             if here >= 0.75 * step and (
                 following is None or following - cuts[-1] - step > abs(step - here)
             ):
-                cuts.append(end)
+                step = cut(end)
         if cuts[-1] != self.stop_at:
             if len(cuts) > 1 and self.stop_at - cuts[-1] < 0.5 * step:
                 cuts.pop()

@@ -16,6 +16,7 @@ if __name__ != "bytesched.plugins":
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.log import show
+from bytesched.policy import named_policy
 
 if TYPE_CHECKING:
     from bytesched.plugins.session import Session
@@ -31,6 +32,7 @@ _wrapped: dict[int, tuple[Any, Session]] = {}
 def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
     """See :func:`bytesched.wrap`."""
     config = Config.load(**fields)
+    named_policy(config.policy)
     try:
         import torch
         import torch.distributed as dist

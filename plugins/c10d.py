@@ -273,17 +273,15 @@ def _pack(piece: Piece, scale: float) -> None:
     if grad is None:
         piece.target.zero_()
         return
-    if grad.data_ptr() == slot.view.data_ptr():
-        # Accumulated in place by autograd: it is where it must be.
-        source = piece.target
+    if piece.is_whole:
+        torch.mul(grad, scale, out=slot.view)
     elif grad.stride() == slot.view.stride():
-        n = slot.view.numel()
-        flat = grad.as_strided((n,), (1,), grad.storage_offset())
-        source = flat[piece.start_at : piece.stop_at]
+        flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
+        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
     else:
         same = torch.empty_like(slot.view).copy_(grad)
-        source = same.as_strided((same.numel(),), (1,))[piece.start_at : piece.stop_at]
-    torch.mul(source, scale, out=piece.target)
+        flat = same.as_strided((same.numel(),), (1,))
+        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
     slot.unpacked -= 1
     if not slot.unpacked:
         slot.grad = None

@@ -154,7 +154,7 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
     ends = [*starts[1:], times.forward_s]
     starts[0] = 0.0
     released = [max(release_of[name] for name in owned[module]) for module in order]
-    # A parameter that is used twice is released later than its place in the chain says.
+    # The medians of two gradients that come together can be out of order.
     for index in range(len(released) - 2, -1, -1):
         released[index] = max(released[index], released[index + 1])
     before = [*released[1:], 0.0]

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         config,
         data=data,
         control=control,
-        sync=(lambda: bool(ddp.require_backward_grad_sync)) if ddp is not None else (lambda: True),
+        sync=partial(_syncs, ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
@@ -93,6 +94,20 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     if not exclude_compiler() and has_compiled(model):
         return f"torch {torch.__version__} does not tell when it compiles"
     return why_not_deferred(optimizer)
+
+
+def _syncs(ddp: DistributedDataParallel | None) -> bool:
+    """Whether the backward pass of the forward pass that begins now is reduced."""
+    if ddp is None:
+        return True
+    join = getattr(ddp, "_join_config", None)
+    if join is not None and join.enable:
+        raise PluginError(
+            "DistributedDataParallel.join() shadows DDP's own all-reduces, and knows nothing of "
+            "bytesched's: pad the shorter ranks' data, or unwrap the optimizer first"
+        )
+    # Scripts set it themselves, too: reading it here serves no_sync() and them.
+    return bool(ddp.require_backward_grad_sync)
 
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:

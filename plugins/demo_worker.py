@@ -11,25 +11,65 @@ import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import bytesched
 from bytesched.plugins.bench_models import GPT, NextToken
-from bytesched.plugins.systems import Running, set_up
+from bytesched.plugins.systems import set_up
 from bytesched.plugins.traced_ddp import trace_ddp
+
+LossOf = Callable[[nn.Module, int], Tensor]
+
 
 LENGTH = 64
 TEXT_BYTES = 4 << 20
+TURN_STEPS = 10
 TRACED_STEPS = 8
-WARMUP_STEPS = 5
-SMOOTHED = 10
 LARGEST_BATCH = 64
 PROBE_BATCH = 4
+
+
+class Trainer:
+    """One way to train the model, with a copy of its own."""
+
+    def __init__(self, run: dict[str, Any], model: nn.Module, loss_of: LossOf) -> None:
+        self.run = run
+        self.running = set_up(run["kind"], run["options"], copy.deepcopy(model), "adamw")
+        self.loss_of = loss_of
+        self.losses: list[float] = []
+        self.times_ms: list[float] = []
+
+    def train(self, steps: int) -> None:
+        """Go on for some steps; times run from the start of one to the start of the next.
+
+        The first step finds an idle link and the last leaves one behind, so neither is counted.
+        """
+        starts_s = []
+        for _ in range(steps):
+            starts_s.append(time.perf_counter())
+            self.running.optimizer.zero_grad()
+            loss = self.loss_of(self.running.module, len(self.losses))
+            loss.backward()
+            self.running.optimizer.step()
+            self.losses.append(loss.item())
+        bytesched.flush()
+        self.times_ms += [1e3 * (after - before) for before, after in pairwise(starts_s[1:])]
+
+    def report(self) -> dict[str, float]:
+        """How it goes, over the last turn."""
+        return {
+            "ms": statistics.median(self.times_ms[2 - TURN_STEPS :]),
+            "loss": statistics.fmean(self.losses[-TURN_STEPS:]),
+        }
 
 
 def main(argv: list[str]) -> int:
@@ -41,60 +81,50 @@ def main(argv: list[str]) -> int:
     text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
     model = NextToken(GPT(256, LENGTH, width=256, depth=6, heads=4))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    batch = spec["batch"] or choose_batch(copy.deepcopy(model), text, nbytes)
+    batch = choose_batch(copy.deepcopy(model), text, nbytes)
     tell({"batch": batch, "model_bytes": nbytes})
 
     def loss_of(module: nn.Module, step: int) -> Tensor:
         return module(sample(text, batch, step))  # type: ignore[no-any-return]
 
-    traced = copy.deepcopy(model)
-    running = set_up(spec["kind"], spec["options"], model, "adamw")
-    times_ms, losses = train(running, loss_of, spec["iterations"])
-    figures = running.close()
-    trace(spec, traced, loss_of)
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, losses)
-    tell({"times_ms": times_ms[WARMUP_STEPS:], "losses": everyone, "stats": figures})
+    trainers = [Trainer(run, model, loss_of) for run in spec["runs"]]
+    deadline_s = time.monotonic() + spec["train_s"]
+    step = 0
+    while step < spec["steps"] and agreed(time.monotonic() < deadline_s):
+        for trainer in trainers:
+            trainer.train(TURN_STEPS)
+        step += TURN_STEPS
+        tell({"step": step, "runs": [trainer.report() for trainer in trainers]})
+    for trainer in trainers:
+        losses: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(losses, trainer.losses)
+        tell({"times_ms": trainer.times_ms, "losses": losses, "stats": trainer.running.close()})
+    for run in spec["runs"]:
+        if run["trace_folder"]:
+            trace(run, copy.deepcopy(model), loss_of)
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
-def train(running: Running, loss_of: Any, iterations: int) -> tuple[list[float], list[float]]:
-    """Milliseconds from the start of each iteration to the next, and the losses."""
-    times_ms: list[float] = []
-    losses: list[float] = []
-    start_s = time.perf_counter()
-    for step in range(iterations):
-        running.optimizer.zero_grad()
-        loss = loss_of(running.module, step)
-        loss.backward()
-        running.optimizer.step()
-        losses.append(loss.item())
-        now_s = time.perf_counter()
-        times_ms.append(1e3 * (now_s - start_s))
-        start_s = now_s
-        recent = statistics.fmean(losses[-SMOOTHED:])
-        tell({"step": step + 1, "loss": recent, "ms": statistics.median(times_ms[-SMOOTHED:])})
-    return times_ms, losses
+def trace(run: dict[str, Any], model: nn.Module, loss_of: LossOf) -> None:
+    """Some iterations from the start with a timeline, apart from those that are timed."""
+    folder = run["trace_folder"]
+    if run["kind"] == "bytesched":
+        trainer = Trainer(run | {"options": run["options"] | {"timeline": folder}}, model, loss_of)
+        trainer.train(2 * TRACED_STEPS)
+        trainer.running.close()
+        return
+    running = set_up("ddp", run["options"], model, "adamw")
+    assert isinstance(running.module, DistributedDataParallel)
+    trace_ddp(running.module, running.optimizer, loss_of, steps=TRACED_STEPS, folder=folder)
 
 
-def trace(spec: dict[str, Any], model: nn.Module, loss_of: Any) -> None:
-    """Some more iterations from the start, this time with a timeline, apart from the timing."""
-    if spec["kind"] == "bytesched":
-        options = spec["options"] | {"timeline": spec["trace_folder"]}
-        running = set_up("bytesched", options, model, "adamw")
-        train(running, loss_of, 2 * TRACED_STEPS)
-        running.close()
-    elif spec["trace_folder"]:
-        running = set_up("ddp", spec["options"], model, "adamw")
-        trace_ddp(
-            running.module,  # type: ignore[arg-type]
-            running.optimizer,
-            loss_of,
-            steps=TRACED_STEPS,
-            folder=spec["trace_folder"],
-        )
+def agreed(condition: bool) -> bool:
+    """What rank 0 finds."""
+    flag = torch.tensor(condition)
+    dist.broadcast(flag, 0)
+    return bool(flag)
 
 
 def choose_batch(model: nn.Module, text: Tensor, nbytes: int) -> int:
@@ -110,10 +140,9 @@ def choose_batch(model: nn.Module, text: Tensor, nbytes: int) -> int:
         start_s = time.perf_counter()
         model(sample(text, PROBE_BATCH, step)).backward()
         computing_s.append(time.perf_counter() - start_s)
-    batch = PROBE_BATCH * min(sending_s) / min(computing_s[1:])
-    agreed = torch.tensor(batch)
-    dist.broadcast(agreed, 0)
-    return max(2, min(LARGEST_BATCH, round(float(agreed))))
+    batch = torch.tensor(PROBE_BATCH * min(sending_s) / min(computing_s[1:]))
+    dist.broadcast(batch, 0)
+    return max(2, min(LARGEST_BATCH, round(batch.item())))
 
 
 def sample(text: Tensor, batch: int, step: int) -> Tensor:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "Piece", "Plan", "Slot"]
 
+#: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
+_RAMP = 8
+
 
 @dataclass(eq=False)
 class Slot:
@@ -101,6 +104,8 @@ class Piece:
     stop_at: int
     #: the same elements in the arena
     target: torch.Tensor
+    #: all elements of the slot
+    is_whole: bool
 
 
 class Plan:
@@ -171,11 +176,14 @@ class Plan:
             owner[task] = slot
             offset += n
         cut = []
-        for chunk in CommTask.merge(tasks).partition(partition_bytes):
+        for chunk in CommTask.merge(tasks).partition(partition_bytes, partition_bytes // _RAMP):
             pieces = []
             for task in chunk.members:
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
-                pieces.append(Piece(owner[task], a - task.start_at, b - task.start_at, arena[a:b]))
+                whole = (a, b) == (task.start_at, task.stop_at)
+                pieces.append(
+                    Piece(owner[task], a - task.start_at, b - task.start_at, arena[a:b], whole)
+                )
             cut.append((chunk, arena[chunk.start_at : chunk.stop_at], pieces))
         return cut
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from bytesched.config import Config
 from bytesched.plugins.c10d import Group, Packer
 from bytesched.plugins.plan import Plan, Slot
-from bytesched.sizes import Link, chosen_sizes
+from bytesched.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
 
 __all__ = ["WarmUp"]
+
+_TASK = "the first iteration"
+
+#: all-reduces per measurement, and measurements per size: the best one counts
+_COUNT = 6
+_TRIES = 2
 
 
 class WarmUp:
@@ -34,7 +40,8 @@ class WarmUp:
         self.credit_bytes = config.credit_bytes
         #: for the chunks of the plan that ``reduce`` built
         self.packer: Packer
-        self.link = Link(overhead_s=math.nan, bytes_per_s=math.nan)
+        #: what was measured, if sizes had to be chosen
+        self.probes: list[Probe] = []
 
     def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> Plan:
         """The plan, with all gradients averaged in its arenas; collective."""
@@ -63,31 +70,35 @@ class WarmUp:
     def _choose_sizes(self) -> None:
         if self.partition_bytes and self.credit_bytes:
             return
-        self.link = self._measure()
-        model_bytes = sum(s.parameter.numel() * s.parameter.element_size() for s in self._slots)
+        if not self.partition_bytes:
+            self.probes = probe_sizes(self._throughput)
         sizes = chosen_sizes(
-            self.link,
-            model_bytes=model_bytes,
+            self.probes,
             partition_bytes=self.partition_bytes,
             credit_bytes=self.credit_bytes,
         )
         self.partition_bytes, self.credit_bytes = self._from_leader(list(sizes))
 
-    def _measure(self) -> Link:
-        """Start-up time and bandwidth of an all-reduce, from a few of two sizes."""
-        small, large = 4096, 2 * 2**20
-        times = {}
-        for nbytes in (small, large):
-            buffer = torch.zeros(nbytes // 4, device=self._device)
-            times[nbytes] = median(self._timed(buffer) for _ in range(3 if nbytes < large else 2))
-        per_byte = max((times[large] - times[small]) / (large - small), 1e-12)
-        return Link(overhead_s=times[small], bytes_per_s=1 / per_byte)
+    def _throughput(self, nbytes: int) -> float:
+        """Bytes per second of all-reduces of ``nbytes``, the same answer on every rank."""
+        best_s = min(self._timed(nbytes) for _ in range(_TRIES))
+        (bytes_per_s,) = self._from_leader([int(_COUNT * nbytes / best_s)])
+        return float(bytes_per_s)
 
-    def _timed(self, buffer: torch.Tensor) -> float:
+    def _timed(self, nbytes: int) -> float:
+        buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
+        self._reduce(buffers[0][:1])
         began = perf_counter()
-        self._reduce(buffer)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+        works: deque[Any] = deque()
+        for index in range(_COUNT):
+            if len(works) == PROBE_WINDOW:
+                self._group.wait(works.popleft(), task=_TASK)
+            buffer = buffers[index % PROBE_WINDOW]
+            works.append(self._group.backend.allreduce([buffer]))
+        while works:
+            self._group.wait(works.popleft(), task=_TASK)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return perf_counter() - began
 
     def _sum(self, values: list[int]) -> list[int]:
@@ -103,4 +114,4 @@ class WarmUp:
         return [int(value) for value in tensor.tolist()]
 
     def _reduce(self, tensor: torch.Tensor) -> None:
-        self._group.wait(self._group.backend.allreduce([tensor]), task="the first iteration")
+        self._group.wait(self._group.backend.allreduce([tensor]), task=_TASK)

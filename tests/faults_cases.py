@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(3))])
         self.at: Callable[[str], object] = lambda moment: None
+
+    @property
+    def first_weight(self) -> Tensor:
+        """The one whose gradient is complete last."""
+        layer = self.layers[0]
+        assert isinstance(layer, nn.Linear)
+        return layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
         self.at("in_forward")
@@ -136,10 +144,12 @@ class Script:
             layer.weight.register_post_accumulate_grad_hook(lambda _: self._reached(moment))
         elif moment == "in_update":
             self._watch_updates()
+        elif moment == "in_measurement":
+            self._watch_measurement()
 
     def _watch_updates(self) -> None:
         """Reaches "in_update" in front of each update that does not run in `step()`."""
-        functional = importlib.import_module("torch.optim.sgd")
+        functional: Any = importlib.import_module("torch.optim.sgd")
         real = functional.sgd
 
         def watched(*args: Any, **kwargs: Any) -> None:
@@ -148,6 +158,17 @@ class Script:
             real(*args, **kwargs)
 
         functional.sgd = watched
+
+    def _watch_measurement(self) -> None:
+        """Reaches "in_measurement" when the warm-up is about to measure the link."""
+        kind: Any = importlib.import_module("bytesched.plugins.warmup").WarmUp
+        real = kind._measure
+
+        def watched(warm_up: Any) -> Any:
+            self.at("in_measurement")
+            return real(warm_up)
+
+        kind._measure = watched
 
 
 def _raise(error: Exception) -> None:
@@ -164,12 +185,17 @@ def told(train: Callable[[], object]) -> None:
 
 
 def train_until_fault(
-    victim: int, moment: str, fault: str, timeout_s: float, fault_step: int = FAULT_STEP
+    victim: int,
+    moment: str,
+    fault: str,
+    timeout_s: float,
+    fault_step: int = FAULT_STEP,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Both ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
+    """All ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
 
-    In the middle of backward the other rank is there as well. From `step()` on, up to the next
-    forward pass, the other rank still owes its last gradients: the update is outstanding.
+    In the middle of backward another rank is there as well. From `step()` on, up to the next
+    forward pass, the other ranks still owe their last gradients: the update is outstanding.
     """
     outstanding = moment in ("after_step", "in_next_forward", "in_update")
     struck = past_step = False
@@ -191,15 +217,16 @@ def train_until_fault(
         struck = True
         if moment == "in_backward":
             signals().wait("other rank in backward")
-        tell(fault_at=time.monotonic())
+        order = bytesched.stats(script.optimizer)["order"]
+        tell(fault_at=time.monotonic(), order=order)
         FAULTS[fault]()
 
     script = Script(at_victim if dist.get_rank() == victim else at_other, fault_step=fault_step)
     script.hook_user(moment)
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **fields)
 
     def train() -> None:
-        script.train()
+        script.train(fault_step + 3)
         bytesched.flush()
 
     told(train)

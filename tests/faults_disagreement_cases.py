@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,16 @@ def one_does_not_wrap(who: int, timeout_s: float) -> None:
     told(run)
 
 
+def dies_in_wrap(victim: int, timeout_s: float) -> None:
+    """Rank `victim` dies when it should take part in the broadcast of a plain module."""
+    ddp: Any = importlib.import_module("bytesched.plugins.ddp")
+    model = net()
+    if dist.get_rank() == victim:
+        ddp._broadcast = lambda *_: FAULTS["kill"]()
+    tell(fault_at=time.monotonic())
+    told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
+
+
 class Skipping(nn.Module):
     """Uses its middle layer unless `skip` is set."""
 
@@ -116,7 +127,7 @@ def corrupts_the_state(who: int, timeout_s: float) -> None:
 
     def at(moment: str) -> None:
         if moment == "before_backward" and dist.get_rank() == who:
-            weight = script.model.layers[0].weight
+            weight = script.model.first_weight
             script.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3, 5)
             tell(fault_at=time.monotonic())
 
@@ -132,13 +143,12 @@ def corrupts_the_state(who: int, timeout_s: float) -> None:
 def catches_and_goes_on(moment: str, timeout_s: float) -> None:
     """Both ranks catch an exception of the user's at `moment` and train on."""
 
-    def at(reached: str) -> None:
-        if reached == moment:
-            script.at = lambda reached: None
-            raise ValueError("boom")
-
     def weights(*, wrapped: bool) -> list[Tensor]:
-        nonlocal script
+        def at(reached: str) -> None:
+            if reached == moment:
+                script.at = lambda reached: None
+                raise ValueError("boom")
+
         script = Script(at)
         if wrapped:
             wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
@@ -149,7 +159,6 @@ def catches_and_goes_on(moment: str, timeout_s: float) -> None:
             bytesched.unwrap(script.optimizer)
         return [p.detach().clone() for p in script.model.parameters()]
 
-    script: Script
     plain = [] if moment == "in_backward" else weights(wrapped=False)
     told(lambda: tell(equal=_equal(plain, weights(wrapped=True))))
 

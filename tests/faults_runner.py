@@ -24,13 +24,16 @@ HARD_LIMIT_S = 25.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """A case to run on every rank of a fresh group of two."""
+    """A case to run on every rank of a fresh group."""
 
     name: str
     case: Callable[..., object]
     args: tuple[object, ...] = ()
     #: variables of single ranks, by rank
     environment: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    world_size: int = 2
+    #: a rank that is still stopped when all others have ended goes on, instead of being killed
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class RankEnd:
     code: int
     #: it did not end by itself, although it was not stopped
     hung: bool
-    #: it was found stopped (SIGSTOP) when all other ranks had ended, and was killed
+    #: it was found stopped (SIGSTOP) when all other ranks had ended
     stopped: bool
     #: what it passed to `tell`
     told: Mapping[str, Any]
@@ -71,12 +74,14 @@ class _Group:
         self._codes: dict[int, int] = {}
         self._stopped: set[int] = set()
         self._hung: set[int] = set()
-        self._running = {rank: fork_server().start(self._launch(rank)) for rank in (0, 1)}
+        self._running = {
+            rank: fork_server().start(self._launch(rank)) for rank in range(scenario.world_size)
+        }
 
     def _launch(self, rank: int) -> Launch:
         return Launch(
             rank=rank,
-            world_size=2,
+            world_size=self.scenario.world_size,
             store_port=self._store.port,
             timeout_s=30.0,
             output=self._output(rank),
@@ -99,10 +104,10 @@ class _Group:
             if code is not None:
                 del self._running[rank]
                 self._codes[rank] = code
-        if self._running and all(map(_is_stopped, self._running.values())):
+        if self._running and all(map(is_stopped, self._running.values())):
             self._stopped |= self._running.keys()
             for pid in self._running.values():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGCONT if self.scenario.continues else signal.SIGKILL)
         elif self._running and time.monotonic() - self._began > HARD_LIMIT_S:
             self._end_hung()
         return not self._running
@@ -144,7 +149,8 @@ class _Group:
         )
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """True if a signal has stopped that process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -7,11 +7,13 @@ import json
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from hazard_scripts import Peer, free_steps, held_backward, weight
+from hazard_scripts import Peer, free_steps, held_backward
+from looks import weight
 from torch import Tensor, nn
 from training import STEPS, Job, adamw, frozen, mlp, sgd, train
 
@@ -80,7 +82,7 @@ def trace(folder: str) -> list[dict[str, Any]]:
 
 def figures(model: str, fields: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
     """The figures of a short run."""
-    models = {
+    models: dict[str, Callable[[], nn.Module]] = {
         "mlp": mlp,
         "one_row": lambda: nn.Linear(1024, 1, bias=False),
         "doubles": lambda: nn.Linear(8, 16).double(),

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 _signals: Signals | None = None
@@ -51,7 +52,7 @@ class Signals:
         timeout = timedelta(seconds=launch.timeout_s)
         # A blocked wait holds its client, so setting has one of its own.
         self._setting, self._waiting = (
-            dist.TCPStore(LOOPBACK, launch.store_port, is_master=False, timeout=timeout)
+            TCPStore(LOOPBACK, launch.store_port, is_master=False, timeout=timeout)
             for _ in range(2)
         )
         self.case_name = "signals"

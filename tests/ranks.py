@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, Listener, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from rank_worker import LOOPBACK, Launch, dump, load
+from torch._C._distributed_c10d import TCPStore
 
 T = TypeVar("T")
 # What a rank gets to end by itself once another one has failed.
@@ -81,9 +81,9 @@ def fork_server() -> ForkServer:
     return ForkServer()
 
 
-def new_store() -> dist.TCPStore:
+def new_store() -> TCPStore:
     """A rendezvous that outlives every rank, as an elastic agent's does."""
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 def address_of(case: Callable[..., object]) -> tuple[str, str]:
@@ -103,9 +103,9 @@ class Ranks:
         self._case_numbers = itertools.count()
         self._pids: dict[int, int] = {}
         self._connections: dict[int, Connection] = {}
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
-    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 15.0) -> list[T]:
+    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 40.0) -> list[T]:
         """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
         if not self._connections:
             self._start()

@@ -275,6 +275,63 @@ def user_gradient_hooks(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def user_hooks_after_accumulation(job: Job, made: str) -> None:
+    """Hooks on accumulated gradients change them too, whoever registered first."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+
+    def triple(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(3.0)
+
+    if made == "after":
+        job.wrap(optimizer, model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(triple)
+    if made == "before":
+        job.wrap(optimizer, model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def gradients_zeroed_before_step(job: Job) -> None:
+    """A step with nothing to apply, and one with zeros, which still moves the momentum."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def zero(step: int) -> None:
+        if step % 3:
+            optimizer.zero_grad(set_to_none=step % 3 == 1)
+
+    train(job, model, optimizer, before_step=zero)
+    job.record_state(model, optimizer)
+
+
+def collectives_of_the_user(job: Job) -> None:
+    """Gradients and weights handed to `torch.distributed`, which reads them in C++."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    parameters = list(model.parameters())
+
+    def average(step: int) -> None:
+        for p in parameters[step % 2 :: 2]:
+            dist.all_reduce(p.grad)
+            dist.broadcast(p.grad, step % 2)
+
+    def gather(step: int) -> None:
+        p = parameters[step % len(parameters)]
+        gathered = [torch.zeros_like(p) for _ in range(2)]
+        dist.all_gather(gathered, p)
+        job.record("gathered", gathered)
+        with torch.no_grad():
+            other = parameters[step % 3]
+            dist.all_reduce(other)
+            dist.broadcast(other, 1)
+
+    train(job, model, optimizer, before_step=average, after_step=gather)
+    job.record_state(model, optimizer)
+
+
 def autograd_grad(job: Job) -> None:
     """`autograd.grad` goes past DDP; the script averages by itself and sets `p.grad`."""
     model = job.ddp(mlp())

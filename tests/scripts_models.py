@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from typing import Any
 
 import torch
@@ -91,9 +92,13 @@ class RawKernel(torch.autograd.Function):
         return x @ memory(address, weight.shape).T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         return grad @ memory(ctx.address, weight.shape), grad.T @ x, None
+
+
+def read_raw(x: Tensor, weight: Tensor, address: int) -> Any:
+    return RawKernel.apply(x, weight, address)  # type: ignore[no-untyped-call]
 
 
 def memory(address: int, shape: torch.Size) -> Tensor:
@@ -110,7 +115,7 @@ class RawLinear(nn.Linear):
         self.address = self.weight.data_ptr()
 
     def forward(self, x: Tensor) -> Any:
-        return RawKernel.apply(x, self.weight, self.address)
+        return read_raw(x, self.weight, self.address)
 
 
 class Checkpointed(nn.Module):
@@ -169,7 +174,10 @@ def convolution() -> nn.Module:
     body = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4)
     )
-    return body.to(memory_format=torch.channels_last)
+    for p in body.parameters():
+        if p.ndim == 4:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+    return body
 
 
 def parametrized() -> nn.Module:
@@ -353,6 +361,84 @@ def sparse_gradients(job: Job) -> None:
     model = job.ddp(module)
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
     train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
+    job.record_state(model, optimizer)
+
+
+def scripted(job: Job, how: str) -> None:
+    """Blocks run by the TorchScript interpreter, which reads its own references to weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = mlp()
+        if how == "script":
+            module[0] = torch.jit.script(module[0])
+        else:
+            module[0] = torch.jit.trace(module[0], torch.ones(4, 8))
+    model = job.ddp(module)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def regularised(job: Job) -> None:
+    """Weights that enter the loss outside of any forward pass."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        loss = model(job.inputs(step)).square().mean() + 0.01 * penalty
+        loss.backward()
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def partly_around_ddp(job: Job) -> None:
+    """A second loss from a part of the model, called without DDP."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        loss = loss + model.module[0](job.inputs(step + 50)).abs().mean()
+        loss.backward()
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def evaluated_first(job: Job) -> None:
+    """Forward passes without a backward before the first step, with and without gradients."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    model.eval()
+    with torch.no_grad():
+        job.record("evaluated", model(job.inputs(0)))
+    job.record("evaluated", model.module[:2](job.inputs(0)))
+    model.train()
+    job.record("evaluated", model(job.inputs(1)))
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def work_on_one_rank(job: Job) -> None:
+    """The first rank alone evaluates, logs and saves between steps."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def look(step: int) -> None:
+        if job.rank == 0 and step % 2 == 0:
+            with torch.no_grad():
+                job.record("evaluated", model.module(job.inputs(100 + step)))
+            job.record("weights", model.module.state_dict())
+            job.record("optimizer", optimizer.state_dict())
+            job.record("norms", [p.norm() for p in model.parameters()])
+
+    def log(step: int) -> None:
+        if job.rank == 1 and step % 2:
+            job.record("norms", [p.grad.norm() for p in model.parameters()])
+
+    train(job, model, optimizer, before_step=log, after_step=look)
     job.record_state(model, optimizer)
 
 

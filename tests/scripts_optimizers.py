@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
@@ -294,7 +296,7 @@ class SignDescent(optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             used = [p for p in group["params"] if p.grad is not None]
             scale = torch.stack([p.grad.abs().max() for p in used]).max()
@@ -372,6 +374,73 @@ def scaled(job: Job, kind: type[optim.Optimizer], arguments: dict[str, Any]) -> 
         scaler.step(optimizer)
         scaler.update()
         job.record("scale", scaler.get_scale())
+    job.record_state(model, optimizer)
+
+
+def sharpness_aware(job: Job) -> None:
+    """Two backward passes per step, at the weights and uphill from them."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        with torch.no_grad():
+            uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+            for p, shift in zip(model.parameters(), uphill, strict=True):
+                p.add_(shift)
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p, shift in zip(model.parameters(), uphill, strict=True):
+                p.sub_(shift)
+        optimizer.step()
+        optimizer.zero_grad()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def step_pre_hooks(job: Job, made: str) -> None:
+    """Hooks that clip gradients and set the learning rate for the step about to be made."""
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+
+    def clip(*_: Any) -> None:
+        job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+    def warm_up(*_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.8
+
+    if made == "after":
+        job.wrap(optimizer, model)
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_pre_hook(warm_up)
+    if made == "before":
+        job.wrap(optimizer, model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def global_step_hooks(job: Job) -> None:
+    """Hooks on the steps of all optimizers, as profilers register them."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    first = next(model.parameters())
+    seen: list[Tensor] = []
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(first.detach().clone()))
+    try:
+        train(job, model, optimizer)
+    finally:
+        handle.remove()
+    job.record("seen", seen)
+    job.record_state(model, optimizer)
+
+
+def communication_hook(job: Job) -> None:
+    """A hook of the user's on DDP's own buckets."""
+    model = job.ddp(mlp())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
     job.record_state(model, optimizer)
 
 

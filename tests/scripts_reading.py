@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -172,6 +173,29 @@ def average_in_one_call(job: Job) -> None:
     job.record("average", average.state_dict())
 
 
+def average_compiled(job: Job) -> None:
+    """A compiled function that is given pending parameters, and gradients on the wire."""
+    torch._dynamo.reset()
+    model = job.ddp(mlp())
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = job.wrap(adamw(model), model)
+
+    @torch.compile(backend="eager")
+    def blend(means: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        return [mean * 0.9 + value * 0.1 for mean, value in zip(means, values, strict=True)]
+
+    def update(_: int) -> None:
+        with torch.no_grad():
+            average[:] = blend(average, list(model.parameters()))
+
+    def norms(_: int) -> None:
+        job.record("doubled", blend(average, [p.grad for p in model.parameters()]))
+
+    train(job, model, optimizer, before_step=norms, after_step=update)
+    job.record("average", average)
+    job.record_state(model, optimizer)
+
+
 def state_read_after_step(job: Job) -> None:
     """`optimizer.state` itself, which no hook announces."""
     model = job.ddp(mlp())
@@ -253,6 +277,22 @@ def deep_copied_optimizer(job: Job) -> None:
         optimizer,
         after_step=lambda _: job.record("copy", copy.deepcopy(optimizer.state_dict())),
     )
+    job.record_state(model, optimizer)
+
+
+def read_by_other_threads(job: Job) -> None:
+    """A logger's thread reads all weights while the main thread goes on."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def look(_: int) -> None:
+        with ThreadPoolExecutor(2) as readers:
+            whole = readers.submit(lambda: [p.detach().clone() for p in model.parameters()])
+            norms = readers.submit(lambda: [p.norm() for p in model.parameters()])
+            job.record("mine", [p.sum() for p in model.parameters()])
+            job.record("theirs", [whole.result(), norms.result()])
+
+    train(job, model, optimizer, after_step=look)
     job.record_state(model, optimizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -188,11 +189,14 @@ def test_pace_forgets_lateness_that_a_wait_has_hidden(monkeypatch: pytest.Monkey
     assert clock.now_s == pytest.approx(blocked_until_s + 0.01)
 
 
-def gradients_of(profile: Profile, seed: int, weight: float = 0.0) -> list[torch.Tensor]:
+def gradients_of(
+    profile: Profile, seed: int, changed: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
     workload = build("emulate", profile.to_json(), 0, seed=3)
     parameters = list(workload.model.parameters())
-    with torch.no_grad():
-        parameters[0][0, 0] += weight
+    if changed is not None:
+        with torch.no_grad():
+            parameters[0][changed] += 0.05
     workload.loss(workload.model, seed).backward()
     assert [p.grad.shape for p in parameters if p.grad is not None] == [
         (64, 64),
@@ -206,8 +210,9 @@ def test_emulated_gradients_depend_on_weights_and_input_and_nothing_else() -> No
     profile = parse_profile(TINY, "tiny").scaled(1e-3)
     reference = gradients_of(profile, seed=1)
     assert all(map(torch.equal, reference, gradients_of(profile, seed=1)))
-    for other in (gradients_of(profile, seed=2), gradients_of(profile, seed=1, weight=0.05)):
+    for other in (gradients_of(profile, seed=2), gradients_of(profile, seed=1, changed=(0, 0))):
         assert not any(map(torch.equal, reference, other))
+    assert not torch.equal(reference[0], gradients_of(profile, seed=1, changed=(63, 63))[0])
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -325,16 +330,16 @@ def test_the_table_says_whether_the_losses_agree() -> None:
     assert lines["fsdp2"].endswith("differ by 1.0e-04")
 
 
-def run_bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=110
+        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=170
     )
 
 
 @pytest.mark.procs
 def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     files = ["--json", "out.json", "--record", "recorded.json"]
-    done = run_bench(
+    done = run_module(
         "bytesched", "bench", "--emulate", tiny, "--workers", "2", *QUICK, *files, folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -357,7 +362,7 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
 @pytest.mark.procs
 def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "broken_model.py").write_text(BROKEN_MODEL)
-    done = run_bench(
+    done = run_module(
         "bytesched", "bench", "--model", "broken_model:make", "--systems", "ddp", folder=tmp_path
     )
     assert done.returncode == 1
@@ -369,7 +374,7 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
 def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     system = ["--systems", "ddp", "--json", "out.json"]
-    done = run_bench(
+    done = run_module(
         *launcher, "bytesched", "bench", "--emulate", tiny, *QUICK, *system, folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -377,3 +382,17 @@ def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
     assert result["world_size"] == 2
     assert result["network"] == "ranks started by torchrun"
     assert done.stdout.count("tiny (emulated compute)") == 1
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_demo(tmp_path: Path) -> None:
+    done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "equal, bit for bit: all 20 of both hosts" in done.stdout
+    for system in ("ddp", "bytesched"):
+        events = json.loads((tmp_path / "out" / system / "rank0.trace.json").read_text())
+        assert {event["cat"] for event in events if "cat" in event} >= {"forward", "send", "update"}
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "out" / "iteration.png").stat().st_size > 10_000

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
-from faults_cases import NO_TIMEOUT_S, TIMEOUT_S, train_until_fault
+from faults_cases import FAULT_STEP, NO_TIMEOUT_S, TIMEOUT_S, train_until_fault
 from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, check_trace, selected
 from faults_runner import Runs, Scenario
 
@@ -15,11 +18,19 @@ MOMENTS = ("before_backward", "in_backward", "after_backward", "after_step", "in
 
 
 def scenario(
-    victim: int, moment: str, fault: str, timeout_s: float = NO_TIMEOUT_S, **steps: int
+    victim: int,
+    moment: str,
+    fault: str,
+    timeout_s: float = NO_TIMEOUT_S,
+    *,
+    fault_step: int = FAULT_STEP,
+    suffix: str = "",
+    fields: Mapping[str, object] | None = None,
+    **about: Any,
 ) -> Scenario:
-    when = f"{moment}-{'-'.join(steps)}" if steps else moment
-    name = f"{fault}-{'follower' if victim else 'leader'}-{when}"
-    return Scenario(name, train_until_fault, (victim, moment, fault, timeout_s, *steps.values()))
+    name = f"{fault}-{'follower' if victim else 'leader'}-{moment}{suffix}"
+    args = (victim, moment, fault, timeout_s, fault_step, dict(fields or {}))
+    return Scenario(name, train_until_fault, args, **about)
 
 
 def each(scenarios: list[Scenario]) -> pytest.MarkDecorator:
@@ -37,10 +48,24 @@ STOPPED = [
     for moment in MOMENTS
     for victim in (LEADER, FOLLOWER)
 ]
+# The moment is where the two ranks race most.
+AGAIN = [
+    scenario(victim, "in_backward", "kill", suffix=f"-{number}")
+    for number in range(5)
+    for victim in (LEADER, FOLLOWER)
+]
+CHOSEN = {"partition_bytes": 0, "credit_bytes": 0}
 IN_WARM_UP = [
-    scenario(LEADER, "in_backward", "kill", fault_step=0),
-    scenario(FOLLOWER, "in_backward", "kill", fault_step=0),
-    scenario(FOLLOWER, "before_backward", "stop", TIMEOUT_S, fault_step=0),
+    scenario(LEADER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
+    scenario(FOLLOWER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
+    scenario(LEADER, "in_measurement", "kill", fault_step=0, fields=CHOSEN),
+    scenario(FOLLOWER, "before_backward", "stop", TIMEOUT_S, fault_step=0, suffix="-of-warm-up"),
+]
+# After five rounds of an order that has settled the leader is silent until the last chunk.
+REPLAY: dict[str, Any] = {"fault_step": 8, "fields": {"order": "replay"}}
+IN_REPLAY = [
+    scenario(LEADER, "in_backward", "kill", suffix="-of-replay", **REPLAY),
+    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, suffix="-of-replay", **REPLAY),
 ]
 RAISED = [
     scenario(LEADER, "in_next_forward", "raise"),
@@ -53,7 +78,7 @@ RAISED = [
     scenario(FOLLOWER, "in_step_hook", "raise"),
     scenario(LEADER, "in_update", "raise"),
     scenario(FOLLOWER, "in_update", "raise"),
-    scenario(FOLLOWER, "in_backward", "raise", fault_step=0),
+    scenario(FOLLOWER, "in_backward", "raise", fault_step=0, suffix="-of-the-warm-up"),
 ]
 ENDED = {
     "exit": ("SystemExit", 3),
@@ -67,7 +92,7 @@ EXITED = [
 ]
 
 
-@each(KILLED)
+@each(KILLED + AGAIN)
 def test_killed(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]
@@ -89,13 +114,31 @@ def test_stopped(scenario: Scenario, runs: Runs) -> None:
     assert survivor.told["at"] - stopped.told["fault_at"] > TIMEOUT_S / 2
 
 
-@each(IN_WARM_UP)
-def test_dies_in_warm_up(scenario: Scenario, runs: Runs) -> None:
+@each([scenario(FOLLOWER, "in_backward", "kill", suffix="-of-three", world_size=3)])
+def test_every_survivor_is_told(scenario: Scenario, runs: Runs) -> None:
+    """Also a rank that was not talking to the dead one: the first to notice breaks its links."""
+    leader, died, other = runs.of(scenario)
+    for survivor in (leader, other):
+        check_told_of(survivor, died, {"PeerLost"}, PROMPTLY_S)
+
+
+@each([scenario(LEADER, "in_backward", "stop", TIMEOUT_S, suffix="-continued", continues=True)])
+def test_a_stopped_rank_that_goes_on_is_told(scenario: Scenario, runs: Runs) -> None:
+    late, survivor = runs.of(scenario)
+    assert late.stopped
+    check_told_of(survivor, late, {"SchedulerTimeout"}, TIMEOUT_S + PROMPTLY_S)
+    check_told_of(late, late, {"PeerLost", "SchedulerTimeout"}, TIMEOUT_S + 2 * PROMPTLY_S)
+    assert "rank 1 said: SchedulerTimeout" in late.told["message"]
+
+
+@each(IN_WARM_UP + IN_REPLAY)
+def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
     died, survivor = ends if victim == LEADER else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
+    assert died.told["order"] == ("replay" if scenario in IN_REPLAY else "leader")
 
 
 @each(RAISED)

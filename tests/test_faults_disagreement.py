@@ -90,6 +90,13 @@ def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     assert plain.told["error"] == "RuntimeError"
 
 
+@each(*on_each_rank("dies-in-wrap", cases.dies_in_wrap, NO_TIMEOUT_S))
+def test_one_rank_dies_in_wrap(scenario: Scenario, runs: Runs) -> None:
+    died, other = culprit_and_other(scenario, runs.of(scenario))
+    assert died.code == -9
+    check_told_of(other, died, {"PeerLost"}, PROMPTLY_S)
+
+
 @each(
     *on_each_rank("skips-a-layer", cases.skips_a_layer, FAULT_STEP, NO_TIMEOUT_S),
     *on_each_rank("skips-a-layer-in-warm-up", cases.skips_a_layer, 0, NO_TIMEOUT_S)[1:],

@@ -6,10 +6,13 @@ arrived; a read must then wait and see what plain DDP shows, and what reads no v
 
 from __future__ import annotations
 
+import hazard_endings as endings
 import hazard_scripts as hazards
+import looks
 import pytest
 import scripts_gradients as gradients
 import scripts_models as models
+import unseen_models
 from ranks import Ranks, run_fresh
 from test_transparency import check
 
@@ -30,12 +33,12 @@ def test_barrier_is_crossed(two_ranks: Ranks, reader: int) -> None:
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.METADATA)
+@pytest.mark.parametrize("name", looks.METADATA)
 def test_metadata_does_not_wait(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "metadata", name, reader, waits=False)
 
 
-@pytest.mark.parametrize("name", hazards.GRADIENT_METADATA)
+@pytest.mark.parametrize("name", looks.GRADIENT_METADATA)
 def test_metadata_of_gradients_does_not_wait(two_ranks: Ranks, name: str) -> None:
     look(two_ranks, "gradient_metadata", name, 0, waits=False)
 
@@ -47,7 +50,7 @@ def test_lr_scheduler_right_after_step(two_ranks: Ranks, lr: str, reader: int) -
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.CLIPPINGS)
+@pytest.mark.parametrize("name", looks.CLIPPINGS)
 def test_clipping_between_backward_and_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "clippings", name, reader, waits=True)
 
@@ -66,32 +69,32 @@ def test_accumulation_with_no_sync(two_ranks: Ranks, reader: int) -> None:
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.GRADIENT_READS)
+@pytest.mark.parametrize("name", looks.GRADIENT_READS)
 def test_gradient_read_after_backward(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "gradient_reads", name, reader, waits=True)
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.WEIGHT_READS)
+@pytest.mark.parametrize("name", looks.WEIGHT_READS)
 def test_parameter_read_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "weight_reads", name, reader, waits=True)
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.CHECKPOINTS)
+@pytest.mark.parametrize("name", looks.CHECKPOINTS)
 def test_checkpoint(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "checkpoints", name, reader, waits=True)
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.EVALUATIONS)
+@pytest.mark.parametrize("name", looks.EVALUATIONS)
 def test_evaluation(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "evaluations", name, reader, waits=True)
 
 
 def test_last_step_is_applied_at_exit() -> None:
-    plain = run_fresh(hazards.ends_with_a_step, args=(False,))
-    wrapped = run_fresh(hazards.ends_with_a_step, args=(True,))
+    plain = run_fresh(endings.ends_with_a_step, args=(False,))
+    wrapped = run_fresh(endings.ends_with_a_step, args=(True,))
     assert [rank.code for rank in plain + wrapped] == [0] * 4, wrapped[0].stderr
     assert [rank.stdout for rank in wrapped] == [rank.stdout for rank in plain]
 
@@ -102,7 +105,7 @@ def test_zero_grad_after_step(two_ranks: Ranks, how: str) -> None:
     check(two_ranks, gradients.zeroed, how)
 
 
-@pytest.mark.parametrize("name", hazards.MODELS)
+@pytest.mark.parametrize("name", unseen_models.MODELS)
 def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
     """Modules with parameters and children, a child's weight, tied weights, compiled code."""
     figures = check(two_ranks, hazards.unseen_reader, name, 0)
@@ -116,15 +119,15 @@ def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
 
 def test_reentrant_checkpoint_of_a_reused_layer(two_ranks: Ranks) -> None:
     """DDP refuses it unless the graph is static, and so does bytesched."""
-    kinds = two_ranks.run(hazards.errors_of_reused)
+    kinds = two_ranks.run(endings.errors_of_reused)
     assert kinds == [["RuntimeError", "PluginError"]] * 2
-    check(two_ranks, hazards.reused_in_static_graph)
+    check(two_ranks, endings.reused_in_static_graph)
 
 
 def test_two_backwards_per_step(two_ranks: Ranks) -> None:
     """DDP adds a local gradient, and its ranks drift apart; bytesched says so instead."""
     assert all(
-        "backward() ran again" in text for text in two_ranks.run(hazards.error_of_second_backward)
+        "backward() ran again" in text for text in two_ranks.run(endings.error_of_second_backward)
     )
 
 
@@ -154,17 +157,34 @@ def test_step_that_cannot_be_deferred(two_ranks: Ranks, kind: str, mode: str) ->
 
 @pytest.mark.parametrize("where", ["forward", "before_backward", "before_step", "after_step"])
 def test_exception_in_the_middle_of_a_step(two_ranks: Ranks, where: str) -> None:
-    check(two_ranks, hazards.interrupted, where)
+    check(two_ranks, endings.interrupted, where)
+
+
+def test_join_is_refused_by_name(two_ranks: Ranks) -> None:
+    """A rank that ran out of data answers for DDP's own collectives only."""
+    for plain, wrapped in two_ranks.run(endings.joined):
+        assert plain == "joined"
+        assert "join" in wrapped
+
+
+def test_module_that_is_not_the_ddp(two_ranks: Ranks) -> None:
+    """Both would reduce, and the ranks drift apart."""
+    for errors in two_ranks.run(endings.errors_of_wrong_modules):
+        assert ["DistributedDataParallel" in text for text in errors] == [True, True]
+
+
+def test_unwrapped_objects_are_let_go(two_ranks: Ranks) -> None:
+    assert two_ranks.run(endings.nothing_kept) == [[True] * 3] * 2
 
 
 def test_step_skipped_on_one_rank() -> None:
     """DDP hangs here. Who waits for what the other never sends is told so, in time."""
-    ranks = run_fresh(hazards.skipped_on_one_rank, args=(2.0,), timeout_s=30.0)
+    ranks = run_fresh(endings.skipped_on_one_rank, args=(2.0,), timeout_s=30.0)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert any(rank.stdout for rank in ranks), ranks
 
 
 @READERS
-@pytest.mark.parametrize("name", hazards.EDITS)
+@pytest.mark.parametrize("name", looks.EDITS)
 def test_parameter_edited_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "edits", name, reader, waits=True)

@@ -150,9 +150,10 @@ def test_closing_kills_what_runs_even_if_it_is_stopped(lab: Lab) -> None:
 def test_nothing_is_left_when_the_owner_is_killed(lab: Lab) -> None:
     owner = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    with owner.stdout as lines:
+        pids = [int(pid) for pid in lines.readline().split()]
     assert len(pids) == 4
     assert all(map(is_running, pids))
     owner.kill()
-    owner.communicate()
+    owner.wait()
     wait_until_gone(pids)

@@ -33,7 +33,7 @@ def check(
     return figures
 
 
-def named(*scripts: Callable[..., None]) -> Any:
+def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
 
 
@@ -65,6 +65,8 @@ def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> N
     optimizers.step_skipped,
     optimizers.step_without_backward,
     optimizers.closure,
+    optimizers.sharpness_aware,
+    optimizers.global_step_hooks,
 )
 def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
@@ -78,6 +80,11 @@ def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
 )
 def test_optimizer_that_cannot_be_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, mode="backward")
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_step_pre_hooks_of_the_user(two_ranks: Ranks, made: str) -> None:
+    check(two_ranks, optimizers.step_pre_hooks, made)
 
 
 def test_adafactor(two_ranks: Ranks) -> None:
@@ -121,12 +128,19 @@ def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.gradients_read,
     gradients.gradients_read_after_step,
     gradients.gradients_kept,
+    gradients.gradients_zeroed_before_step,
     gradients.user_gradient_hooks,
+    gradients.collectives_of_the_user,
 )
 def test_gradients_used_between_backward_and_step(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:
     check(two_ranks, script)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_user_hooks_after_accumulation(two_ranks: Ranks, made: str) -> None:
+    check(two_ranks, gradients.user_hooks_after_accumulation, made)
 
 
 @pytest.mark.parametrize("how", gradients.ZEROINGS)
@@ -170,10 +184,18 @@ def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     models.unfrozen_in_place,
     models.frozen_for_a_while,
     models.reused_layer,
+    models.regularised,
+    models.partly_around_ddp,
+    models.evaluated_first,
+    models.work_on_one_rank,
     models.autocast,
 )
 def test_model_use(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
+
+
+def test_communication_hook_of_the_user(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.communication_hook, mode="plain")
 
 
 def test_sparse_gradients(two_ranks: Ranks) -> None:
@@ -183,6 +205,11 @@ def test_sparse_gradients(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])
 def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
     check(two_ranks, models.unused, turns)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_scripted(two_ranks: Ranks, how: str) -> None:
+    check(two_ranks, models.scripted, how)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -206,11 +233,13 @@ def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
     reading.averaged_model,
     reading.average_by_hand,
     reading.average_in_one_call,
+    reading.average_compiled,
     reading.state_read_after_step,
     reading.state_changed_after_step,
     reading.state_dicts,
     reading.saved,
     reading.deep_copied_optimizer,
+    reading.read_by_other_threads,
     reading.converted_at_the_end,
     reading.resumed,
     reading.rolled_back,

@@ -1,0 +1,192 @@
+"""Ends of an interpreter while an update is outstanding, or while somebody waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from faults_cases import FAULT_STEP, FAULTS, STEPS, Script, named, told, train_until_fault, wrap
+from faults_runner import folder, is_stopped, tell
+from rank_worker import LOOPBACK, signals
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+import bytesched
+
+LAST_STEP = STEPS - 1
+
+
+def _leave_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.raise_signal(signal.SIGTERM)
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "falls-off": lambda: None,
+    "destroys-group": dist.destroy_process_group,
+    "sys-exit": lambda: sys.exit(3),
+    "sigterm-handler": _leave_by_sigterm,
+}
+
+
+def checkpoint(script: Script) -> list[Tensor]:
+    """What a script would save: weights and momentum."""
+    state = script.optimizer.state_dict()["state"]
+    return [
+        *(value.clone() for value in script.model.state_dict().values()),
+        *(entry["momentum_buffer"].clone() for entry in state.values()),
+    ]
+
+
+def leaves_with_an_update_outstanding(end: str, timeout_s: float) -> None:
+    """The last update is outstanding on rank 0 when the script ends; it saves a checkpoint then.
+
+    Rank 1 owes its last gradients until rank 0 is about to leave.
+    """
+    plain = Script()
+    plain.train()
+    expected = checkpoint(plain)
+
+    def at(moment: str) -> None:
+        if moment == "before_last_gradients" and dist.get_rank() == 1:
+            signals().wait("rank 0 leaves")
+
+    script = Script(at, fault_step=LAST_STEP)
+
+    def save() -> None:
+        got = checkpoint(script)
+        tell(equal=all(map(torch.equal, got, expected)), values=len(got))
+
+    atexit.register(save)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train(LAST_STEP)
+    crossed_before = bytesched.stats()["barrier_crossed_steps"]
+    script.step = LAST_STEP
+    script.one_step()
+    tell(outstanding=bytesched.stats()["barrier_crossed_steps"] != crossed_before)
+    signals().set("rank 0 leaves")
+    ENDS[end]()
+
+
+def last_update_is_lost(timeout_s: float) -> None:
+    """Rank 1 dies when rank 0 has left its script and applies the last update."""
+
+    def at(moment: str) -> None:
+        if moment == "before_last_gradients" and dist.get_rank() == 1:
+            signals().wait("rank 0 leaves")
+            FAULTS["kill"]()
+
+    script = Script(at, fault_step=LAST_STEP)
+
+    def save() -> None:
+        try:
+            checkpoint(script)
+        except Exception as error:  # noqa: BLE001 - which one is what is asked
+            tell(checkpoint=named(error))
+        else:
+            tell(checkpoint=None)
+
+    atexit.register(save)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train()
+    signals().set("rank 0 leaves")
+
+
+def interrupted_at_a_gate(timeout_s: float) -> None:
+    """Rank 0 waits for an update in its forward pass when Ctrl-C comes."""
+    (folder() / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+
+    def at(moment: str) -> None:
+        if dist.get_rank() == 1 and moment == "before_last_gradients":
+            signals().wait("in forward")
+            tell(fault_at=time.monotonic())
+            os.kill(int((folder() / "pid0").read_text()), signal.SIGINT)
+            signals().wait("interrupted")
+        elif dist.get_rank() == 0 and moment == "after_step":
+            script.fault_step += 1
+        elif dist.get_rank() == 0 and moment == "in_forward" and script.step > FAULT_STEP:
+            signals().set("in forward")
+
+    script = Script(at)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+
+    def train() -> None:
+        try:
+            script.train()
+            bytesched.flush()
+        except KeyboardInterrupt:
+            signals().set("interrupted")
+            raise
+
+    told(train)
+
+
+def forks_with_an_update_outstanding(timeout_s: float) -> None:
+    """A child of rank 0, which has none of its threads, runs the functions of its exit."""
+
+    def at(moment: str) -> None:
+        if moment == "before_last_gradients" and dist.get_rank() == 1:
+            signals().wait("child has ended")
+        elif moment == "after_step" and dist.get_rank() == 0:
+            child = os.fork()
+            if child == 0:
+                # Not sys.exit: torch's own groups cannot be taken apart in a child.
+                atexit._run_exitfuncs()
+                os._exit(5)
+            _, status = os.waitpid(child, 0)
+            tell(child_code=os.waitstatus_to_exitcode(status))
+            signals().set("child has ended")
+
+    script = Script(at)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train()
+    bytesched.unwrap(script.optimizer)
+
+
+def pauses(timeout_s: float) -> None:
+    """Rank 1 is stopped for a while, which is no fault: the numbers are those of plain DDP."""
+    (folder() / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    plain = Script()
+    plain.train()
+    expected = checkpoint(plain)
+
+    def at(moment: str) -> None:
+        if dist.get_rank() == 1 and moment == "in_backward":
+            signals().set("rank 1 stops")
+            FAULTS["stop"]()
+        elif dist.get_rank() == 0 and moment == "before_last_gradients":
+            signals().wait("rank 1 stops")
+            stopped = int((folder() / "pid1").read_text())
+            while not is_stopped(stopped):
+                time.sleep(0.001)
+            tell(stopped=True)
+            os.kill(stopped, signal.SIGCONT)
+
+    script = Script(at)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train()
+    got = checkpoint(script)
+    bytesched.unwrap(script.optimizer)
+    tell(equal=all(map(torch.equal, got, expected)))
+
+
+def store_is_stopped(timeout_s: float) -> None:
+    """Rank 0 serves the store and is stopped: nobody answers questions any more."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    port = folder() / "port"
+    if rank == 0:
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        port.write_text(str(store.port))
+        signals().set("store")
+    else:
+        signals().wait("store")
+        store = TCPStore(LOOPBACK, int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    train_until_fault(0, "before_backward", "stop", timeout_s)

@@ -1,0 +1,188 @@
+"""Training scripts that are interrupted, end early, or ask for what cannot be."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+from hazard_scripts import FREE_STEPS, free_steps
+from looks import weight
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import Job, adamw, mlp, sgd, train
+
+import bytesched
+
+
+class Interrupted(Exception):
+    """What the user's code raises."""
+
+
+def interrupted(job: Job, where: str) -> None:
+    """An exception on every rank in the middle of a step, caught; training goes on."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(8):
+        raising = step in (3, 5)
+        handle = None
+        try:
+            optimizer.zero_grad()
+            if raising and where == "forward":
+                handle = model.module[2].register_forward_hook(interrupt)
+            loss = model(job.inputs(step)).square().mean()
+            if raising and where == "before_backward":
+                raise Interrupted
+            loss.backward()
+            if raising and where == "before_step":
+                raise Interrupted
+            optimizer.step()
+            if raising and where == "after_step":
+                raise Interrupted
+        except Interrupted:
+            job.record("interrupted", step)
+        if handle:
+            handle.remove()
+    job.record_state(model, optimizer)
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
+def joined() -> list[str]:
+    """What a plain and a wrapped run say to `join()`, with one input more on one rank."""
+    outcomes = []
+    for wrapped in (False, True):
+        job = Job(wrapped=wrapped, timeout_s=5.0)
+        model = job.ddp(mlp())
+        optimizer = job.wrap(sgd(model), model)
+        try:
+            with model.join():
+                train(job, model, optimizer, steps=4 + job.rank)
+            outcomes.append("joined")
+        except bytesched.PluginError as error:
+            outcomes.append(str(error))
+        with contextlib.suppress(bytesched.BytesschedError):
+            job.close()
+    return outcomes
+
+
+class Holder(nn.Module):
+    """A module that holds the DDP object, as trainers do."""
+
+    def __init__(self, ddp: nn.Module) -> None:
+        super().__init__()
+        self.ddp = ddp
+
+
+def errors_of_wrong_modules() -> list[str]:
+    """What `wrap` says to a module around the DDP object, and to the one inside it."""
+    job = Job(wrapped=True)
+    model = job.ddp(mlp())
+    errors = []
+    for module in (Holder(model), model.module):
+        try:
+            job.wrap(sgd(model), module)
+        except bytesched.PluginError as error:
+            errors.append(str(error))
+    job.close()
+    return errors
+
+
+def nothing_kept() -> list[bool]:
+    """Whether model, parameters and optimizer are gone once unwrapped and let go."""
+    job = Job(wrapped=True)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+    job.close()
+    kept = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(weight(model))]
+    del model, optimizer
+    gc.collect()
+    return [reference() is None for reference in kept]
+
+
+class Reused(nn.Module):
+    """One layer inside two reentrant checkpoints: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.head(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def reused_in_static_graph(job: Job) -> None:
+    model = job.ddp(Reused(), static_graph=True)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def errors_of_reused() -> list[str]:
+    """What a plain and a wrapped run say when DDP was not told that the graph is static."""
+    kinds = []
+    for wrapped in (False, True):
+        job = Job(wrapped=wrapped)
+        model = job.ddp(Reused())
+        optimizer = job.wrap(sgd(model), model)
+        try:
+            train(job, model, optimizer)
+        except (RuntimeError, bytesched.PluginError) as error:
+            kinds.append(type(error).__name__)
+        with contextlib.suppress(bytesched.BytesschedError):
+            job.close()
+    return kinds
+
+
+def error_of_second_backward() -> str:
+    """What a wrapped run says to a second backward pass over the same forward pass."""
+    job = Job(wrapped=True)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    free_steps(job, model, optimizer)
+    loss = model(job.inputs(FREE_STEPS)).square().mean()
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except bytesched.PluginError as error:
+        return str(error)
+    finally:
+        job.close()
+    return ""
+
+
+def ends_with_a_step(wrapped: bool) -> None:
+    """A script that ends right after its last step, and prints what its weights are at the end."""
+    job = Job(wrapped=wrapped)
+    model = job.ddp(mlp())
+    memory = [p.detach().numpy() for p in model.parameters()]
+    # Registered before the first wrap, so it runs after what bytesched does at exit.
+    atexit.register(lambda: print([array.tobytes().hex() for array in memory]))
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+
+
+def skipped_on_one_rank(timeout_s: float) -> None:
+    """A loss that one rank alone finds unfit: it skips backward and step, and goes on."""
+    job = Job(wrapped=True, timeout_s=timeout_s)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    try:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = model(job.inputs(step)).square().mean()
+            if step == 4 and job.rank == 1:
+                continue
+            loss.backward()
+            optimizer.step()
+        bytesched.flush()
+    except bytesched.BytesschedError as error:
+        print(f"{type(error).__name__}: {error}")
