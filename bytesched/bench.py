@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ DEFAULT_RATE = "1gbit"
 WORKER = "bytesched.plugins.bench_worker"
 POLL_S = 0.05
 BUSY_LOAD = 1.0
+TERMINATED = 143
 EPILOG = """\
 A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB.
 --model also takes module:function of your own; the function returns a pair: the module, and a
@@ -58,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = specification(options, view)
     except ConfigError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     load = os.getloadavg()[0]
     if load > BUSY_LOAD and not view.rank:
         print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)

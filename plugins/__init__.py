@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ log = logging.getLogger("bytesched")
 
 #: id of a wrapped optimizer -> the optimizer (kept alive) and its session
 _wrapped: dict[int, tuple[Any, Session]] = {}
+
+_pid = os.getpid()
 
 
 def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
@@ -106,6 +109,9 @@ def _sessions(x: Any) -> list[Session]:
 @atexit.register
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
+    if os.getpid() != _pid:
+        # A forked child has the sessions of its parent, but none of their threads.
+        return
     died = getattr(sys, "last_value", None)
     for session in _sessions(None):
         try:

@@ -7,16 +7,27 @@ then take other code paths, which round differently.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["exclude_compiler", "has_compiled", "is_compiled", "not_compiling"]
+__all__ = [
+    "exclude_compiler",
+    "has_compiled",
+    "is_compiled",
+    "not_compiling",
+    "settle_before_compiling",
+]
 
-#: Held by the compiler from start to end (re-entrant: compilations nest), and by each update.
-not_compiling = threading.RLock()
+#: Held by the compiler from the start of the outermost compilation to its end, and by each update.
+not_compiling = threading.Lock()
 
 _excluded = False
+_compilations = 0
+_settlers: list[Callable[[], None]] = []
 
 
 def exclude_compiler() -> bool:
@@ -35,12 +46,37 @@ def exclude_compiler() -> bool:
     return True
 
 
+def settle_before_compiling(settle_all: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``settle_all`` whenever a compilation begins; returns what ends that.
+
+    The compiler reads parameters; a pending one would wait for an update that waits for it.
+    """
+    _settlers.append(settle_all)
+    return partial(_settlers.remove, settle_all)
+
+
 def _on_start(*args: Any) -> None:
-    not_compiling.acquire()
+    global _compilations
+    if not _compilations:
+        # torch has raised its flag already; the updates that end now must not see it.
+        flag = getattr(torch.compiler, "_is_compiling_flag", None)
+        if flag is not None:
+            torch.compiler._is_compiling_flag = False
+        try:
+            for settle_all in tuple(_settlers):
+                settle_all()
+        finally:
+            not_compiling.acquire()
+            if flag is not None:
+                torch.compiler._is_compiling_flag = flag
+    _compilations += 1
 
 
 def _on_end(*args: Any) -> None:
-    not_compiling.release()
+    global _compilations
+    _compilations -= 1
+    if not _compilations:
+        not_compiling.release()
 
 
 def is_compiled(module: nn.Module) -> bool:

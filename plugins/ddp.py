@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -60,6 +61,8 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective."""
     ddp = find_ddp(model)
+    if ddp is None:
+        _refuse_part_of_ddp(model)
     base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
     slots = _slots(model, optimizer)
     name = f"session{next(_number)}"
@@ -94,6 +97,21 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     if not exclude_compiler() and has_compiled(model):
         return f"torch {torch.__version__} does not tell when it compiles"
     return why_not_deferred(optimizer)
+
+
+def _refuse_part_of_ddp(model: nn.Module) -> None:
+    """Raises PluginError if ``model`` is inside a DDP, or a DDP inside it: it would reduce too."""
+    inside = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
+    if inside:
+        raise PluginError(
+            f"the module has a DistributedDataParallel in it ({inside[0]}): wrap that one"
+        )
+    for owner in gc.get_objects():
+        # Not isinstance: it asks proxies of all kinds for their class.
+        if type(owner) is DistributedDataParallel and owner.module is model:
+            raise PluginError(
+                "the module is inside a DistributedDataParallel: wrap that one, not its .module"
+            )
 
 
 def _syncs(ddp: DistributedDataParallel | None) -> bool:

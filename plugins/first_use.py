@@ -75,6 +75,7 @@ class FirstUse:
         if module in self._parents:
             return
         self._parents[module] = parent
+        inside_compiled = inside_compiled or isinstance(module, torch.jit.ScriptModule)
         if inside_compiled:
             self._compiled.add(module)
         for parameter in module._parameters.values():
@@ -98,6 +99,8 @@ class FirstUse:
 
     def end(self) -> None:
         """The forward pass is over (or failed)."""
+        if not self._handles:
+            return
         for parameter in self._parameters.values():
             if is_held(parameter):
                 release(parameter)

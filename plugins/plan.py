@@ -44,6 +44,8 @@ class Slot:
     fired: int = 0
     #: how often it must fire (static graphs may use a parameter several times)
     expected: int = 1
+    #: of its gradient hook
+    hook_id: int = -1
     #: takes part in the update of this round
     used: bool = False
     #: got a gradient that was not reduced (no_sync) since the last round

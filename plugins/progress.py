@@ -81,7 +81,7 @@ class Progress:
             self.changed.notify_all()
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost):
-            text = str(error).splitlines()
-            self._groups[0].leave_note(f"{type(error).__name__}: {text[0] if text else ''}")
+            first_line = str(error).partition("\n")[0]
+            self._groups[0].leave_note(f"{type(error).__name__}: {first_line}")
         for group in self._groups:
             group.abort()

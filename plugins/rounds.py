@@ -6,13 +6,18 @@ one forward pass). Every parameter takes part in it exactly once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from sys import getrefcount
 from time import perf_counter_ns
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.plugins.c10d import Group
@@ -25,8 +30,27 @@ from bytesched.task import CommTask
 
 __all__ = ["Rounds"]
 
-#: of a lazy gradient: the slot's, a local variable's, and the argument of getrefcount
-_OWN_REFERENCES = 3
+
+def _own_references() -> int:
+    """What getrefcount says of a lazy gradient that the slot and a local variable refer to."""
+    holder = [object()]
+    lazy = holder[0]
+    return getrefcount(lazy)
+
+
+_OWN_REFERENCES = _own_references()
+
+_CHECKPOINT = CheckpointFunction.backward.__code__
+
+
+def _is_nested() -> bool:
+    """True inside a backward pass that another one runs (a reentrant checkpoint)."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Rounds:
@@ -74,8 +98,10 @@ class Rounds:
 
     def hook(self, slot: Slot) -> Callable[[], None]:
         """Takes part in the gradient of ``slot``; returns what takes the hook off again."""
-        parameter = slot.parameter
-        return parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot)).remove
+        on_grad = partial(self._on_grad, slot)
+        handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(on_grad)
+        slot.hook_id = handle.id
+        return handle.remove
 
     def activate(self, plan: Plan, settling: Settling, submit: Callable[[CommTask], None]) -> None:
         """The warm-up is over: from the next round on, ready chunks go to ``submit``."""
@@ -83,6 +109,10 @@ class Rounds:
         self._plan = plan
         self._settling = settling
         self._submit = submit
+        for slot in plan.slots:
+            # The user's own hooks, which may change the gradient, come before ours.
+            hooks: Any = slot.parameter._post_accumulate_grad_hooks
+            hooks.move_to_end(slot.hook_id)
         if self._static_graph:
             for slot in plan.slots:
                 slot.expected = max(1, slot.fired)
@@ -92,8 +122,17 @@ class Rounds:
         """True while some parameter has no gradient in the current round."""
         return self._open and self._missing > 0
 
-    def complain_if_incomplete(self) -> None:
-        """Raises UnusedParameterError, on this rank, if ``step()`` comes too early."""
+    def complain_if_interrupted(self) -> None:
+        """Raises PluginError if an exception ended the last backward pass: it was sent in part."""
+        if self._callback_queued and torch._C._current_graph_task_id() == -1:
+            error = PluginError(
+                f"an exception ended the last backward() on rank {self._group.rank} when some of "
+                "its gradients had been sent already; unwrap, and wrap again to go on"
+            )
+            self._progress.fail(error)
+            raise error
+
+    def _complain_if_incomplete(self) -> None:
         if not self.incomplete:
             return
         names = [slot.name for slot in self.slots if not slot.fired]
@@ -202,9 +241,19 @@ class Rounds:
 
     def _after_backward(self) -> None:
         self._callback_queued = False
-        if self._missing and self.find_unused is False:
-            # Another loss may bring the rest; step() complains if none does.
+        if self._missing and (self.find_unused is False or _is_nested()):
+            # The pass around this one, or that of another loss, may bring the rest.
             return
+        self._finish()
+
+    def finish(self) -> None:
+        """Ends the round, at the latest, when ``step()`` is called."""
+        self.complain_if_interrupted()
+        if self._open and self._missing and self.find_unused is not False:
+            self._finish()
+        self._complain_if_incomplete()
+
+    def _finish(self) -> None:
         if self._plan is None:
             self._warm_up()
         elif self.find_unused:

@@ -13,6 +13,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.c10d import C10dTransport, Group
+from bytesched.plugins.compiling import settle_before_compiling
 from bytesched.plugins.first_use import FirstUse, StayingHook, gate
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import is_held, plain, release
@@ -115,6 +116,7 @@ class Session:
             self._settle_all()
             return
         self._progress.check()
+        self._rounds.complain_if_interrupted()
         self._rounds.sync = self._sync()
         self._rounds.forward_seen = True
         self._meter.forward_begins()
@@ -164,6 +166,7 @@ class Session:
         self._rounds.activate(plan, self._settling, self._sending.submit)
         self._stepping.activate(self._settling, self._updater)
         self._raise_gates(plan)
+        self._undo.append(settle_before_compiling(self._settling.settle_all))
         self._meter.active(plan, warm)
         self.plan = plan
         if not self._observers:

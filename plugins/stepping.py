@@ -58,9 +58,11 @@ class Stepping:
         self._deferred.append(deferred)
         if self._settling is not None:
             self._introduce(deferred)
+        before_step = optimizer.register_step_pre_hook(partial(self._before_step, deferred))
+        deferred.hook_id = before_step.id
         handles = (
-            optimizer.register_step_pre_hook(partial(self._before_step, deferred)),
-            optimizer.register_step_post_hook(self._after_step),
+            before_step,
+            optimizer.register_step_post_hook(partial(self._after_step, deferred)),
             optimizer.register_state_dict_pre_hook(lambda _: self._settle_all()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._settle_all()),
             optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
@@ -90,13 +92,15 @@ class Stepping:
     ) -> tuple[Any, Any] | None:
         self._progress.check()
         self._meter.step_begins()
-        self._rounds.complain_if_incomplete()
+        self._rounds.finish()
         if self._settling is None:
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         # A closure evaluates the model again; a fused step under GradScaler finds the scale in
         # an attribute that is taken away after step().
         whole = closure is not None or hasattr(optimizer, "grad_scale")
+        # A hook that runs after ours may still change gradients or hyper-parameters.
+        whole = whole or next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
         if not self._progress.outstanding or not deferred.cross or whole:
             self._settling.wait_reduced()
             self._settling.settle_all()
@@ -163,5 +167,9 @@ class Stepping:
                 if slot is not None and parameter.grad is slot.lazy:
                     parameter.grad = slot.view
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(
+        self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(deferred.hook_id)
         self._meter.step_ends()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.errors import PluginError
 
 MIB = 2**20
 FSDP_UNITS = 12
@@ -63,8 +64,10 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
 
 def _shard(model: nn.Module) -> None:
     """FSDP2 in the form that sends no more than an all-reduce: gathered once per iteration."""
-    from torch.distributed.fsdp import fully_shard
-
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError as error:
+        raise PluginError("the system fsdp2 needs torch 2.6 or newer") from error
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     total = sum(p.numel() for p in model.parameters())
     unit: list[nn.Module] = []

@@ -126,6 +126,8 @@ class Deferred:
         self.optimizer = optimizer
         #: updates may be applied after ``step()`` has returned
         self.cross = cross
+        #: of the step pre-hook
+        self.hook_id = -1
         self._settle = settle
         #: parameter by id of its alias
         self._real: dict[int, nn.Parameter] = {}

@@ -163,6 +163,48 @@ def catches_and_goes_on(moment: str, timeout_s: float) -> None:
     told(lambda: tell(equal=_equal(plain, weights(wrapped=True))))
 
 
+def stays_alive(who: int, moment: str, timeout_s: float) -> None:
+    """Rank `who` catches its exception and lives on, but takes no part any more.
+
+    In backward, the other rank has not begun its own: a chunk of the leader's is on the wire, and
+    a follower is listening. It unwraps then.
+    """
+    rank = dist.get_rank()
+
+    def at(reached: str) -> None:
+        if rank == who:
+            if reached == "after_step":
+                signals().set("victim is past step")
+            if reached == moment:
+                tell(fault_at=time.monotonic())
+                raise ValueError("boom")
+        elif moment == "in_backward" and reached == "before_backward":
+            signals().wait("victim is past backward")
+        elif moment == "in_update" and reached == "before_last_gradients":
+            signals().wait("victim is past step")
+
+    script = Script(at)
+    script.hook_user(moment)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+
+    def train() -> None:
+        script.train()
+        bytesched.flush()
+
+    if rank != who:
+        try:
+            told(train)
+        finally:
+            signals().set("the other is told")
+    with contextlib.suppress(ValueError):
+        train()
+    if moment == "in_backward":
+        bytesched.unwrap(script.optimizer)
+        tell(threads_after_unwrap=threads())
+        signals().set("victim is past backward")
+    signals().wait("the other is told")
+
+
 def skips_step(who: int, timeout_s: float) -> None:
     """Rank `who` throws one step away, which plain DDP does not notice."""
 

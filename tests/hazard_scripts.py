@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from training import Job, adamw, mlp, sgd, train
 
-#: How long a reader is given to come back before it counts as waiting.
-PATIENCE_S = 0.1
+#: How long a reader is given to come back before it counts as waiting: if it should wait, and if
+#: it should not, on a machine that may be busy with other things.
+SHORT_S, LONG_S = 0.1, 3.0
 #: The first iteration is special, and so may be the one after it.
 FREE_STEPS = 3
 
@@ -42,7 +43,9 @@ class Peer:
         if self.reads:
             signals().set(name)
 
-    def watch(self, look: Callable[[], Any], figure: str = "waited") -> Any:
+    def watch(
+        self, look: Callable[[], Any], figure: str = "waited", *, patience_s: float = SHORT_S
+    ) -> Any:
         """The value of `look()`; on the reader, let the others go when it is seen waiting.
 
         Whether it was is kept as a figure of the job. What comes back at once lets nobody go.
@@ -53,7 +56,7 @@ class Peer:
         waited: list[bool] = []
 
         def let_go_if_stuck() -> None:
-            waited.append(not back.wait(PATIENCE_S))
+            waited.append(not back.wait(patience_s))
             if waited[0]:
                 self.let_go()
 
@@ -68,7 +71,7 @@ class Peer:
         return value
 
 
-def one_look(job: Job, kind: str, name: str, reader: int) -> None:
+def one_look(job: Job, kind: str, name: str, reader: int, patience_s: float) -> None:
     """One look by the rank `reader` while nothing of its step can have arrived."""
     peer = Peer(job, reader)
     model = job.ddp(mlp())
@@ -80,7 +83,7 @@ def one_look(job: Job, kind: str, name: str, reader: int) -> None:
     loss.backward()
     if kind not in BEFORE_STEP:
         optimizer.step()
-    job.record(name, peer.watch(lambda: LOOKS[kind][name](model, optimizer)))
+    job.record(name, peer.watch(lambda: LOOKS[kind][name](model, optimizer), patience_s=patience_s))
     if kind in BEFORE_STEP:
         optimizer.step()
     peer.let_go()
@@ -176,7 +179,10 @@ def two_optimizers(job: Job, reader: int) -> None:
         model.zero_grad()
     held_backward(job, peer, model)
     one.step()
-    job.record("other", peer.watch(lambda: [p.detach().clone() for p in rest], "waited_other"))
+    others = peer.watch(
+        lambda: [p.detach().clone() for p in rest], "waited_other", patience_s=LONG_S
+    )
+    job.record("other", others)
     job.record("one", peer.watch(lambda: first.detach().clone()))
     other.step()
     job.record_state(model, one, other)

@@ -7,7 +7,9 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import STEPS, Job, adamw, mlp, sgd, train
 
@@ -228,8 +230,9 @@ def one_model(job: Job, name: str, **arguments: Any) -> None:
 
     def evaluate(step: int) -> None:
         model.eval()
+        called = model if step % 3 else getattr(model, "module", model)
         with torch.inference_mode() if step % 2 else torch.no_grad():
-            job.record("evaluated", model(batch(job, name, 100 + step)))
+            job.record("evaluated", called(batch(job, name, 100 + step)))
         model.train()
 
     train(
@@ -237,7 +240,7 @@ def one_model(job: Job, name: str, **arguments: Any) -> None:
         model,
         optimizer,
         inputs=lambda step: batch(job, name, step),
-        after_step=lambda step: evaluate(step) if step > STEPS // 2 else None,
+        after_step=lambda step: evaluate(step) if step > 1 else None,
     )
     job.record_state(model, optimizer)
 
@@ -439,6 +442,47 @@ def work_on_one_rank(job: Job) -> None:
             job.record("norms", [p.grad.norm() for p in model.parameters()])
 
     train(job, model, optimizer, before_step=log, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def subgroups(job: Job) -> None:
+    """Two trainings side by side, each on its own process group of two ranks."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = job.ddp(mlp(), process_group=groups[job.rank // 2])
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def ignored_by_ddp(job: Job) -> None:
+    """Parameters that DDP was told to leave alone stay local."""
+    module = mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+class Method(nn.Module):
+    """Its users call a method of it, or its parts, and never the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.predict(x)
+
+    def predict(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def called_by_method(job: Job) -> None:
+    """A module without DDP whose own call never happens."""
+    model = job.ddp(Method())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model.predict if job.wrapped else model, optimizer)
     job.record_state(model, optimizer)
 
 

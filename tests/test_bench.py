@@ -371,6 +371,24 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.procs
+def test_nothing_is_left_when_it_is_terminated(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout as lines:
+        assert lines.readline().startswith("bucket sweep")
+        process.terminate()
+        assert process.wait(timeout=20) == bench.TERMINATED
+    assert not list((tmp_path / "tmp").glob("bytesched-*"))
+
+
+@pytest.mark.procs
 def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     system = ["--systems", "ddp", "--json", "out.json"]

@@ -154,6 +154,18 @@ def test_training_cannot_go_on_after_an_interrupted_backward(
         check_ended_well(end)
 
 
+@each(
+    *on_each_rank("lives-on-after-update", cases.stays_alive, "in_update", NO_TIMEOUT_S),
+    *on_each_rank("unwraps-in-backward", cases.stays_alive, "in_backward", NO_TIMEOUT_S),
+)
+def test_the_other_rank_is_told_although_nobody_died(scenario: Scenario, runs: Runs) -> None:
+    culprit, other = culprit_and_other(scenario, runs.of(scenario))
+    check_told_of(other, culprit, {"PeerLost"}, PROMPTLY_S)
+    assert culprit.code == 0, culprit.stderr
+    assert culprit.told.get("threads_after_unwrap", []) == []
+    check_ended_well(culprit)
+
+
 @each(*on_each_rank("skips-step", cases.skips_step, NO_TIMEOUT_S))
 def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> None:
     for end in runs.of(scenario):

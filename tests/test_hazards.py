@@ -20,7 +20,8 @@ READERS = pytest.mark.parametrize("reader", [0, 1], ids=["leader_reads", "follow
 
 
 def look(ranks: Ranks, kind: str, name: str, reader: int, *, waits: bool) -> None:
-    figures = check(ranks, hazards.one_look, kind, name, reader)
+    patience_s = hazards.SHORT_S if waits else hazards.LONG_S
+    figures = check(ranks, hazards.one_look, kind, name, reader, patience_s)
     assert figures[reader]["waited"] == waits
 
 

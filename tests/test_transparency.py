@@ -173,8 +173,13 @@ def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, models.one_model, name, module_alone=True)
 
 
+def test_module_without_ddp_called_by_method(two_ranks: Ranks) -> None:
+    check(two_ranks, models.called_by_method, module_alone=True)
+
+
 @named(
     models.view_of_buckets,
+    models.ignored_by_ddp,
     models.static_graph,
     models.no_buffer_broadcast,
     models.unused_and_accumulated,
@@ -283,6 +288,10 @@ def test_without_crossing(two_ranks: Ranks) -> None:
 def test_four_ranks(four_ranks: Ranks, kind: str) -> None:
     """Sums of four depend on where a chunk begins, so equal to a tolerance."""
     check(four_ranks, plain_script, kind, rtol=1e-5)
+
+
+def test_subgroups(four_ranks: Ranks) -> None:
+    check(four_ranks, models.subgroups)
 
 
 def test_world_of_one(one_rank: Ranks) -> None:
