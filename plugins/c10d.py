@@ -205,11 +205,21 @@ class Packer:
             return buffer
         return wire.copy_(buffer).div_(self._world_size)
 
-    def unpack(self, chunk: CommTask) -> None:
+    def receive(self, chunk: CommTask) -> None:
         """Takes over what was received."""
         wire = self._wires[chunk.index]
         if wire is not None:
             self._plan.buffers[chunk.index].copy_(wire)
+
+    def let_go(self, chunk: CommTask) -> None:
+        """Local gradients live until their chunks are complete.
+
+        Not less: on a GPU, packing them was only enqueued.
+        """
+        for piece in self._plan.pieces[chunk.index]:
+            piece.slot.sending -= 1
+            if not piece.slot.sending:
+                piece.slot.grad = None
 
 
 class C10dTransport:
@@ -250,7 +260,8 @@ class C10dTransport:
             try:
                 with self._streams.completion(task):
                     work.wait()
-                    self._packer.unpack(task)
+                    self._packer.receive(task)
+                self._packer.let_go(task)
             except RuntimeError as error:
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
@@ -282,6 +293,3 @@ def _pack(piece: Piece, scale: float) -> None:
         same = torch.empty_like(slot.view).copy_(grad)
         flat = same.as_strided((same.numel(),), (1,))
         torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
-    slot.unpacked -= 1
-    if not slot.unpacked:
-        slot.grad = None

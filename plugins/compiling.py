@@ -1,82 +1,73 @@
 """torch.compile beside a thread that updates: the two exclude each other.
 
 While torch compiles, ``torch.compiler.is_compiling()`` is true for every thread, and optimizers
-then take other code paths, which round differently.
+then take other code paths, which round differently. And the compiler reads parameters: a pending
+one would wait for an update that waits for the compiler.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = [
-    "exclude_compiler",
-    "has_compiled",
-    "is_compiled",
-    "not_compiling",
-    "settle_before_compiling",
-]
+__all__ = ["exclude_compiler", "has_compiled", "is_compiled", "updating", "waiting"]
 
-#: Held by the compiler from the start of the outermost compilation to its end, and by each update.
-not_compiling = threading.Lock()
+_POLL_S = 0.001
 
-_excluded = False
-_compilations = 0
-_settlers: list[Callable[[], None]] = []
+#: torch's own lock, held from before a compilation raises its flag until after it is down
+_compile_lock: Any = None
+#: true while a thread that compiles waits for an update
+_compiler_waits = False
 
 
 def exclude_compiler() -> bool:
-    """Makes compilations hold ``not_compiling``; False if this torch cannot tell of them."""
-    global _excluded
-    if _excluded:
-        return True
-    try:
-        from torch._dynamo.callback import callback_handler
+    """From now on updates and compilations exclude each other; False if this torch cannot."""
+    global _compile_lock
+    if _compile_lock is None:
+        try:
+            from torch._dynamo import convert_frame
 
-        callback_handler.register_start_callback(_on_start)
-        callback_handler.register_end_callback(_on_end)
-    except (ImportError, AttributeError):
-        return False
-    _excluded = True
+            lock: Any = convert_frame.compile_lock
+            lock._is_owned()
+        except (ImportError, AttributeError):
+            return False
+        _compile_lock = lock
     return True
 
 
-def settle_before_compiling(settle_all: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``settle_all`` whenever a compilation begins; returns what ends that.
-
-    The compiler reads parameters; a pending one would wait for an update that waits for it.
-    """
-    _settlers.append(settle_all)
-    return partial(_settlers.remove, settle_all)
-
-
-def _on_start(*args: Any) -> None:
-    global _compilations
-    if not _compilations:
-        # torch has raised its flag already; the updates that end now must not see it.
-        flag = getattr(torch.compiler, "_is_compiling_flag", None)
-        if flag is not None:
-            torch.compiler._is_compiling_flag = False
-        try:
-            for settle_all in tuple(_settlers):
-                settle_all()
-        finally:
-            not_compiling.acquire()
-            if flag is not None:
-                torch.compiler._is_compiling_flag = flag
-    _compilations += 1
+@contextmanager
+def updating() -> Iterator[None]:
+    """Inside, no compilation goes on."""
+    held = False
+    if _compile_lock is not None:
+        while not _compiler_waits and not (held := _compile_lock.acquire(timeout=_POLL_S)):
+            pass
+    try:
+        yield
+    finally:
+        if held:
+            _compile_lock.release()
 
 
-def _on_end(*args: Any) -> None:
-    global _compilations
-    _compilations -= 1
-    if not _compilations:
-        not_compiling.release()
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Inside, this thread waits for updates, which may go on even if it is compiling."""
+    global _compiler_waits
+    if _compile_lock is None or not _compile_lock._is_owned():
+        yield
+        return
+    flag = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = False
+    _compiler_waits = True
+    try:
+        yield
+    finally:
+        _compiler_waits = False
+        torch.compiler._is_compiling_flag = flag
 
 
 def is_compiled(module: nn.Module) -> bool:

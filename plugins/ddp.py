@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,14 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     return why_not_deferred(optimizer)
 
 
+def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """Parameters that DDP was told not to reduce."""
+    names = getattr(ddp, "parameters_to_ignore", ())
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
+        if name in names:
+            yield parameter
+
+
 def _refuse_part_of_ddp(model: nn.Module) -> None:
     """Raises PluginError if ``model`` is inside a DDP, or a DDP inside it: it would reduce too."""
     inside = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
@@ -130,8 +138,10 @@ def _syncs(ddp: DistributedDataParallel | None) -> bool:
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
     slots = []
+    ddp = find_ddp(model)
+    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel():
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in ignored:
             if type(parameter) is not nn.Parameter:
                 raise PluginError(
                     f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"

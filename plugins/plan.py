@@ -38,8 +38,8 @@ class Slot:
     chunks: list[CommTask] = field(default_factory=list)
     #: the local gradient, from its hook until it is packed
     grad: torch.Tensor | None = None
-    #: pieces of ``grad`` that are not packed yet
-    unpacked: int = 0
+    #: its chunks that are not reduced yet in this round
+    sending: int = 0
     #: how often its hook fired in this round
     fired: int = 0
     #: how often it must fire (static graphs may use a parameter several times)

@@ -110,9 +110,10 @@ class Rounds:
         self._settling = settling
         self._submit = submit
         for slot in plan.slots:
-            # The user's own hooks, which may change the gradient, come before ours.
+            # The user's own hooks, which may change the gradient, come before ours. Autograd
+            # reads the dictionary beneath an OrderedDict: move_to_end would not do.
             hooks: Any = slot.parameter._post_accumulate_grad_hooks
-            hooks.move_to_end(slot.hook_id)
+            hooks[slot.hook_id] = hooks.pop(slot.hook_id)
         if self._static_graph:
             for slot in plan.slots:
                 slot.expected = max(1, slot.fired)
@@ -178,7 +179,6 @@ class Rounds:
                 f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
             )
         slot.grad = grad.detach() if grad.requires_grad else grad
-        slot.unpacked = len(slot.chunks)
 
     def _source_ready(self, slot: Slot) -> None:
         for chunk in slot.chunks:
@@ -209,6 +209,7 @@ class Rounds:
         for slot in self.slots:
             slot.fired = 0
             slot.used = slot.taken = False
+            slot.sending = len(slot.chunks)
         self._missing = len(self.slots)
         self._open = True
         self.forward_seen = False

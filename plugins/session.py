@@ -13,7 +13,6 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.c10d import C10dTransport, Group
-from bytesched.plugins.compiling import settle_before_compiling
 from bytesched.plugins.first_use import FirstUse, StayingHook, gate
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import is_held, plain, release
@@ -166,7 +165,6 @@ class Session:
         self._rounds.activate(plan, self._settling, self._sending.submit)
         self._stepping.activate(self._settling, self._updater)
         self._raise_gates(plan)
-        self._undo.append(settle_before_compiling(self._settling.settle_all))
         self._meter.active(plan, warm)
         self.plan = plan
         if not self._observers:

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 import torch
 from torch import nn
 
+from bytesched.plugins.compiling import waiting
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import is_held, release
 from bytesched.plugins.plan import Bundle, Plan, Slot
@@ -38,7 +39,10 @@ class Settling:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
         if bundle.armed:
             began_ns = perf_counter_ns()
-            self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
+            with waiting():
+                self._progress.wait(
+                    lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}"
+                )
             self._meter.waited(by, began_ns, bundle)
         if bundle.held:
             self._streams.read()
@@ -78,7 +82,8 @@ class Settling:
 
     def _settle_grad(self, slot: Slot) -> None:
         bundle = slot.bundle
-        if bundle.armed:
+        if bundle.armed or bundle.held:
+            # Held alone costs no wait of the host, but a write must come after the update.
             self.settle(bundle, f"{slot.name}.grad")
         elif bundle.sending:
             began_ns = perf_counter_ns()

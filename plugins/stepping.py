@@ -164,8 +164,10 @@ class Stepping:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is not None and parameter.grad is slot.lazy:
-                    parameter.grad = slot.view
+                if slot is not None:
+                    slot.used = False
+                    if parameter.grad is slot.lazy:
+                        parameter.grad = slot.view
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.plugins.compiling import not_compiling
+from bytesched.plugins.compiling import updating
 from bytesched.plugins.plan import Slot
 
 __all__ = ["Deferred", "GuardedState", "Job", "snapshot", "why_not_deferred"]
@@ -172,7 +172,7 @@ class Deferred:
         copied = self.copy(
             [{**snapshot, "params": [s.alias for s in slots]} for snapshot, slots in groups]
         )
-        with not_compiling:
+        with updating():
             self._raw_step(copied)
 
 

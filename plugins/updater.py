@@ -12,7 +12,7 @@ from bytesched.plugins.meter import Meter
 from bytesched.plugins.plan import Bundle, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.streams import Streams
-from bytesched.plugins.update import Deferred
+from bytesched.plugins.update import Deferred, Job
 
 __all__ = ["Updater"]
 
@@ -28,7 +28,8 @@ class Updater:
         self._progress = progress
         self._streams = streams
         self._meter = meter
-        self._ready: list[tuple[int, Bundle]] = []
+        self._ready: list[tuple[int, int, Bundle]] = []
+        self._sequence = 0
         self._pushed = threading.Semaphore(0)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="bytesched-updater", daemon=True)
@@ -37,7 +38,8 @@ class Updater:
     def push(self, bundles: Iterable[Bundle]) -> None:
         """These can be updated now; called with the lock of ``progress`` held."""
         for bundle in bundles:
-            heapq.heappush(self._ready, (bundle.index, bundle))
+            heapq.heappush(self._ready, (bundle.index, self._sequence, bundle))
+            self._sequence += 1
             self._pushed.release()
 
     def close(self) -> None:
@@ -49,39 +51,42 @@ class Updater:
     def _run(self) -> None:
         while self._pushed.acquire() and not self._closed:
             with self._progress.changed:
-                batch = self._take()
-            if not batch:
+                bundles, jobs = self._take()
+            if not jobs:
                 continue
             began_ns = perf_counter_ns()
             try:
                 with self._streams.update():
-                    _update(batch)
+                    _update(jobs)
             except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
                 self._progress.fail(error)
                 return
-            self._meter.updated(batch, began_ns)
+            self._meter.updated(bundles, began_ns)
             with self._progress.changed:
-                for bundle in batch:
-                    bundle.jobs.clear()
-                    bundle.armed = False
+                for bundle in bundles:
+                    # Another optimizer may have armed it meanwhile, and pushed it again.
+                    bundle.armed = bool(bundle.jobs)
                 self._progress.notify()
 
-    def _take(self) -> list[Bundle]:
-        batch: list[Bundle] = []
+    def _take(self) -> tuple[list[Bundle], list[Job]]:
+        """The next bundles and their jobs; a bundle that was pushed twice has none left."""
+        bundles: list[Bundle] = []
+        jobs: list[Job] = []
         nbytes = 0
         while self._ready and nbytes < _BATCH_BYTES:
-            _, bundle = heapq.heappop(self._ready)
-            batch.append(bundle)
+            bundle = heapq.heappop(self._ready)[2]
+            bundles.append(bundle)
+            jobs.extend(bundle.jobs)
+            bundle.jobs = []
             nbytes += bundle.nbytes
-        return batch
+        return bundles, jobs
 
 
-def _update(batch: list[Bundle]) -> None:
+def _update(jobs: list[Job]) -> None:
     calls: dict[int, tuple[Deferred, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
-    for bundle in batch:
-        for job in bundle.jobs:
-            _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
-            group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
-            group[1].extend(job.slots)
+    for job in jobs:
+        _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
+        group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
+        group[1].extend(job.slots)
     for deferred, groups in calls.values():
         deferred.update(list(groups.values()))

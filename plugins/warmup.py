@@ -59,12 +59,13 @@ class WarmUp:
             find_unused=self.unused if find_unused is None else find_unused,
         )
         for slot in plan.slots:
-            slot.unpacked = len(slot.chunks)
+            slot.sending = len(slot.chunks)
         self.packer = Packer(plan, self._group.size, self._config.compression)
         for chunk in plan.chunks:
             if chunk is not plan.flags_chunk:
                 self._reduce(self.packer.pack(chunk))
-                self.packer.unpack(chunk)
+                self.packer.receive(chunk)
+                self.packer.let_go(chunk)
         return plan
 
     def _choose_sizes(self) -> None:

@@ -162,13 +162,13 @@ class Script:
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the warm-up is about to measure the link."""
         kind: Any = importlib.import_module("bytesched.plugins.warmup").WarmUp
-        real = kind._measure
+        real = kind._choose_sizes
 
         def watched(warm_up: Any) -> Any:
             self.at("in_measurement")
             return real(warm_up)
 
-        kind._measure = watched
+        kind._choose_sizes = watched
 
 
 def _raise(error: Exception) -> None:

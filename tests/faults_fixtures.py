@@ -11,7 +11,7 @@ from faults_runner import RankEnd, Runs, Scenario
 # Signs of an interpreter that did not end in good order.
 CRASHES = ("Fatal Python error", "terminate called", "Segmentation fault", "Exception ignored in")
 # From a fault to the error that tells of it, where no deadline has to pass: on a loaded machine.
-PROMPTLY_S = 10.0
+PROMPTLY_S = 20.0
 
 
 def selected(request: pytest.FixtureRequest) -> Iterator[Runs]:

@@ -77,6 +77,8 @@ WEIGHT_READS: dict[str, Look] = {
     "converted": lambda model, _: weight(model).double(),
     "average": lambda model, _: torch.lerp(torch.zeros(16, 8), weight(model).detach(), 0.5),
     "compiled": lambda model, _: torch.compile(torch.norm, backend="eager")(weight(model)),
+    "vmap": lambda model, _: torch.vmap(torch.sum)(weight(model)),
+    "func_grad": lambda model, _: torch.func.grad(torch.norm)(weight(model)),
     "functional": lambda model, _: nn.functional.linear(torch.ones(1, 8), weight(model)),
 }
 CHECKPOINTS: dict[str, Look] = {

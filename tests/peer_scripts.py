@@ -69,7 +69,8 @@ def sends(policy: str, folder: str) -> list[tuple[int, str]]:
     if job.rank:
         return []
     spans = [event for event in trace(folder) if event["cat"] == "send"]
-    spans.sort(key=lambda span: float(span["ts"]))
+    # Those of one batch begin at the same moment.
+    spans.sort(key=lambda span: (float(span["ts"]), int(span["args"]["chunk"])))
     last_step = spans[-int(job.stats["chunks"]) :]
     return [(int(span["args"]["chunk"]), str(span["name"])) for span in last_step]
 

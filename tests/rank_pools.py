@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from ranks import Ranks
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 
 def pool(world_size: int) -> Iterator[Ranks]:
+    # Only tests that need ranks shall wait for torch to be imported.
+    from ranks import Ranks
+
     ranks = Ranks(world_size)
     yield ranks
     ranks.close()

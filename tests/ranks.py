@@ -105,7 +105,7 @@ class Ranks:
         self._connections: dict[int, Connection] = {}
         self._store: TCPStore | None = None
 
-    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 20.0) -> list[T]:
+    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 40.0) -> list[T]:
         """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
         if not self._connections:
             self._start()

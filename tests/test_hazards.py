@@ -2,6 +2,12 @@
 
 In most cases the peer is held before its backward pass, so that nothing of the step can have
 arrived; a read must then wait and see what plain DDP shows, and what reads no value must not wait.
+
+Hazards that need no slow peer to show are cases of test_transparency.py: schedulers that patch
+`step` (test_schedule), tied, frozen and unfrozen parameters (test_model, test_model_use),
+`autograd.grad`, functional calls, double backward (test_autograd), closures (test_stepping),
+optimizers that cannot be split, foreach and fused ones, sparse gradients, compiled modules. Dead
+peers and errors in the middle of backward are in test_faults_*.py.
 """
 
 from __future__ import annotations

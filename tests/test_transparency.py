@@ -11,7 +11,7 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 from ranks import Ranks, address_of
-from training import Job, adamw, compare, mlp, sgd, train
+from training import STEPS, Job, adamw, compare, mlp, sgd, train
 
 Figures = dict[str, int | float | str]
 
@@ -255,10 +255,10 @@ def test_reading_and_writing_between_steps(two_ranks: Ranks, script: Callable[..
     check(two_ranks, script)
 
 
-def plain_script(job: Job, kind: str) -> None:
+def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:
     model = job.ddp(mlp())
     optimizer = job.wrap({"sgd": sgd, "adamw": adamw}[kind](model), model)
-    train(job, model, optimizer)
+    train(job, model, optimizer, steps=steps)
     job.record_state(model, optimizer)
 
 
@@ -266,6 +266,13 @@ def plain_script(job: Job, kind: str) -> None:
 @pytest.mark.parametrize("policy", ["priority", "fifo"])
 def test_every_policy_and_order(two_ranks: Ranks, policy: str, order: str) -> None:
     check(two_ranks, plain_script, "sgd", policy=policy, order=order)
+
+
+def test_replayed_order(two_ranks: Ranks) -> None:
+    """Long enough for an order to settle and to be replayed by all."""
+    figures = check(two_ranks, plain_script, "sgd", 40, order="replay")
+    assert [stats["order"] for stats in figures] == ["replay", "replay"]
+    check(two_ranks, models.unused, "differing_ranks", order="replay")
 
 
 @pytest.mark.parametrize("partition_bytes", [16, 100, 1 << 20, 0])
