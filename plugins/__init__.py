@@ -67,7 +67,12 @@ def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
     why = ddp.why_whole(optimizer, model, config)
     if why:
         log.info("scheduling inside backward, stepping whole: %s", why)
-    session.add_optimizer(optimizer, cross=not why)
+    try:
+        session.add_optimizer(optimizer, cross=not why)
+    except PluginError:
+        if all(other is not session for _, other in _wrapped.values()):
+            session.close()
+        raise
     _wrapped[id(optimizer)] = (optimizer, session)
     return optimizer
 

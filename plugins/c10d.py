@@ -123,6 +123,11 @@ class Group:
             peer = (self.rank + 1) % self.size
             self.backend.recv([never], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
+    def close(self) -> None:
+        """Ends the group's own threads and connections; nothing must be under way."""
+        if self.backend.name() != "gloo" and not self._aborted:
+            self.backend.shutdown()
+
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
         text = str(cause)
@@ -154,9 +159,10 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     store = distributed_c10d.PrefixStore(f"bytesched/{name}", entry[1])
     wait = timedelta(seconds=timeout_s)
+    # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
+    # outside of ``base`` would have to call it, too.
     if kind == "gloo":
         try:
-            # Not through new_group: it must outlive destroy_process_group for the last step.
             backend: Any = dist.ProcessGroupGloo(store, base.rank(), base.size(), wait)
         except RuntimeError as error:
             raise SchedulerTimeout(
@@ -165,9 +171,13 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
                 rank=base.rank(),
             ) from error
     elif kind == "nccl":
-        ranks = distributed_c10d.get_process_group_ranks(base)
-        group = dist.new_group(ranks, timeout=wait, backend="nccl")
-        backend = group._get_backend(torch.device("cuda"))
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
+        options._timeout = 2 * wait
+        options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
+        options.group_name = f"bytesched/{name}"
+        backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
     else:
         raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
     session, _, _ = name.partition("/")

@@ -58,20 +58,27 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+def _base(model: nn.Module) -> dist.ProcessGroup:
+    """The user's group, over whose ranks the gradients of ``model`` are averaged."""
+    ddp = find_ddp(model)
+    return ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
+
+
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective."""
     ddp = find_ddp(model)
     if ddp is None:
         _refuse_part_of_ddp(model)
-    base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
+    base = _base(model)
     slots = _slots(model, optimizer)
     name = f"session{next(_number)}"
     kind = base._get_backend(slots[0].parameter.device).name()
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
     control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-    _agree(data, slots, optimizer, config)
+    _agree(data, slots, optimizer, ddp, config)
     observers = _observers(control, config)
-    undo = _take_over(ddp) if ddp is not None else _broadcast(data, model)
+    if ddp is None:
+        _broadcast(data, model)
     session = Session(
         model,
         slots,
@@ -83,7 +90,9 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
     )
-    session.on_close(undo)
+    if ddp is not None:
+        # Last of all: from here on, gradients are averaged by the session or not at all.
+        session.on_close(_take_over(ddp))
     return session
 
 
@@ -91,8 +100,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
     if not config.cross_barrier:
         return "cross_barrier is off"
-    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
-    if on_cuda and dist.get_backend() != "gloo" and _has_own_collectives(model):
+    kind = _base(model)._get_backend(next(model.parameters()).device).name()
+    if kind == "nccl" and _has_own_collectives(model):
         return "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
     if not exclude_compiler() and has_compiled(model):
         return f"torch {torch.__version__} does not tell when it compiles"
@@ -159,17 +168,24 @@ def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
 
 
 def _agree(
-    group: Group, slots: list[Slot], optimizer: torch.optim.Optimizer, config: Config
+    group: Group,
+    slots: list[Slot],
+    optimizer: torch.optim.Optimizer,
+    ddp: DistributedDataParallel | None,
+    config: Config,
 ) -> None:
     """Raises MismatchError on every rank if models, dtypes or settings differ."""
     mine = [
         *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
         f"optimizer {type(optimizer).__name__}",
+        f"timeline {'on' if config.timeline else 'off'}",
+        f"find_unused_parameters = {_find_unused(ddp, config)}",
+        f"static_graph = {ddp is not None and ddp.static_graph}",
         *(
             f"{field} = {getattr(config, field)!r}"
             for field in (
                 "policy", "partition_bytes", "credit_bytes", "order", "compression",
-                "cross_barrier", "find_unused_parameters",
+                "cross_barrier",
             )
         ),
     ]  # fmt: skip
@@ -215,7 +231,7 @@ def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
     return give_back
 
 
-def _broadcast(group: Group, module: nn.Module) -> Callable[[], None]:
+def _broadcast(group: Group, module: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
     tensors = [t.detach() for t in itertools.chain(module.parameters(), module.buffers())]
     for tensor in tensors:
@@ -227,7 +243,6 @@ def _broadcast(group: Group, module: nn.Module) -> Callable[[], None]:
             tensor.copy_(dense)
     if group.rank == 0:
         log.info("broadcast %d parameters and buffers of a plain module", len(tensors))
-    return lambda: None
 
 
 def _observers(group: Group, config: Config) -> Observers:

@@ -17,6 +17,7 @@ from torch import nn
 __all__ = [
     "LazyGrad",
     "PendingParameter",
+    "free",
     "has_own_memory",
     "hold",
     "is_held",
@@ -130,7 +131,20 @@ def is_held(parameter: nn.Parameter) -> bool:
     return type(parameter) is PendingParameter
 
 
-class LazyGrad(torch.Tensor):
+class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
+    """A class that is equal to Tensor, so that gradients take the fast paths they would take.
+
+    ``clip_grad_norm_`` looks at types, and the kernels behind it round differently on a GPU.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is torch.Tensor
+
+    def __hash__(cls) -> int:
+        return hash(torch.Tensor)
+
+
+class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     """A gradient that is being reduced; the first read of its values waits."""
 
     #: both set by the session that owns the memory
@@ -169,8 +183,7 @@ def _give_own_memory(grad: LazyGrad) -> None:
     """Leaves the memory that is on the wire to the update, which still needs it."""
     with torch._C.DisableTorchFunctionSubclass():
         grad.data = torch.empty_like(grad.data)
-    grad.settle = _nothing
-    grad.is_taken = _false
+    free(grad)
 
 
 def has_own_memory(grad: LazyGrad) -> bool:
@@ -190,6 +203,11 @@ def keep_apart(grad: LazyGrad) -> None:
     """Gives ``grad`` a copy of its values for good; nothing must be on the wire."""
     with torch._C.DisableTorchFunctionSubclass():
         grad.data = grad.data.clone()
+    free(grad)
+
+
+def free(grad: LazyGrad) -> None:
+    """Lets go of whoever owned the memory of ``grad``: from now on it never waits."""
     grad.settle = _nothing
     grad.is_taken = _false
 

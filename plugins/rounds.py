@@ -22,10 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.plugins.c10d import Group
 from bytesched.plugins.meter import Meter
-from bytesched.plugins.pending import has_own_memory, keep_apart, plain
+from bytesched.plugins.pending import free, has_own_memory, keep_apart, plain
 from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.settling import Settling
+from bytesched.plugins.streams import Streams
 from bytesched.task import CommTask
 
 __all__ = ["Rounds"]
@@ -60,6 +61,7 @@ class Rounds:
         slots: the parameters.
         group: the ranks that reduce together.
         progress: how far this round is.
+        streams: told where gradients are queued.
         meter: told about hooks and backward passes.
         find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
         static_graph: a parameter may be used several times, the same in each round.
@@ -71,6 +73,7 @@ class Rounds:
         slots: list[Slot],
         group: Group,
         progress: Progress,
+        streams: Streams,
         meter: Meter,
         *,
         find_unused: bool | None,
@@ -85,6 +88,7 @@ class Rounds:
         self.forward_seen = False
         self._group = group
         self._progress = progress
+        self._streams = streams
         self._meter = meter
         self._static_graph = static_graph
         self._warm_up = warm_up
@@ -165,6 +169,7 @@ class Rounds:
             return
         self._missing -= 1
         slot.used = True
+        self._streams.gradient()
         if self._plan is not None:
             self._take(slot)
             self._source_ready(slot)
@@ -228,15 +233,26 @@ class Rounds:
         self._settling.wait_reduced()
         self._settling.settle_all()
         for slot in self.slots:
-            lazy = slot.lazy
-            if getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy:
-                # The user has put it aside: it keeps its values.
-                keep_apart(lazy)
+            if self._is_kept(slot):
+                keep_apart(slot.lazy)
                 self._settling.make_lazy(slot)
         for bundle in plan.bundles:
             bundle.sending = len(bundle.chunks)
         plan.flags_reduced = False
         self._progress.outstanding = len(plan.chunks)
+
+    def _is_kept(self, slot: Slot) -> bool:
+        """True if the user has put the lazy gradient aside: it is to keep its values."""
+        lazy = slot.lazy
+        return getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy
+
+    def give_back(self, slot: Slot) -> None:
+        """Makes the gradient of ``slot`` an ordinary tensor, for good."""
+        if self._is_kept(slot):
+            keep_apart(slot.lazy)
+        if slot.parameter.grad is slot.lazy:
+            slot.parameter.grad = plain(slot.lazy)
+        free(slot.lazy)
 
     # -- end ---------------------------------------------------------------------------
 
@@ -286,5 +302,5 @@ class Rounds:
             self._source_ready(slot)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
-            for position, slot in enumerate(plan.slots):
-                slot.used = bool(plan.used_flags[position])
+            for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
+                slot.used = ranks > 0

@@ -91,8 +91,10 @@ class Sending:
             )
 
     def submit(self, chunk: CommTask) -> None:
-        """All gradients of ``chunk`` are there. The user's thread, in backward."""
-        self._streams.backward_done(chunk)
+        """All gradients of ``chunk`` are queued. The user's thread, in backward."""
+        self._streams.backward_done(chunk, self._computed)
+
+    def _computed(self, chunk: CommTask) -> None:
         if self._follower is not None:
             self._follower.chunk_ready()
         self.scheduler.notify_ready(chunk)

@@ -15,7 +15,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.c10d import C10dTransport, Group
 from bytesched.plugins.first_use import FirstUse, StayingHook, gate
 from bytesched.plugins.meter import Meter
-from bytesched.plugins.pending import is_held, plain, release
+from bytesched.plugins.pending import is_held, release
 from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.rounds import Rounds
@@ -73,13 +73,14 @@ class Session:
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots))
-        self._streams = streams_for(slots[0].parameter.device)
         self._progress = Progress((data, control), timeout_s=config.timeout_s)
+        self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
         self._rounds = Rounds(
             list(slots),
             data,
             self._progress,
+            self._streams,
             self._meter,
             find_unused=find_unused,
             static_graph=static_graph,
@@ -90,7 +91,11 @@ class Session:
         self._settling: Settling
         self._updater: Updater
         self._sending: Sending
-        self._hook()
+        try:
+            self._hook()
+        except BaseException:
+            self.close()
+            raise
 
     def _hook(self) -> None:
         for slot in self._rounds.slots:
@@ -116,7 +121,10 @@ class Session:
             return
         self._progress.check()
         self._rounds.complain_if_interrupted()
+        self._streams.begin()
         self._rounds.sync = self._sync()
+        if self._rounds.sync:
+            self._rounds.finish()
         self._rounds.forward_seen = True
         self._meter.forward_begins()
         if self.plan is None:
@@ -234,14 +242,16 @@ class Session:
                 undo()
             except Exception:
                 log.exception("a hook could not be taken off")
+        self._streams.close()
         if self.plan is not None:
             self._sending.close()
             self._updater.close()
             for slot in self.plan.slots:
                 if release_parameters and is_held(slot.parameter):
                     release(slot.parameter)
-                if release_parameters and slot.parameter.grad is slot.lazy:
-                    slot.parameter.grad = plain(slot.lazy)
+                if release_parameters:
+                    self._rounds.give_back(slot)
+        self._data.close()
         self._observers.close()
 
     def stats(self) -> dict[str, int | float | str]:

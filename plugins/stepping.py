@@ -11,7 +11,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import hold
-from bytesched.plugins.plan import Bundle
+from bytesched.plugins.plan import Bundle, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.rounds import Rounds
 from bytesched.plugins.settling import Settling
@@ -36,6 +36,8 @@ class Stepping:
         self._meter = meter
         self._slots = {id(slot.parameter): slot for slot in rounds.slots}
         self._deferred: list[Deferred] = []
+        #: slots whose gradient is a plain tensor for the length of one whole step
+        self._stepped_plain: list[Slot] = []
         # - after the warm-up
         self._settling: Settling | None = None
         self._updater: Updater
@@ -49,12 +51,13 @@ class Stepping:
 
     def add(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> list[Callable[[], None]]:
         """Hooks ``optimizer``; returns what takes the hooks off again, in that order."""
-        deferred = Deferred(optimizer, self._settle_all, cross=cross)
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self._deferred:
-            shared = deferred.parameter_ids() & other.parameter_ids() & self._slots.keys()
+            shared = mine & other.parameter_ids() & self._slots.keys()
             if shared:
                 name = self._slots[shared.pop()].name
                 raise PluginError(f"parameter {name!r} is in two optimizers")
+        deferred = Deferred(optimizer, self._settle_all, cross=cross)
         self._deferred.append(deferred)
         if self._settling is not None:
             self._introduce(deferred)
@@ -126,6 +129,7 @@ class Stepping:
                 if slot is not None and slot.used and parameter.grad is slot.lazy:
                     if taken is None:
                         taken = snapshot(group)
+                        self._streams.lend(taken.values())
                     if slot.alias.data_ptr() != parameter.data_ptr():
                         slot.realias()
                         deferred.know(slot)
@@ -168,10 +172,15 @@ class Stepping:
                     slot.used = False
                     if parameter.grad is slot.lazy:
                         parameter.grad = slot.view
+                        self._stepped_plain.append(slot)
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
+        for slot in self._stepped_plain:
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.lazy
+        self._stepped_plain.clear()
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(deferred.hook_id)
         self._meter.step_ends()

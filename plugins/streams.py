@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
 
 import torch
 
+from bytesched.errors import PluginError
 from bytesched.task import CommTask
 
 __all__ = ["CudaStreams", "Streams", "streams_for"]
+
+#: Called with a task whose gradients have been computed.
+_Then = Callable[[CommTask], None]
 
 
 class Streams:
     """Orders backward, communication, update and forward. Does nothing, for the CPU."""
 
-    def backward_done(self, task: CommTask) -> None:
-        """The last gradient of ``task`` has been queued on the current stream."""
+    def begin(self) -> None:
+        """A forward pass begins; raises PluginError if its kernels are only recorded."""
+
+    def gradient(self) -> None:
+        """A gradient has been queued on the current stream."""
+
+    def backward_done(self, task: CommTask, then: _Then) -> None:
+        """The last gradient of ``task`` has been queued: ``then(task)`` when all are computed.
+
+        ``then`` is called once, in the order of these calls, on one thread.
+        """
+        then(task)
 
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
-        """Where ``task`` is packed and sent: after its gradients."""
+        """Where ``task`` is packed and sent."""
         return nullcontext()
 
     def completion(self, task: CommTask) -> AbstractContextManager[None]:
@@ -27,59 +43,135 @@ class Streams:
         return nullcontext()
 
     def update(self) -> AbstractContextManager[None]:
-        """Where a bundle is updated: after everything that was completed before."""
+        """Where a bundle is updated."""
         return nullcontext()
 
     def read(self) -> None:
-        """Makes the current stream wait for all gradients and updates finished so far."""
+        """Makes the user's streams wait for all updates queued so far."""
 
     def stepped(self) -> None:
         """``step()`` was called: updates come after what the current stream has queued."""
 
+    def lend(self, values: Iterable[object]) -> None:
+        """Updates will read the tensors among ``values``, which may be let go of meanwhile."""
+
+    def close(self) -> None:
+        """Stops what runs beside the user's thread; nothing more becomes computed. Idempotent."""
+
 
 class CudaStreams(Streams):
-    """One stream for communication, one for updates; the host waits for neither's kernels.
+    """Streams to send, to receive and to update on; the user's thread waits for none of them.
 
-    Credit returns from a completion event, awaited by the waiter's thread without polling.
+    What is complete (a gradient that may be sent, a chunk whose credit returns) is known from
+    events, each awaited without polling, and never by the user's thread.
+
+    Args:
+        device: where parameters and gradients are.
+        fail: told about an error of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
         self._device = device
-        self._communication = torch.cuda.Stream(device, priority=-1)
-        self._update = torch.cuda.Stream(device)
-        self._ready: dict[int, torch.cuda.Event] = {}
+        self._fail = fail
+        self._sending = torch.cuda.Stream(device, priority=-1)
+        # A stream of its own: what was received must not queue behind what is packed next.
+        self._receiving = torch.cuda.Stream(device, priority=-1)
+        self._updating = torch.cuda.Stream(device)
+        #: streams that the model or the optimizer was seen on, by handle
+        self._users: dict[int, torch.cuda.Stream] = {}
+        self._queued: SimpleQueue[tuple[CommTask, list[torch.cuda.Event], _Then] | None] = (
+            SimpleQueue()
+        )
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="bytesched-gradients", daemon=True)
+        self._thread.start()
 
-    def backward_done(self, task: CommTask) -> None:
-        event = self._ready.setdefault(task.index, torch.cuda.Event())
-        event.record(torch.cuda.current_stream(self._device))
+    def begin(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise PluginError(
+                "a CUDA graph is being captured over a wrapped model: its replays would pass by "
+                "everything that waits for an update. Make graphed callables before wrap, or "
+                "capture after unwrap"
+            )
 
-    @contextmanager
-    def communication(self, task: CommTask) -> Iterator[None]:
-        with torch.cuda.stream(self._communication):
-            if (ready := self._ready.get(task.index)) is not None:
-                self._communication.wait_event(ready)
-            yield
+    def gradient(self) -> None:
+        if torch._C._cuda_getCurrentRawStream(self._device.index) not in self._users:
+            self._see(torch.cuda.current_stream(self._device))
+
+    def backward_done(self, task: CommTask, then: _Then) -> None:
+        # Not handed over before it is computed: backward is queued long before it has run, so
+        # the most urgent chunk of all, which is computed last, would be chosen first and keep
+        # the wire idle until then.
+        self._see(torch.cuda.current_stream(self._device))
+        events = []
+        for stream in tuple(self._users.values()):
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            events.append(event)
+        self._queued.put((task, events, then))
+
+    def communication(self, task: CommTask) -> AbstractContextManager[None]:
+        return self._on(self._sending)
 
     @contextmanager
     def completion(self, task: CommTask) -> Iterator[None]:
-        with torch.cuda.stream(self._communication):
+        complete = torch.cuda.Event(blocking=True)
+        with self._on(self._receiving):
             yield
-            complete = torch.cuda.Event(blocking=True)
-            complete.record(self._communication)
+            complete.record(self._receiving)
         complete.synchronize()
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        with torch.cuda.stream(self._update):
-            yield
+    def update(self) -> AbstractContextManager[None]:
+        return self._on(self._updating)
 
     def read(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._update)
+        # All of them: the next reader, on another stream, finds the parameter free.
+        self._see(torch.cuda.current_stream(self._device))
+        updated = self._updating.record_event()
+        for stream in tuple(self._users.values()):
+            stream.wait_event(updated)
 
     def stepped(self) -> None:
-        self._update.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._see(current)
+        self._updating.wait_stream(current)
+
+    def lend(self, values: Iterable[object]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(self._updating)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._queued.put(None)
+            self._thread.join(5.0)
+
+    def _see(self, stream: torch.cuda.Stream) -> None:
+        self._users.setdefault(stream.cuda_stream, stream)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # The device as well: a thread of ours begins on device 0, where it must not leave a
+        # context behind.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+
+    def _run(self) -> None:
+        """The thread that learns when gradients have been computed."""
+        with torch.cuda.device(self._device):
+            while (queued := self._queued.get()) is not None:
+                task, events, then = queued
+                try:
+                    for event in events:
+                        event.synchronize()
+                    if not self._closed:
+                        then(task)
+                except Exception as error:  # noqa: BLE001 - it must reach the user's thread
+                    self._fail(error)
+                    return
 
 
-def streams_for(device: torch.device) -> Streams:
-    """The streams for gradients on ``device``."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+def streams_for(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:
+    """The streams for gradients on ``device``; ``fail`` is told if the device has an error."""
+    return CudaStreams(device, fail) if device.type == "cuda" else Streams()

@@ -78,6 +78,16 @@ class GuardedState(defaultdict[Any, Any]):
     def __copy__(self) -> Any:
         return self.plain()
 
+    def copy(self) -> Any:
+        """The same entries in an ordinary dictionary."""
+        return self.plain()
+
+    def __or__(self, other: Any) -> Any:
+        return self.plain() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.plain()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain(), memo)
 

@@ -66,6 +66,8 @@ class WarmUp:
                 self._reduce(self.packer.pack(chunk))
                 self.packer.receive(chunk)
                 self.packer.let_go(chunk)
+        # Gradients of another stream are let go of next, and must have been read by then.
+        self._synchronize()
         return plan
 
     def _choose_sizes(self) -> None:
@@ -89,6 +91,7 @@ class WarmUp:
     def _timed(self, nbytes: int) -> float:
         buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
         self._reduce(buffers[0][:1])
+        self._synchronize()
         began = perf_counter()
         works: deque[Any] = deque()
         for index in range(_COUNT):
@@ -98,9 +101,12 @@ class WarmUp:
             works.append(self._group.backend.allreduce([buffer]))
         while works:
             self._group.wait(works.popleft(), task=_TASK)
+        self._synchronize()
+        return perf_counter() - began
+
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return perf_counter() - began
 
     def _sum(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device)

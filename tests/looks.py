@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,32 @@ def saved(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def flushed(value: Any) -> Any:
+    """The same, once everything outstanding has been applied."""
+    bytesched.flush()
+    return value
+
+
+def copied(value: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.tensor(value)
+
+
+def nested(tensors: list[Any]) -> Any:
+    return torch.nested.nested_tensor(tensors).to_padded_tensor(0.0)
+
+
+def scripted_sum() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(total)
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.sum()
 
 
 def without_grad(look: Callable[[Any], Any]) -> Look:
@@ -77,8 +104,6 @@ WEIGHT_READS: dict[str, Look] = {
     "converted": lambda model, _: weight(model).double(),
     "average": lambda model, _: torch.lerp(torch.zeros(16, 8), weight(model).detach(), 0.5),
     "compiled": lambda model, _: torch.compile(torch.norm, backend="eager")(weight(model)),
-    "vmap": lambda model, _: torch.vmap(torch.sum)(weight(model)),
-    "func_grad": lambda model, _: torch.func.grad(torch.norm)(weight(model)),
     "functional": lambda model, _: nn.functional.linear(torch.ones(1, 8), weight(model)),
 }
 CHECKPOINTS: dict[str, Look] = {
@@ -107,6 +132,14 @@ EDITS: dict[str, Look] = {
     "replace_data": written(lambda p: setattr(p, "data", torch.ones(16, 8))),
     "init": written(nn.init.ones_),
     "row": written(lambda p: p.__setitem__(0, 0.0)),
+}
+#: C++ takes these without asking the tensor's class, so they need a flush before.
+AFTER_A_FLUSH: dict[str, Look] = {
+    "tensor": lambda model, _: copied(flushed(weight(model))),
+    "nested": lambda model, _: nested([flushed(weight(model))] * 2),
+    "scripted": lambda model, _: scripted_sum()(flushed(weight(model))),
+    "vmap": lambda model, _: torch.vmap(torch.sum)(flushed(weight(model))),
+    "func_grad": lambda model, _: torch.func.grad(torch.norm)(flushed(weight(model))),
 }
 #: After step(): says nothing about values, so it must come back at once.
 METADATA: dict[str, Look] = {
@@ -157,6 +190,7 @@ LOOKS: dict[str, dict[str, Look]] = {
     "checkpoints": CHECKPOINTS,
     "evaluations": EVALUATIONS,
     "edits": EDITS,
+    "after_a_flush": AFTER_A_FLUSH,
     "metadata": METADATA,
     "gradient_reads": GRADIENT_READS,
     "clippings": CLIPPINGS,

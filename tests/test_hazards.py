@@ -87,6 +87,11 @@ def test_parameter_read_after_step(two_ranks: Ranks, name: str, reader: int) -> 
     look(two_ranks, "weight_reads", name, reader, waits=True)
 
 
+@pytest.mark.parametrize("name", looks.AFTER_A_FLUSH)
+def test_unseen_constructor_needs_a_flush(two_ranks: Ranks, name: str) -> None:
+    look(two_ranks, "after_a_flush", name, 0, waits=True)
+
+
 @READERS
 @pytest.mark.parametrize("name", looks.CHECKPOINTS)
 def test_checkpoint(two_ranks: Ranks, name: str, reader: int) -> None:

@@ -1,0 +1,197 @@
+"""Sessions over streams that only write down what they are told, run on the ranks of a test."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import STEPS, adamw, mlp
+
+from bytesched.config import Config
+from bytesched.plugins import ddp
+from bytesched.plugins.session import Session
+from bytesched.plugins.streams import Streams
+from bytesched.task import CommTask
+
+#: What happened, and to whom: a chunk, the updated parameters, or nobody in particular.
+Event = tuple[str, Any]
+# A chunk is computed so much later than its backward is queued: step() finds it outstanding.
+DELAY_S = 0.002
+
+
+class RecordingStreams(Streams):
+    """As late as a device would be: what was queued is computed after a while, on a thread."""
+
+    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
+        self.log: list[Event] = []
+        self.session: Session | None = None
+        self._fail = fail
+        self._queued: SimpleQueue[tuple[CommTask, Callable[[CommTask], None]] | None] = (
+            SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="bytesched-late", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        self.log.append(("begin", None))
+
+    def gradient(self) -> None:
+        self.log.append(("gradient", None))
+
+    def backward_done(self, task: CommTask, then: Callable[[CommTask], None]) -> None:
+        self.log.append(("backward_done", task.index))
+        self._queued.put((task, then))
+
+    @contextlib.contextmanager
+    def communication(self, task: CommTask) -> Iterator[None]:
+        self.log.append(("communication", task.index))
+        yield
+
+    @contextlib.contextmanager
+    def completion(self, task: CommTask) -> Iterator[None]:
+        yield
+        self.log.append(("complete", task.index))
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        self.log.append(("updating", None))
+        before = self._versions()
+        yield
+        after = self._versions()
+        self.log.append(("updated", [name for name in after if before[name] != after[name]]))
+
+    def read(self) -> None:
+        self.log.append(("read", None))
+
+    def stepped(self) -> None:
+        self.log.append(("stepped", None))
+
+    def lend(self, values: Any) -> None:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self.log.append(("lend", len(tensors)))
+
+    def close(self) -> None:
+        self.log.append(("close", None))
+        self._queued.put(None)
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while (queued := self._queued.get()) is not None:
+            time.sleep(DELAY_S)
+            task, then = queued
+            self.log.append(("computed", task.index))
+            then(task)
+
+    def _versions(self) -> dict[str, int]:
+        assert self.session is not None
+        assert self.session.plan is not None
+        return {slot.name: slot.alias._version for slot in self.session.plan.slots}
+
+
+class FailingStreams(RecordingStreams):
+    """A device that breaks in the middle of a round."""
+
+    def _run(self) -> None:
+        for _ in range(20):
+            if (queued := self._queued.get()) is not None:
+                task, then = queued
+                self.log.append(("computed", task.index))
+                then(task)
+        self._fail(RuntimeError("the device has failed"))
+
+
+@contextlib.contextmanager
+def attached(
+    optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
+) -> Iterator[Session]:
+    """`wrap` without its shortcuts: a world of one is scheduled, too."""
+    config = Config.load(**fields)
+    session = ddp.attach(optimizer, model, config)
+    session.add_optimizer(optimizer, cross=not ddp.why_whole(optimizer, model, config))
+    try:
+        yield session
+        session.flush()
+    finally:
+        session.close()
+
+
+@contextlib.contextmanager
+def attached_over(
+    streams: type[Streams], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> Iterator[tuple[Session, Any]]:
+    """A session over `streams`, in small chunks, and those streams."""
+
+    def made(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:
+        return streams(device, fail) if issubclass(streams, RecordingStreams) else streams()
+
+    with (
+        mock.patch("bytesched.plugins.session.streams_for", made),
+        attached(optimizer, model, partition_bytes=256, credit_bytes=512) as session,
+    ):
+        if isinstance(session._streams, RecordingStreams):
+            session._streams.session = session
+        yield session, session._streams
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def model_and_optimizer(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = mlp()
+    return model, adamw(model, **arguments)
+
+
+def recorded(**arguments: Any) -> tuple[list[Event], dict[str, list[int]], int]:
+    """The log of one run, the chunks of each parameter, and how many steps crossed the barrier.
+
+    `arguments` are the optimizer's.
+    """
+    model, optimizer = model_and_optimizer(**arguments)
+    with attached_over(RecordingStreams, optimizer, model) as (session, streams):
+        train(model, optimizer)
+        session.flush()
+        assert session.plan is not None
+        chunks = {slot.name: [c.index for c in slot.chunks] for slot in session.plan.slots}
+        crossed = int(session.stats()["barrier_crossed_steps"])
+    return streams.log, chunks, crossed
+
+
+def recorded_with_tensor_lr() -> list[Event]:
+    return recorded(lr=torch.tensor(0.01))[0]
+
+
+def weights_over(streams: type[Streams]) -> list[torch.Tensor]:
+    model, optimizer = model_and_optimizer()
+    with attached_over(streams, optimizer, model):
+        train(model, optimizer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def late_and_immediate_weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return weights_over(RecordingStreams), weights_over(Streams)
+
+
+def broken_device() -> tuple[str, list[str]]:
+    """What training raises when the device fails, and our threads that are left then."""
+    model, optimizer = model_and_optimizer()
+    try:
+        with attached_over(FailingStreams, optimizer, model):
+            train(model, optimizer)
+    except RuntimeError as error:
+        left = [t.name for t in threading.enumerate() if t.name.startswith("bytesched")]
+        return str(error), left
+    return "", []
