@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,49 +16,62 @@ _SMALLEST_BYTES = 128 * 1024
 _LARGEST_BYTES = 32 * 2**20
 #: so much less than the best throughput is still called full
 _FULL = 0.93
-#: the partition over the smallest one that fills the link: its overhead is also CPU time, which
-#: the model needs
+#: the partition over the smallest one that fills the link
 _MARGIN = 1.5
+
+
+#: of the CPU time that a chunk costs, the process sees about half; the rest is the kernel's
+_UNSEEN = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How fast all-reduces of ``nbytes`` are, ``PROBE_WINDOW`` of them at a time."""
+    """All-reduces of ``nbytes``, ``PROBE_WINDOW`` of them at a time."""
 
     nbytes: int
     bytes_per_s: float
+    #: CPU time of this process for each
+    cpu_s: float = 0.0
 
 
-def probe_sizes(measure: Callable[[int], float]) -> list[Probe]:
-    """Probes of doubling sizes, until twice the size no longer is faster.
-
-    ``measure(nbytes)`` returns bytes per second.
-    """
-    probes = [Probe(_SMALLEST_BYTES, measure(_SMALLEST_BYTES))]
+def probe_sizes(measure: Callable[[int], Probe]) -> list[Probe]:
+    """Probes of doubling sizes, until twice the size no longer is faster."""
+    probes = [measure(_SMALLEST_BYTES)]
     while probes[-1].nbytes < _LARGEST_BYTES:
-        nbytes = 2 * probes[-1].nbytes
-        probes.append(Probe(nbytes, measure(nbytes)))
-        if len(probes) > 2 and probes[-3].bytes_per_s >= _FULL * max(
-            probe.bytes_per_s for probe in probes
-        ):
+        probes.append(measure(2 * probes[-1].nbytes))
+        best = max(probe.bytes_per_s for probe in probes)
+        if len(probes) > 2 and probes[-3].bytes_per_s >= _FULL * best:
             break
     return probes
 
 
 def chosen_sizes(
-    probes: list[Probe], *, partition_bytes: int = 0, credit_bytes: int = 0
+    probes: list[Probe],
+    *,
+    model_bytes: int,
+    cpu_load: float,
+    partition_bytes: int = 0,
+    credit_bytes: int = 0,
 ) -> tuple[int, int]:
     """``(partition_bytes, credit_bytes)``; what is given stays, what is 0 is chosen.
 
-    The bound ``T* + θN + (c + δ)/B`` (see bound.py) wants chunks as small as the overhead allows,
-    and no more in flight than keeps the link full. With two chunks in flight the overhead of one
-    hides behind the other, so it costs nothing down to the size at which it no longer does: the
-    smallest partition that still fills the link.
+    The bound ``T* + θN + (c + δ)/B`` (see bound.py) wants chunks as small as the overhead θ
+    allows, and no more in flight than keeps the link full. With two chunks in flight the link's
+    own overhead hides, down to the smallest partition that still fills it. What does not hide is
+    the CPU time of a chunk, as far as the model computes on the same cores: there the bound is
+    least at ``sqrt(θBS/(k + 1))``, with a window of k chunks.
+
+    Args:
+        probes: what the link does.
+        model_bytes: all gradients together, S.
+        cpu_load: CPU time of a training step over its time, without communication.
     """
     if not partition_bytes:
-        best = max(probe.bytes_per_s for probe in probes)
-        fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * best)
-        partition_bytes = int(_MARGIN * fills)
+        fastest = max(probe.bytes_per_s for probe in probes)
+        fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
+        overhead_s = _UNSEEN * probes[0].cpu_s * min(cpu_load, 1.0)
+        least = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
+        partition_bytes = int(min(max(_MARGIN * fills, least), _LARGEST_BYTES))
         if credit_bytes:
             partition_bytes = min(partition_bytes, credit_bytes)
     if not credit_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns
 from typing import TYPE_CHECKING
 
 from bytesched.observe import Observers
@@ -28,6 +28,7 @@ class Meter:
         self._plan: Plan | None = None
         self._partition_bytes = self._credit_bytes = 0
         self._forward_ns = self._backward_ns = self._step_ns = 0
+        self._forward_cpu_ns = 0
         self._wait_ns: Counter[str] = Counter()
         self._update_ns = 0
         self._crossed_steps = 0
@@ -48,6 +49,13 @@ class Meter:
     def forward_begins(self) -> None:
         """The model is called."""
         self._forward_ns = perf_counter_ns()
+        if self._plan is None:
+            self._forward_cpu_ns = process_time_ns()
+
+    def cpu_load(self) -> float:
+        """CPU time over time since the model was called; 1 is one core. In the warm-up."""
+        elapsed_ns = perf_counter_ns() - self._forward_ns
+        return (process_time_ns() - self._forward_cpu_ns) / max(elapsed_ns, 1)
 
     def forward_ends(self) -> None:
         """Its call is over; backward is next."""

@@ -153,7 +153,7 @@ class Session:
 
     def _warm_up(self) -> None:
         self._first_use.close()
-        warm = WarmUp(self._data, self._config, self._rounds.slots)
+        warm = WarmUp(self._data, self._config, self._rounds.slots, cpu_load=self._meter.cpu_load())
         plan = warm.reduce(self._first_use.order(), find_unused=self._rounds.find_unused)
         if self._rounds.find_unused is None:
             self._rounds.find_unused = warm.unused

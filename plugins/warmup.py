@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -29,8 +29,11 @@ class WarmUp:
     Everything here happens in the user's thread, in the same order on all ranks.
     """
 
-    def __init__(self, group: Group, config: Config, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, group: Group, config: Config, slots: Sequence[Slot], *, cpu_load: float
+    ) -> None:
         self._group = group
+        self._cpu_load = cpu_load
         self._config = config
         self._slots = slots
         self._device = slots[0].parameter.device
@@ -74,19 +77,23 @@ class WarmUp:
         if self.partition_bytes and self.credit_bytes:
             return
         if not self.partition_bytes:
-            self.probes = probe_sizes(self._throughput)
+            self.probes = probe_sizes(self._probe)
         sizes = chosen_sizes(
             self.probes,
+            model_bytes=sum(s.parameter.numel() * s.parameter.element_size() for s in self._slots),
+            cpu_load=self._cpu_load,
             partition_bytes=self.partition_bytes,
             credit_bytes=self.credit_bytes,
         )
         self.partition_bytes, self.credit_bytes = self._from_leader(list(sizes))
 
-    def _throughput(self, nbytes: int) -> float:
-        """Bytes per second of all-reduces of ``nbytes``, the same answer on every rank."""
+    def _probe(self, nbytes: int) -> Probe:
+        """All-reduces of ``nbytes``, with the same answer on every rank."""
+        cpu_s = process_time()
         best_s = min(self._timed(nbytes) for _ in range(_TRIES))
-        (bytes_per_s,) = self._from_leader([int(_COUNT * nbytes / best_s)])
-        return float(bytes_per_s)
+        cpu_s = (process_time() - cpu_s) / (_TRIES * _COUNT)
+        bytes_per_s, cpu_ns = self._from_leader([int(_COUNT * nbytes / best_s), int(1e9 * cpu_s)])
+        return Probe(nbytes, float(bytes_per_s), cpu_ns / 1e9)
 
     def _timed(self, nbytes: int) -> float:
         buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]

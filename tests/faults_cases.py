@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 
 # A stopped peer is noticed after that.
-TIMEOUT_S = 3.0
+TIMEOUT_S = 4.0
 # Where nothing is stopped: beyond the hard limit of a scenario, so that no wait can help itself.
 NO_TIMEOUT_S = 300.0
 STEPS = 6

@@ -120,6 +120,29 @@ def ends_early(who: int, timeout_s: float) -> None:
     tell(fault_at=time.monotonic())
 
 
+def skips_a_batch(who: int, timeout_s: float) -> None:
+    """Rank `who` throws one loss away, so that it is one round short from then on."""
+
+    class Skipped(Exception):
+        pass
+
+    def at(moment: str) -> None:
+        if moment == "before_backward" and dist.get_rank() == who:
+            raise Skipped
+
+    script = Script(at)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+
+    def train() -> None:
+        for script.step in range(STEPS):
+            with contextlib.suppress(Skipped):
+                script.one_step()
+        tell(fault_at=time.monotonic())
+        bytesched.flush()
+
+    told(train)
+
+
 def corrupts_the_state(who: int, timeout_s: float) -> None:
     """On rank `who` the momentum of a parameter gets a wrong shape while a step is outstanding."""
     script = Script()

@@ -274,6 +274,18 @@ def closure(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def closure_that_only_looks(job: Job) -> None:
+    """Backward comes first; the closure says what the loss is, before the update."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
 def lbfgs(job: Job) -> None:
     model = job.ddp(mlp())
     optimizer = job.wrap(optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model)

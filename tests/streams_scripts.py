@@ -12,13 +12,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_cuda import CUDA, Clock, after, fake_cuda
 from torch import nn
 from training import STEPS, adamw, mlp
 
 from bytesched.config import Config
 from bytesched.plugins import ddp
 from bytesched.plugins.session import Session
-from bytesched.plugins.streams import Streams
+from bytesched.plugins.streams import CudaStreams, Streams
 from bytesched.task import CommTask
 
 #: What happened, and to whom: a chunk, the updated parameters, or nobody in particular.
@@ -63,10 +64,11 @@ class RecordingStreams(Streams):
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
         self.log.append(("updating", None))
-        before = self._versions()
+        assert self.session is not None
+        before = versions(self.session)
         yield
-        after = self._versions()
-        self.log.append(("updated", [name for name in after if before[name] != after[name]]))
+        changed = versions(self.session).items() - before.items()
+        self.log.append(("updated", [name for name, _ in changed]))
 
     def read(self) -> None:
         self.log.append(("read", None))
@@ -90,10 +92,11 @@ class RecordingStreams(Streams):
             self.log.append(("computed", task.index))
             then(task)
 
-    def _versions(self) -> dict[str, int]:
-        assert self.session is not None
-        assert self.session.plan is not None
-        return {slot.name: slot.alias._version for slot in self.session.plan.slots}
+
+def versions(session: Session) -> dict[str, int]:
+    """How often each parameter has been written, without a look that would wait."""
+    assert session.plan is not None
+    return {slot.name: slot.alias._version for slot in session.plan.slots}
 
 
 class FailingStreams(RecordingStreams):
@@ -106,6 +109,51 @@ class FailingStreams(RecordingStreams):
                 self.log.append(("computed", task.index))
                 then(task)
         self._fail(RuntimeError("the device has failed"))
+
+
+class PlacedStreams(CudaStreams):
+    """The streams of a GPU over a fake one, with the place of every send and every update."""
+
+    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
+        super().__init__(torch.device("cuda", 0), fail)
+        self.session: Session | None = None
+        #: parameter -> the place of its last update
+        self.updated: dict[str, Clock] = {}
+        #: parameter -> the last place where the model used it, and where its gradient was made
+        self.used: dict[str, Clock] = {}
+        self.made: dict[str, Clock] = {}
+        self.wrong: list[str] = []
+        self.checks = 0
+
+    @contextlib.contextmanager
+    def communication(self, task: CommTask) -> Iterator[None]:
+        assert self.session is not None
+        assert self.session.plan is not None
+        with super().communication(task):
+            yield
+            place = CUDA.current().queue()
+        for piece in self.session.plan.pieces[task.index]:
+            self.expect(place, self.made.get(piece.slot.name), f"{task.name} sent too early")
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        assert self.session is not None
+        before = versions(self.session)
+        with super().update():
+            yield
+            place = CUDA.current().queue()
+        for name, _ in versions(self.session).items() - before.items():
+            self.expect(place, self.used.get(name), f"{name} updated too early")
+            self.updated[name] = place
+
+    def use(self, name: str) -> None:
+        self.used[name] = place = CUDA.current().queue()
+        self.expect(place, self.updated.get(name), f"{name} used too early")
+
+    def expect(self, place: Clock, other: Clock | None, wrong: str) -> None:
+        self.checks += other is not None
+        if other is not None and not after(place, other):
+            self.wrong.append(wrong)
 
 
 @contextlib.contextmanager
@@ -130,13 +178,13 @@ def attached_over(
     """A session over `streams`, in small chunks, and those streams."""
 
     def made(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:
-        return streams(device, fail) if issubclass(streams, RecordingStreams) else streams()
+        return streams() if streams is Streams else streams(device, fail)  # type: ignore[call-arg]
 
     with (
         mock.patch("bytesched.plugins.session.streams_for", made),
         attached(optimizer, model, partition_bytes=256, credit_bytes=512) as session,
     ):
-        if isinstance(session._streams, RecordingStreams):
+        if isinstance(session._streams, (RecordingStreams, PlacedStreams)):
             session._streams.session = session
         yield session, session._streams
 
@@ -183,6 +231,23 @@ def weights_over(streams: type[Streams]) -> list[torch.Tensor]:
 
 def late_and_immediate_weights() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return weights_over(RecordingStreams), weights_over(Streams)
+
+
+def over_a_fake_gpu() -> tuple[list[str], int, int]:
+    """What came too early, how often that was checked, and how many steps crossed the barrier."""
+    with fake_cuda() as device:
+        model, optimizer = model_and_optimizer()
+        with attached_over(PlacedStreams, optimizer, model) as (session, streams):
+            for prefix, module in model.named_modules():
+                for name, parameter in module.named_parameters(prefix, recurse=False):
+                    module.register_forward_hook(lambda *_, name=name: streams.use(name))
+                    parameter.register_hook(
+                        lambda _, name=name: streams.made.update({name: device.current().queue()})
+                    )
+            train(model, optimizer)
+            session.flush()
+            crossed = int(session.stats()["barrier_crossed_steps"])
+    return streams.wrong, streams.checks, crossed
 
 
 def broken_device() -> tuple[str, list[str]]:

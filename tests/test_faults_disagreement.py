@@ -112,7 +112,10 @@ def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
     assert "module.middle.weight" in other.told["message"]
 
 
-@each(*on_each_rank("ends-early", cases.ends_early, NO_TIMEOUT_S))
+@each(
+    *on_each_rank("ends-early", cases.ends_early, NO_TIMEOUT_S),
+    *on_each_rank("skips-a-batch", cases.skips_a_batch, NO_TIMEOUT_S),
+)
 def test_one_rank_has_fewer_batches(scenario: Scenario, runs: Runs) -> None:
     early, other = culprit_and_other(scenario, runs.of(scenario))
     assert early.code == 0

@@ -65,6 +65,7 @@ def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> N
     optimizers.step_skipped,
     optimizers.step_without_backward,
     optimizers.closure,
+    optimizers.closure_that_only_looks,
     optimizers.sharpness_aware,
     optimizers.global_step_hooks,
 )

@@ -1,0 +1,343 @@
+"""Training on a CUDA device, for the ranks of a test; several ranks may share one device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import training
+from streams_scripts import attached
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from training import STEPS, Job, adamw, compare, mlp, sgd, train
+
+from bytesched.errors import PluginError
+from bytesched.plugins.streams import CudaStreams
+from bytesched.task import CommTask
+
+DEVICE = torch.device("cuda", 0)
+# Long enough on the device that the host is far ahead of it.
+WIDE = 2048
+
+
+class CudaJob(Job):
+    """A `Job` whose models and batches are on the device."""
+
+    def ddp(self, module: nn.Module, **arguments: Any) -> Any:
+        return super().ddp(module.to(DEVICE), **arguments)
+
+    def inputs(self, step: int, *shape: int) -> Tensor:
+        return super().inputs(step, *shape).to(DEVICE)
+
+
+def compare_on_cuda(
+    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+) -> tuple[list[str], dict[str, int | float | str]]:
+    """`training.compare` with everything on the device."""
+    # Otherwise products on several streams may round differently from run to run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    with mock.patch.object(training, "Job", CudaJob):
+        return compare(script, args, options)
+
+
+def wide(layers: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(layers)))
+
+
+# -- scripts for `compare` -------------------------------------------------------------
+
+
+def clip_as_torch_chooses(job: Job) -> None:
+    """Without `foreach`, torch chooses the kernel by the type of the gradients."""
+    model = job.ddp(wide(2))
+    optimizer = job.wrap(adamw(model), model)
+
+    def clip(_: int) -> None:
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+
+    train(job, model, optimizer, before_step=clip, inputs=lambda k: job.inputs(k, 8, WIDE))
+    job.record_state(model, optimizer)
+
+
+def half_precision(job: Job, fused: bool) -> None:
+    """fp16 autocast under `GradScaler`, with an overflow on one rank that all must notice."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model, fused=fused), model)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(job.inputs(step)).square().mean()
+        if step == 3 and job.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            job.record("norm", clip_grad_norm_(model.parameters(), 0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        job.record("scale", scaler.get_scale())
+    job.record_state(model, optimizer)
+
+
+def lr_on_the_device(job: Job) -> None:
+    """The snapshot of a tensor lr lives in device memory, and so may be given away too early."""
+    model = job.ddp(wide(4))
+    optimizer = job.wrap(adamw(model, lr=torch.tensor(0.01, device=DEVICE), fused=True), model)
+    litter: list[Tensor] = []
+
+    def decay(step: int) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        litter[:] = [torch.full((), float("nan"), device=DEVICE) for _ in range(64)]
+
+    train(job, model, optimizer, after_step=decay, inputs=lambda k: job.inputs(k, 8, WIDE))
+    job.record_state(model, optimizer)
+
+
+class Litter(Function):
+    """Fills device memory that is free while backward runs: what is still read there is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        torch.full((WIDE, WIDE), float("nan"), device=DEVICE)
+        torch.full((WIDE,), float("nan"), device=DEVICE)
+        return grad.clone()
+
+
+class LitteringBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Litter.apply(self.linear(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def littered_memory(job: Job) -> None:
+    """The caching allocator hands every freed block out at once, to be overwritten."""
+    model = job.ddp(nn.Sequential(*(LitteringBlock() for _ in range(6))))
+    optimizer = job.wrap(sgd(model, lr=1e-3), model, partition_bytes=1 << 20, credit_bytes=2 << 20)
+
+    def litter(_: int) -> None:
+        for _ in range(8):
+            torch.full((WIDE, WIDE), float("nan"), device=DEVICE)
+
+    train(
+        job,
+        model,
+        optimizer,
+        before_step=litter,
+        after_step=litter,
+        inputs=lambda k: job.inputs(k, 8, WIDE),
+    )
+    job.record_state(model, optimizer)
+
+
+class TwoBranches(nn.Module):
+    """One branch runs, forward and backward, on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.last = nn.Linear(WIDE, 8)
+        self.side: torch.cuda.Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.side is None:
+            self.side = torch.cuda.Stream(DEVICE)
+        main = torch.cuda.current_stream(DEVICE)
+        self.side.wait_stream(main)
+        left = self.left(x)
+        with torch.cuda.stream(self.side):
+            right = self.right(x)
+        main.wait_stream(self.side)
+        right.record_stream(main)
+        x.record_stream(self.side)
+        return self.last(left + right)  # type: ignore[no-any-return]
+
+
+def side_stream(job: Job) -> None:
+    model = job.ddp(TwoBranches())
+    optimizer = job.wrap(adamw(model), model, partition_bytes=1 << 22, credit_bytes=1 << 23)
+    train(job, model, optimizer, inputs=lambda k: job.inputs(k, 64, WIDE))
+    job.record_state(model, optimizer)
+
+
+def average_on_a_side_stream(job: Job) -> None:
+    """Right after `step()`, weights are read on another stream that waited for this one."""
+    model = job.ddp(wide(3))
+    optimizer = job.wrap(sgd(model, lr=1e-3), model)
+    averages = [p.detach().clone() for p in model.parameters()]
+    side = torch.cuda.Stream(DEVICE)
+
+    def average(_: int) -> None:
+        main = torch.cuda.current_stream(DEVICE)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for mean, p in zip(averages, model.parameters(), strict=True):
+                mean.lerp_(p.detach(), 0.1)
+        main.wait_stream(side)
+
+    train(job, model, optimizer, after_step=average, inputs=lambda k: job.inputs(k, 8, WIDE))
+    job.record("averages", averages)
+    job.record_state(model, optimizer)
+
+
+def crossing(job: Job) -> None:
+    model = job.ddp(wide())
+    optimizer = job.wrap(sgd(model, lr=1e-3), model, partition_bytes=1 << 20, credit_bytes=2 << 20)
+    train(job, model, optimizer, steps=2 * STEPS, inputs=lambda k: job.inputs(k, 8, WIDE))
+    job.record_state(model, optimizer)
+
+
+# -- cases for one rank ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nccl() -> Iterator[dist.ProcessGroup]:
+    """A group over NCCL beside the default one."""
+    torch.cuda.set_device(DEVICE)
+    group = dist.new_group(backend="nccl")
+    assert group is not None
+    try:
+        yield group
+    finally:
+        torch.cuda.synchronize(DEVICE)
+        dist.destroy_process_group(group)
+
+
+def wide_steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Iterator[int]:
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        yield step
+
+
+def run_over_nccl(*, wrapped: bool, fused: bool) -> tuple[list[Tensor], dict[str, Any]]:
+    torch.manual_seed(7)
+    with nccl() as group:
+        model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
+        optimizer = adamw(model, lr=1e-4, fused=fused)
+        x = torch.randn(4096, WIDE, device=DEVICE)
+        stats: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            if wrapped:
+                session = stack.enter_context(attached(optimizer, model))
+            for _ in wide_steps(model, optimizer, x):
+                pass
+            if wrapped:
+                stats = session.stats()
+        return [p.detach().cpu() for p in model.parameters()], stats
+
+
+def over_nccl(fused: bool) -> tuple[bool, dict[str, Any]]:
+    """Whether a wrapped run over NCCL has the bits of a plain one, and its figures."""
+    plain, _ = run_over_nccl(wrapped=False, fused=fused)
+    got, stats = run_over_nccl(wrapped=True, fused=fused)
+    return all(map(torch.equal, plain, got)), stats
+
+
+def synchronizing_calls() -> list[str]:
+    """Where the host waits for the device in a step over NCCL, after the warm-up."""
+    found: list[str] = []
+    with nccl() as group:
+        model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
+        optimizer = adamw(model, lr=1e-4)
+        x = torch.randn(4096, WIDE, device=DEVICE)
+        with attached(optimizer, model):
+            try:
+                for step in wide_steps(model, optimizer, x):
+                    if step == 2:
+                        torch.cuda.set_sync_debug_mode("error")
+            except RuntimeError as error:
+                found.append(str(error))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
+class LoggedStreams(CudaStreams):
+    """Streams that write down which chunk is sent when."""
+
+    def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
+        super().__init__(device, fail)
+        self.sent: list[int] = []
+
+    def communication(self, task: CommTask) -> contextlib.AbstractContextManager[None]:
+        self.sent.append(task.index)
+        return super().communication(task)
+
+
+def first_sent() -> tuple[list[int], int]:
+    """The chunk sent first in each round, and how many there are.
+
+    Backward takes long on the device, and nearly nothing on the host.
+    """
+    with nccl() as group, mock.patch("bytesched.plugins.session.streams_for", LoggedStreams):
+        model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
+        optimizer = sgd(model, lr=1e-4)
+        x = torch.randn(16384, WIDE, device=DEVICE)
+        with attached(optimizer, model, partition_bytes=4 << 20, credit_bytes=4 << 20) as session:
+            for _ in wide_steps(model, optimizer, x):
+                torch.cuda.synchronize(DEVICE)
+            session.flush()
+            assert session.plan is not None
+            chunks = len(session.plan.chunks)
+            assert isinstance(session._streams, LoggedStreams)
+            sent = session._streams.sent
+    return sent[::chunks], chunks
+
+
+def captured_graph() -> str:
+    """What is said when a training step is captured into a CUDA graph."""
+    with nccl() as group:
+        model = DistributedDataParallel(wide(1).to(DEVICE), process_group=group)
+        optimizer = sgd(model, lr=1e-4)
+        x = torch.randn(8, WIDE, device=DEVICE)
+        with attached(optimizer, model) as session:
+            for _ in wide_steps(model, optimizer, x):
+                pass
+            session.flush()
+            # Not "global": NCCL's own thread asks for events all the time.
+            graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+            try:
+                with graph:
+                    model(x)
+            except PluginError as error:
+                return str(error)
+    return ""
+
+
+# -- figures ---------------------------------------------------------------------------
+
+
+def iteration_ms(wrapped: bool) -> float:
+    """The median time of a step of six wide layers over Gloo."""
+    job = CudaJob(wrapped=wrapped, partition_bytes=0, credit_bytes=0)
+    model = job.ddp(wide())
+    optimizer = job.wrap(sgd(model, lr=1e-4), model)
+    x = job.inputs(0, 8192, WIDE)
+    times = []
+    began = time.perf_counter()
+    for _ in wide_steps(model, optimizer, x):
+        torch.cuda.current_stream(DEVICE).synchronize()
+        times.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    job.close()
+    return 1e3 * median(times[4:])

@@ -1,0 +1,90 @@
+"""Sizes from a link: what is given stays, what is missing follows the link and the load."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytesched.sizes import Probe, chosen_sizes, probe_sizes
+
+MIB = 2**20
+
+
+def link(bytes_per_s: float, overhead_s: float, cpu_s: float = 3e-4) -> list[Probe]:
+    """Probes of a link on which two chunks in flight hide each other's overhead."""
+
+    def measure(nbytes: int) -> Probe:
+        each_s = max(nbytes / bytes_per_s, (overhead_s + nbytes / bytes_per_s) / 2)
+        return Probe(nbytes, nbytes / each_s, cpu_s)
+
+    return probe_sizes(measure)
+
+
+def test_the_smallest_partition_that_fills_the_link() -> None:
+    """At 1 Gbit with 1 ms of overhead, 128 KiB are full already; more would only delay."""
+    partition_bytes, credit_bytes = chosen_sizes(
+        link(118e6, 1e-3), model_bytes=40 * MIB, cpu_load=0.0
+    )
+    assert 128 * 1024 <= partition_bytes <= 256 * 1024
+    assert credit_bytes == 2 * partition_bytes
+
+
+def test_a_fast_link_needs_larger_partitions() -> None:
+    slow, fast = (
+        chosen_sizes(link(rate, 1e-3), model_bytes=40 * MIB, cpu_load=0.0)[0]
+        for rate in (118e6, 1180e6)
+    )
+    assert fast >= 4 * slow
+
+
+def test_a_model_on_the_same_cores_needs_larger_partitions() -> None:
+    """Small chunks made a model that computes on the CPU slower than plain DDP."""
+    idle, busy = (
+        chosen_sizes(link(118e6, 1e-3), model_bytes=40 * MIB, cpu_load=load)[0]
+        for load in (0.05, 1.0)
+    )
+    assert idle < 512 * 1024 <= busy
+
+
+def test_probing_ends_where_larger_is_not_faster() -> None:
+    assert link(118e6, 1e-3)[-1].nbytes <= MIB
+
+
+@given(
+    given_partition=st.sampled_from([0, 4096, MIB]),
+    given_credit=st.sampled_from([0, 8192, 2 * MIB]),
+    rate=st.floats(1e5, 1e11),
+    overhead_s=st.floats(1e-6, 1e-1),
+    cpu_load=st.floats(0, 16),
+    model_bytes=st.integers(1, 2**36),
+)
+def test_what_is_given_stays_and_the_rest_is_usable(
+    given_partition: int,
+    given_credit: int,
+    rate: float,
+    overhead_s: float,
+    cpu_load: float,
+    model_bytes: int,
+) -> None:
+    partition_bytes, credit_bytes = chosen_sizes(
+        link(rate, overhead_s),
+        model_bytes=model_bytes,
+        cpu_load=cpu_load,
+        partition_bytes=given_partition,
+        credit_bytes=given_credit,
+    )
+    assert given_partition in (0, partition_bytes)
+    assert given_credit in (0, credit_bytes)
+    assert 1 <= partition_bytes <= 32 * MIB
+    if not (given_partition and given_credit):
+        assert partition_bytes <= credit_bytes
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_probe_is_enough(count: int) -> None:
+    probes = [Probe(MIB, 1e8)] * count
+    assert chosen_sizes(probes, model_bytes=1, cpu_load=1.0) == (
+        int(1.5 * MIB),
+        2 * int(1.5 * MIB),
+    )
