@@ -53,8 +53,6 @@ def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
 
     show(config.log_level, dist.get_rank())
     why = "enabled is off" if not config.enabled else ""
-    if not why and dist.get_world_size() == 1:
-        why = "the world has one rank"
     why = why or ddp.why_plain(model)
     if why:
         log.info("left as it was: %s", why)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import (
@@ -115,7 +116,7 @@ class Group:
             return
         self._aborted = True
         if self.backend.name() != "gloo":
-            self.backend.abort()
+            _stop(self.backend, "abort")
             return
         # Gloo has no call for it, but a receive that times out closes all its connections.
         never = torch.empty(1)
@@ -126,7 +127,7 @@ class Group:
     def close(self) -> None:
         """Ends the group's own threads and connections; nothing must be under way."""
         if self.backend.name() != "gloo" and not self._aborted:
-            self.backend.shutdown()
+            _stop(self.backend, "shutdown")
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
@@ -143,6 +144,11 @@ class Group:
             kind = PeerLost
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
         return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
+
+
+def _stop(backend: Any, how: str) -> None:
+    """Calls ``abort`` or ``shutdown``; before torch 2.6 both were ``_shutdown``."""
+    getattr(backend, how, getattr(backend, "_shutdown", lambda: None))()
 
 
 def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
@@ -248,7 +254,7 @@ class C10dTransport:
 
     def start(self, task: CommTask, done: Done) -> None:
         try:
-            with self._streams.communication(task):
+            with self._streams.communication(task), record_function("bytesched::send"):
                 work = self._group.backend.allreduce([self._packer.pack(task)])
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
@@ -272,7 +278,7 @@ class C10dTransport:
                     work.wait()
                     self._packer.receive(task)
                 self._packer.let_go(task)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
                     if self._closed

@@ -7,6 +7,7 @@ one would wait for an update that waits for the compiler.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ _POLL_S = 0.001
 _compile_lock: Any = None
 #: true while a thread that compiles waits for an update
 _compiler_waits = False
+#: held by an update that goes on because the compiler waits
+_unlocked = threading.Lock()
 
 
 def exclude_compiler() -> bool:
@@ -42,15 +45,25 @@ def exclude_compiler() -> bool:
 @contextmanager
 def updating() -> Iterator[None]:
     """Inside, no compilation goes on."""
-    held = False
-    if _compile_lock is not None:
-        while not _compiler_waits and not (held := _compile_lock.acquire(timeout=_POLL_S)):
-            pass
+    lock = _acquired()
     try:
         yield
     finally:
-        if held:
-            _compile_lock.release()
+        if lock is not None:
+            lock.release()
+
+
+def _acquired() -> Any:
+    """The lock that keeps the compiler out: its own, or another while it waits for us."""
+    while _compile_lock is not None:
+        if _compile_lock.acquire(timeout=_POLL_S):
+            return _compile_lock
+        if _compiler_waits:
+            _unlocked.acquire()
+            if _compiler_waits:
+                return _unlocked
+            _unlocked.release()
+    return None
 
 
 @contextmanager
@@ -67,7 +80,9 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         _compiler_waits = False
-        torch.compiler._is_compiling_flag = flag
+        with _unlocked:
+            # No update is under way any more, and none begins.
+            torch.compiler._is_compiling_flag = flag
 
 
 def is_compiled(module: nn.Module) -> bool:

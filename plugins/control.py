@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from bytesched.errors import TransportError
 from bytesched.order import OrderLearner
 from bytesched.plugins.c10d import Group
 from bytesched.task import CommTask
@@ -187,7 +186,7 @@ class Follower:
             while self._iterations.acquire() and not self._closed:
                 mode = self._led() if mode == _LEAD else self._replay()
                 self._heard += 1
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
             self._on_error(error)
 
     def _led(self) -> int:

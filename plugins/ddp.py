@@ -36,6 +36,8 @@ _number = itertools.count()
 def why_plain(model: nn.Module) -> str:
     """Why gradients of ``model`` cannot be scheduled at all; empty if they can."""
     ddp = find_ddp(model)
+    if _base(model).size() == 1:
+        return "there is one rank"
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return f"{name or type(module).__name__} has sparse gradients"
@@ -117,18 +119,27 @@ def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 
 def _refuse_part_of_ddp(model: nn.Module) -> None:
-    """Raises PluginError if ``model`` is inside a DDP, or a DDP inside it: it would reduce too."""
-    inside = [name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)]
-    if inside:
+    """Raises PluginError if a DDP reduces parameters of ``model``: both would."""
+    if not _is_reduced_by_ddp(model):
+        return
+    # It may be garbage that nobody has collected yet.
+    gc.collect()
+    if _is_reduced_by_ddp(model):
         raise PluginError(
-            f"the module has a DistributedDataParallel in it ({inside[0]}): wrap that one"
+            "parameters of the module belong to a DistributedDataParallel: wrap that one, neither "
+            "its .module nor what contains it"
         )
-    for owner in gc.get_objects():
+
+
+def _is_reduced_by_ddp(model: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(
+        id(parameter) in mine
         # Not isinstance: it asks proxies of all kinds for their class.
-        if type(owner) is DistributedDataParallel and owner.module is model:
-            raise PluginError(
-                "the module is inside a DistributedDataParallel: wrap that one, not its .module"
-            )
+        for owner in gc.get_objects()
+        if issubclass(type(owner), DistributedDataParallel)
+        for parameter in owner.module.parameters()
+    )
 
 
 def _syncs(ddp: DistributedDataParallel | None) -> bool:

@@ -109,7 +109,10 @@ class PendingParameter(nn.Parameter):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _settle_now(parameter: nn.Parameter) -> None:
-    _settle[id(parameter)]()
+    settle = _settle.get(id(parameter))
+    if settle is not None:
+        settle()
+    # Else another thread has just released it.
     if type(parameter) is PendingParameter:
         release(parameter)
 

@@ -84,4 +84,7 @@ class Progress:
             first_line = str(error).partition("\n")[0]
             self._groups[0].leave_note(f"{type(error).__name__}: {first_line}")
         for group in self._groups:
-            group.abort()
+            try:
+                group.abort()
+            except Exception:
+                log.exception("%s could not be broken", group.name)

@@ -121,7 +121,6 @@ class Sending:
 
     def _on_finish(self, chunk: CommTask) -> None:
         with self._progress.changed:
-            self._progress.outstanding -= 1
             if chunk is self._plan.flags_chunk:
                 self._plan.flags_reduced = True
             complete = []
@@ -130,8 +129,10 @@ class Sending:
                 if not bundle.sending and bundle.armed:
                     complete.append(bundle)
             self._updater.push(complete)
-            if not self._progress.outstanding and self._leader is not None:
+            if self._progress.outstanding == 1 and self._leader is not None:
                 self._order_next_round(self._leader)
+            # Last: at 0 the user's thread, which reads it without the lock, may begin a round.
+            self._progress.outstanding -= 1
             self._progress.notify()
 
     def _order_next_round(self, leader: Leader) -> None:

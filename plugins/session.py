@@ -117,7 +117,8 @@ class Session:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
-            self._settle_all()
+            if not module.training:
+                self._settle_all()
             return
         self._progress.check()
         self._rounds.complain_if_interrupted()

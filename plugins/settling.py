@@ -8,6 +8,7 @@ from time import perf_counter_ns
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from bytesched.plugins.compiling import waiting
 from bytesched.plugins.meter import Meter
@@ -39,7 +40,7 @@ class Settling:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
         if bundle.armed:
             began_ns = perf_counter_ns()
-            with waiting():
+            with waiting(), record_function("bytesched::wait"):
                 self._progress.wait(
                     lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}"
                 )
@@ -56,7 +57,7 @@ class Settling:
         for bundle in bundles:
             if bundle.held:
                 self.settle(bundle, name)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
             self.settle_all()
 

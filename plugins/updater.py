@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
 
+from torch.autograd.profiler import record_function
+
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.plan import Bundle, Slot
 from bytesched.plugins.progress import Progress
@@ -56,7 +58,7 @@ class Updater:
                 continue
             began_ns = perf_counter_ns()
             try:
-                with self._streams.update():
+                with self._streams.update(), record_function("bytesched::update"):
                     _update(jobs)
             except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
                 self._progress.fail(error)

@@ -478,6 +478,17 @@ class Method(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
+def different_starts(job: Job) -> None:
+    """Every rank draws weights of its own; the first rank's count."""
+    torch.manual_seed(job.rank)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    module.register_buffer("drawn", torch.randn(3))
+    model = job.ddp(module)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 def called_by_method(job: Job) -> None:
     """A module without DDP whose own call never happens."""
     model = job.ddp(Method())

@@ -174,6 +174,10 @@ def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
     check(two_ranks, models.one_model, name, module_alone=True)
 
 
+def test_module_without_ddp_starts_as_on_the_first_rank(two_ranks: Ranks) -> None:
+    check(two_ranks, models.different_starts, module_alone=True)
+
+
 def test_module_without_ddp_called_by_method(two_ranks: Ranks) -> None:
     check(two_ranks, models.called_by_method, module_alone=True)
 
