@@ -59,6 +59,8 @@ def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
         return optimizer
     for _, session in _wrapped.values():
         if session.root is model:
+            if fields:
+                log.warning("this model is wrapped already: the settings of then hold")
             break
     else:
         session = ddp.attach(optimizer, model, config)

@@ -41,6 +41,8 @@ def why_plain(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return f"{name or type(module).__name__} has sparse gradients"
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) and _is_nccl(model):
+        return "SyncBatchNorm reduces in backward, on a communicator beside ours"
     if ddp is None:
         return ""
     if getattr(ddp, "mixed_precision", None) is not None:
@@ -102,11 +104,10 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
     if not config.cross_barrier:
         return "cross_barrier is off"
-    kind = _base(model)._get_backend(next(model.parameters()).device).name()
-    if kind == "nccl" and _has_own_collectives(model):
-        return "on NCCL, the forward pass has collectives of its own (buffers, SyncBatchNorm)"
+    if _is_nccl(model) and any(True for _ in model.buffers()):
+        return "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
     if not exclude_compiler() and has_compiled(model):
-        return f"torch {torch.__version__} does not tell when it compiles"
+        return f"torch {torch.__version__} has no lock that keeps its compiler out"
     return why_not_deferred(optimizer)
 
 
@@ -222,10 +223,9 @@ def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | 
     return bool(ddp.find_unused_parameters)
 
 
-def _has_own_collectives(model: nn.Module) -> bool:
-    return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) or any(
-        True for _ in model.buffers()
-    )
+def _is_nccl(model: nn.Module) -> bool:
+    backend = _base(model)._get_backend(next(model.parameters()).device)
+    return bool(backend.name() == "nccl")
 
 
 def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:

@@ -59,7 +59,7 @@ class Slot:
     settle: Callable[[], None] = field(init=False)
 
     def make_lazy(self, settle: Callable[[], None]) -> None:
-        """A new lazy view; the old one, if there is one, keeps what it has."""
+        """A new lazy view; the old one, if there is one, is nobody's any more."""
         self.lazy = self.view.as_subclass(LazyGrad)
         self.lazy.settle = settle
         self.lazy.is_taken = self.is_taken
@@ -81,6 +81,8 @@ class Bundle:
     index: int
     slots: list[Slot]
     chunks: set[CommTask]
+    #: of its gradients
+    nbytes: int
     #: chunks still to be reduced in this round
     sending: int = 0
     #: ``step()`` was called and the update is outstanding
@@ -89,11 +91,6 @@ class Bundle:
     held: bool = False
     #: the update, while it is armed
     jobs: list[Job] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its gradients."""
-        return sum(slot.view.nbytes for slot in self.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +194,8 @@ class Plan:
         for last in sorted(by_last):
             slots = by_last[last]
             chunks = {chunk for slot in slots for chunk in slot.chunks}
-            bundle = Bundle(len(self.bundles), slots, chunks)
+            nbytes = sum(slot.view.nbytes for slot in slots)
+            bundle = Bundle(len(self.bundles), slots, chunks, nbytes)
             self.bundles.append(bundle)
             for slot in slots:
                 slot.bundle = bundle

@@ -44,7 +44,8 @@ class Progress:
     def check(self) -> None:
         """Raises the first error, if there was one."""
         if self.error is not None:
-            raise self.error
+            # Without what earlier raises added: their frames keep batches and outputs alive.
+            raise self.error.with_traceback(None)
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout."""

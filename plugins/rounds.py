@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
@@ -41,14 +41,15 @@ def _own_references() -> int:
 
 _OWN_REFERENCES = _own_references()
 
-_CHECKPOINT = CheckpointFunction.backward.__code__
+#: through which every custom Function's backward is called, also those that run backward again
+_CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
 
 
 def _is_nested() -> bool:
     """True inside a backward pass that another one runs (a reentrant checkpoint)."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CHECKPOINT:
+        if frame.f_code is _CUSTOM_BACKWARD:
             return True
         frame = frame.f_back
     return False

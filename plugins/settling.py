@@ -21,7 +21,7 @@ __all__ = ["Settling"]
 
 
 class Settling:
-    """What the gates of one model call, in the user's thread."""
+    """What the gates of one model call, in the thread of forward, backward or step."""
 
     def __init__(self, plan: Plan, progress: Progress, streams: Streams, meter: Meter) -> None:
         self._plan = plan
@@ -33,7 +33,7 @@ class Settling:
             slot.settle = partial(self.settle, slot.bundle, slot.name)
 
     def make_lazy(self, slot: Slot) -> None:
-        """A new lazy gradient; the old one, if there is one, keeps what it has."""
+        """A new lazy gradient; the old one, if there is one, is nobody's any more."""
         slot.make_lazy(partial(self._settle_grad, slot))
 
     def settle(self, bundle: Bundle, by: str) -> None:

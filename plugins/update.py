@@ -118,13 +118,13 @@ for _name in _USES.split():
 class _AliasedState(dict[Any, Any]):
     """What a copy of the optimizer sees as its state: the entries of the real parameters."""
 
-    def __init__(self, state: GuardedState, real: dict[int, nn.Parameter]) -> None:
+    def __init__(self, state: GuardedState, real: dict[nn.Parameter, nn.Parameter]) -> None:
         super().__init__()
         self._state = state
         self._real = real
 
     def __missing__(self, alias: Any) -> Any:
-        return self._state.raw(self._real.get(id(alias), alias))
+        return self._state.raw(self._real.get(alias, alias))
 
 
 class Deferred:
@@ -139,8 +139,8 @@ class Deferred:
         #: of the step pre-hook
         self.hook_id = -1
         self._settle = settle
-        #: parameter by id of its alias
-        self._real: dict[int, nn.Parameter] = {}
+        #: parameter by its alias
+        self._real: dict[nn.Parameter, nn.Parameter] = {}
         step = type(optimizer).step
         # Around it torch runs the hooks of the user's step(); they have run already.
         self._raw_step: Callable[..., Any] = getattr(step, "__wrapped__", step)
@@ -175,7 +175,7 @@ class Deferred:
 
     def know(self, slot: Slot) -> None:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""
-        self._real[id(slot.alias)] = slot.parameter
+        self._real[slot.alias] = slot.parameter
 
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         """Runs the real update of ``slots`` under the hyper-parameters of each group."""

@@ -33,10 +33,11 @@ class WarmUp:
         self, group: Group, config: Config, slots: Sequence[Slot], *, cpu_load: float
     ) -> None:
         self._group = group
-        self._cpu_load = cpu_load
         self._config = config
         self._slots = slots
         self._device = slots[0].parameter.device
+        # A model on a GPU does not compute on the cores that chunks cost time on.
+        self._cpu_load = cpu_load if self._device.type == "cpu" else 0.0
         #: True if some parameter got no gradient on any rank
         self.unused = False
         self.partition_bytes = config.partition_bytes

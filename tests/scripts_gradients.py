@@ -282,7 +282,11 @@ def user_hooks_after_accumulation(job: Job, made: str) -> None:
 
     def triple(p: Tensor) -> None:
         assert p.grad is not None
-        p.grad.mul_(3.0)
+        if p.ndim == 2:
+            # Other strides than the parameter's.
+            p.grad = (p.grad * 3.0).t().contiguous().t()
+        else:
+            p.grad.mul_(3.0)
 
     if made == "after":
         job.wrap(optimizer, model)

@@ -4,7 +4,7 @@ In most cases the peer is held before its backward pass, so that nothing of the 
 arrived; a read must then wait and see what plain DDP shows, and what reads no value must not wait.
 
 Hazards that need no slow peer to show are cases of test_transparency.py: schedulers that patch
-`step` (test_schedule), tied, frozen and unfrozen parameters (test_model, test_model_use),
+`step` (test_schedule), tied, unused, frozen and unfrozen parameters (test_model, test_model_use),
 `autograd.grad`, functional calls, double backward (test_autograd), closures (test_stepping),
 optimizers that cannot be split, foreach and fused ones, sparse gradients, compiled modules. Dead
 peers and errors in the middle of backward are in test_faults_*.py.
@@ -12,17 +12,24 @@ peers and errors in the middle of backward are in test_faults_*.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import hazard_endings as endings
 import hazard_scripts as hazards
 import looks
 import pytest
-import scripts_gradients as gradients
-import scripts_models as models
 import unseen_models
 from ranks import Ranks, run_fresh
 from test_transparency import check
 
 READERS = pytest.mark.parametrize("reader", [0, 1], ids=["leader_reads", "follower_reads"])
+
+
+def by_turns(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Every look once: the first by the leader, the second by its follower, and so on."""
+    return pytest.mark.parametrize(
+        ("name", "reader"), [(name, turn % 2) for turn, name in enumerate(names)]
+    )
 
 
 def look(ranks: Ranks, kind: str, name: str, reader: int, *, waits: bool) -> None:
@@ -39,8 +46,7 @@ def test_barrier_is_crossed(two_ranks: Ranks, reader: int) -> None:
     assert float(figures["barrier_crossed_pct"]) > 0
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.METADATA)
+@by_turns(looks.METADATA)
 def test_metadata_does_not_wait(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "metadata", name, reader, waits=False)
 
@@ -56,8 +62,7 @@ def test_lr_scheduler_right_after_step(two_ranks: Ranks, lr: str, reader: int) -
     check(two_ranks, hazards.schedule, reader, lr)
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.CLIPPINGS)
+@by_turns(looks.CLIPPINGS)
 def test_clipping_between_backward_and_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "clippings", name, reader, waits=True)
 
@@ -75,14 +80,12 @@ def test_accumulation_with_no_sync(two_ranks: Ranks, reader: int) -> None:
     assert figures[reader]["waited"] == 1
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.GRADIENT_READS)
+@by_turns(looks.GRADIENT_READS)
 def test_gradient_read_after_backward(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "gradient_reads", name, reader, waits=True)
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.WEIGHT_READS)
+@by_turns(looks.WEIGHT_READS)
 def test_parameter_read_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "weight_reads", name, reader, waits=True)
 
@@ -92,14 +95,12 @@ def test_unseen_constructor_needs_a_flush(two_ranks: Ranks, name: str) -> None:
     look(two_ranks, "after_a_flush", name, 0, waits=True)
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.CHECKPOINTS)
+@by_turns(looks.CHECKPOINTS)
 def test_checkpoint(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "checkpoints", name, reader, waits=True)
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.EVALUATIONS)
+@by_turns(looks.EVALUATIONS)
 def test_evaluation(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "evaluations", name, reader, waits=True)
 
@@ -113,8 +114,8 @@ def test_last_step_is_applied_at_exit() -> None:
 
 @pytest.mark.parametrize("how", ["to_none", "to_zero"])
 def test_zero_grad_after_step(two_ranks: Ranks, how: str) -> None:
-    look(two_ranks, "metadata", f"zero_grad_{how}", 1, waits=False)
-    check(two_ranks, gradients.zeroed, how)
+    for reader in (0, 1):
+        look(two_ranks, "metadata", f"zero_grad_{how}", reader, waits=False)
 
 
 @pytest.mark.parametrize("name", unseen_models.MODELS)
@@ -122,11 +123,6 @@ def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
     """Modules with parameters and children, a child's weight, tied weights, compiled code."""
     figures = check(two_ranks, hazards.unseen_reader, name, 0)
     assert figures[0]["waited"] == 1
-
-
-@pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])
-def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
-    check(two_ranks, models.unused, turns, order="leader")
 
 
 def test_reentrant_checkpoint_of_a_reused_layer(two_ranks: Ranks) -> None:
@@ -196,7 +192,6 @@ def test_step_skipped_on_one_rank() -> None:
     assert any(rank.stdout for rank in ranks), ranks
 
 
-@READERS
-@pytest.mark.parametrize("name", looks.EDITS)
+@by_turns(looks.EDITS)
 def test_parameter_edited_after_step(two_ranks: Ranks, name: str, reader: int) -> None:
     look(two_ranks, "edits", name, reader, waits=True)
