@@ -22,6 +22,8 @@ _MARGIN = 1.5
 
 #: of the CPU time that a chunk costs, the process sees about half; the rest is the kernel's
 _UNSEEN = 2.0
+#: where ranks share cores, a model that is always computing gets half of the time
+_BUSY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def chosen_sizes(
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
         fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-        overhead_s = _UNSEEN * probes[0].cpu_s * min(cpu_load, 1.0)
+        overhead_s = _UNSEEN * probes[0].cpu_s * min(_BUSY * cpu_load, 1.0)
         least = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
         partition_bytes = int(min(max(_MARGIN * fills, least), _LARGEST_BYTES))
         if credit_bytes:

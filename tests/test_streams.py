@@ -259,6 +259,7 @@ def test_device_error_is_told_once(cuda: FakeCuda, errors: list[BaseException]) 
 
 def test_training_over_a_fake_gpu_keeps_the_order(two_ranks: Ranks) -> None:
     """Gradient made, chunk sent; used, updated; updated, used again."""
-    for wrong, checks, _ in two_ranks.run(over_a_fake_gpu):
+    for wrong, checks, all_updated in two_ranks.run(over_a_fake_gpu):
         assert not wrong
         assert checks > 50
+        assert all_updated
