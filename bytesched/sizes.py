@@ -24,6 +24,8 @@ _MARGIN = 1.5
 _UNSEEN = 2.0
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
+#: chunks in flight when the cores are busy: threads wake up late, and the wire must not wait
+_BUSY_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,16 @@ def chosen_sizes(
         model_bytes: all gradients together, S.
         cpu_load: CPU time of a training step over its time, without communication.
     """
+    busy = min(_BUSY * cpu_load, 1.0)
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
         fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-        overhead_s = _UNSEEN * probes[0].cpu_s * min(_BUSY * cpu_load, 1.0)
+        overhead_s = _UNSEEN * probes[0].cpu_s * busy
         least = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
         partition_bytes = int(min(max(_MARGIN * fills, least), _LARGEST_BYTES))
         if credit_bytes:
             partition_bytes = min(partition_bytes, credit_bytes)
     if not credit_bytes:
-        credit_bytes = PROBE_WINDOW * partition_bytes
+        window = PROBE_WINDOW + round((_BUSY_WINDOW - PROBE_WINDOW) * busy)
+        credit_bytes = window * partition_bytes
     return partition_bytes, credit_bytes

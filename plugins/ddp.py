@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 from bytesched.observe import Observers
+from bytesched.plugins.buffers import BufferBroadcast
 from bytesched.plugins.c10d import Group, open_group
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.plan import Slot
@@ -80,6 +81,9 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
     control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
     _agree(data, slots, optimizer, ddp, config)
+    buffers = None
+    if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
+        buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)
     observers = _observers(control, config)
     if ddp is None:
         _broadcast(data, model)
@@ -89,12 +93,15 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         config,
         data=data,
         control=control,
+        buffers=buffers,
         sync=partial(_syncs, ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
     )
     if ddp is not None:
+        if buffers is not None:
+            session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
         # Last of all: from here on, gradients are averaged by the session or not at all.
         session.on_close(_take_over(ddp))
     return session
@@ -226,6 +233,11 @@ def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | 
 def _is_nccl(model: nn.Module) -> bool:
     backend = _base(model)._get_backend(next(model.parameters()).device)
     return bool(backend.name() == "nccl")
+
+
+def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` makes rank 0's buffers everybody's, in its own way."""
+    return bool(ddp.modules_buffers) and not hasattr(ddp, "buffer_hook")
 
 
 def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.plugins.compiling import is_compiled
 from bytesched.plugins.pending import hold, is_held, release
 
-__all__ = ["FirstUse", "StayingHook", "gate"]
+__all__ = ["FirstUse", "StayingForwardHook", "StayingHook", "gate"]
 
 
 class StayingHook:
@@ -49,6 +49,23 @@ class StayingHook:
 
     def __reduce__(self) -> Any:
         return partial, ({}.get,)
+
+
+class StayingForwardHook:
+    """The same for a hook after the forward pass; where it is loaded, bytesched is needed."""
+
+    def __init__(self, call: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._call(module, args, output)
+
+    def __reduce__(self) -> Any:
+        return StayingForwardHook, (_nothing,)
+
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    pass
 
 
 class FirstUse:

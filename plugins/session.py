@@ -13,7 +13,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.c10d import C10dTransport, Group
-from bytesched.plugins.first_use import FirstUse, StayingHook, gate
+from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import is_held, release
 from bytesched.plugins.plan import Plan, Slot
@@ -45,6 +45,7 @@ class Session:
         config: the settings; partition and credit are still 0 if they are to be chosen.
         data: the group that gradients travel on.
         control: the group that the leader's order travels on.
+        buffers: the group that buffers travel on, if there are any.
         sync: whether the backward pass of the forward pass that begins now is to be reduced.
         find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
         static_graph: a parameter may be used several times, the same in each round.
@@ -58,6 +59,7 @@ class Session:
         *,
         data: Group,
         control: Group,
+        buffers: Group | None = None,
         sync: Callable[[], bool],
         find_unused: bool | None,
         static_graph: bool,
@@ -73,7 +75,8 @@ class Session:
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots))
-        self._progress = Progress((data, control), timeout_s=config.timeout_s)
+        groups = (data, control) if buffers is None else (data, control, buffers)
+        self._progress = Progress(groups, timeout_s=config.timeout_s)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
         self._rounds = Rounds(
@@ -102,7 +105,8 @@ class Session:
             self._undo.append(self._rounds.hook(slot))
         before = StayingHook(self._before_forward, self._inside_compiled)
         self._undo.append(self.root.register_forward_pre_hook(before, prepend=True).remove)
-        self._forward_hook = self.root.register_forward_hook(self._after_forward, always_call=True)
+        after = StayingForwardHook(self._after_forward)
+        self._forward_hook = self.root.register_forward_hook(after, always_call=True)
         self._undo.append(self._forward_hook.remove)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> None:
@@ -177,7 +181,7 @@ class Session:
         self._meter.active(plan, warm)
         self.plan = plan
         if not self._observers:
-            # Only the warm-up needs it, and it cannot be pickled with the module.
+            # Only the warm-up needs it, and without bytesched its pickle cannot be loaded.
             self._forward_hook.remove()
         if self._data.rank == 0:
             log.info(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from unittest import mock
 import torch
 
 Clock = Counter[str]
+# Work ends so much later than it is queued.
+WORK_S = 0.001
 
 
 class FakeStream:
@@ -53,6 +56,7 @@ class FakeEvent:
         self.clock = Counter(stream.clock)
 
     def synchronize(self) -> None:
+        time.sleep(WORK_S)
         CUDA.host |= self.clock
 
 

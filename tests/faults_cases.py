@@ -43,8 +43,9 @@ FAULTS: dict[str, Callable[[], object]] = {
 class Net(nn.Module):
     """Four layers; `at` is called with the name of each moment it passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, buffers: bool = False) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(16) if buffers else nn.Identity()
         self.layers = nn.ModuleList([nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(3))])
         self.at: Callable[[str], object] = lambda moment: None
 
@@ -58,16 +59,16 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.at("in_forward")
         for index, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
+            x = self.norm(torch.tanh(layer(x)))
             if x.requires_grad and index in (0, 2):
                 moment = "before_last_gradients" if index == 0 else "in_backward"
                 x.register_hook(lambda grad, moment=moment: self.at(moment))
         return x
 
 
-def net() -> Net:
+def net(*, buffers: bool = False) -> Net:
     torch.manual_seed(3)
-    return Net()
+    return Net(buffers=buffers)
 
 
 def inputs(step: int) -> Tensor:
@@ -105,12 +106,18 @@ class Script:
     """The usual training loop, in which `at` is called at every moment of step `fault_step`."""
 
     def __init__(
-        self, at: Callable[[str], object] = lambda moment: None, *, fault_step: int = FAULT_STEP
+        self,
+        at: Callable[[str], object] = lambda moment: None,
+        *,
+        fault_step: int = FAULT_STEP,
+        buffers: bool = False,
     ) -> None:
         self.at = at
         self.fault_step = fault_step
         self.step = 0
-        self.model = net()
+        #: every rank waits for every update
+        self.flushes = False
+        self.model = net(buffers=buffers)
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = sgd(self.model)
         self.model.at = self._reached
@@ -131,6 +138,10 @@ class Script:
         self._reached("after_backward")
         self.optimizer.step()
         self._reached("after_step")
+        if self.flushes:
+            bytesched.flush()
+            dist.barrier()
+            self._reached("after_last_update")
 
     def hook_user(self, moment: str) -> None:
         """Adds a hook of the user's that reaches `moment`."""
@@ -144,6 +155,8 @@ class Script:
             layer.weight.register_post_accumulate_grad_hook(lambda _: self._reached(moment))
         elif moment == "in_update":
             self._watch_updates()
+        elif moment == "after_last_update":
+            self.flushes = True
         elif moment == "in_measurement":
             self._watch_measurement()
 
@@ -191,6 +204,7 @@ def train_until_fault(
     timeout_s: float,
     fault_step: int = FAULT_STEP,
     fields: Mapping[str, Any] = MappingProxyType({}),
+    buffers: bool = False,
 ) -> None:
     """All ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
 
@@ -221,7 +235,8 @@ def train_until_fault(
         tell(fault_at=time.monotonic(), order=order)
         FAULTS[fault]()
 
-    script = Script(at_victim if dist.get_rank() == victim else at_other, fault_step=fault_step)
+    at = at_victim if dist.get_rank() == victim else at_other
+    script = Script(at, fault_step=fault_step, buffers=buffers)
     script.hook_user(moment)
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **fields)
 

@@ -1,7 +1,8 @@
-"""Runs fault scenarios: groups of fresh ranks that end as processes do, two groups at a time."""
+"""Runs fault scenarios: groups of fresh ranks that end as processes do, a few at a time."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rank_worker import Launch
+from rank_worker import Launch, resolve
 from ranks import address_of, fork_server, new_store
 
-# Two cores: more groups at once would only slow each other down.
-GROUPS_AT_ONCE = 2
+# Two cores: more groups at once would only slow each other down, unless they wait for a timeout.
+BUSY_GROUPS = 2
+GROUPS_AT_ONCE = 6
 # What still runs then has hung: far above any timeout_s of a scenario.
 HARD_LIMIT_S = 60.0
 
@@ -63,6 +65,13 @@ def folder() -> Path:
     return Path(os.environ["FAULTS_FOLDER"])
 
 
+def run_case(address: tuple[str, str], *args: object) -> None:
+    """In a rank: run the case at `address`."""
+    # Or its end would look at every object of torch, and copy the pages of the fork server.
+    gc.freeze()
+    resolve(address)(*args)
+
+
 class _Group:
     """The running ranks of one scenario."""
 
@@ -90,8 +99,8 @@ class _Group:
                 "FAULTS_FOLDER": self._folder.name,
                 **self.scenario.environment.get(rank, {}),
             },
-            case=address_of(self.scenario.case),
-            args=self.scenario.args,
+            case=address_of(run_case),
+            args=(address_of(self.scenario.case), *self.scenario.args),
         )
 
     def _output(self, rank: int) -> str:
@@ -111,6 +120,11 @@ class _Group:
         elif self._running and time.monotonic() - self._began > HARD_LIMIT_S:
             self._end_hung()
         return not self._running
+
+    @property
+    def waits_for_a_stopped_rank(self) -> bool:
+        """True while the others can only run into their timeout."""
+        return any(map(is_stopped, self._running.values()))
 
     def _end_hung(self) -> None:
         self._hung |= self._running.keys()
@@ -179,7 +193,8 @@ class Runs:
             group.close()
 
     def _go_on(self) -> None:
-        while self._waiting and len(self._running) < GROUPS_AT_ONCE:
+        busy = sum(not group.waits_for_a_stopped_rank for group in self._running)
+        if self._waiting and busy < BUSY_GROUPS and len(self._running) < GROUPS_AT_ONCE:
             self._running.append(_Group(self._waiting.pop(0)))
         for group in [group for group in self._running if group.poll()]:
             self._running.remove(group)

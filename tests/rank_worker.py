@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -162,6 +163,9 @@ def main() -> None:
     # Imported by the first optimizer step, and by every compiled case.
     importlib.import_module("torch._dynamo")
     importlib.import_module("pytest")
+    # A rank's end would otherwise look at every object of torch, and copy their pages.
+    gc.collect()
+    gc.freeze()
     launch = serve(Connection(int(sys.argv[1])))
     if launch is None:
         return

@@ -42,7 +42,7 @@ KILLED = [
     for moment in (*MOMENTS, "in_update")
     for victim in (LEADER, FOLLOWER)
 ]
-# Where `timeout_s` must help, and the least of it: the waits for it overlap only two at a time.
+# Where `timeout_s` must help.
 STOPPED = [
     scenario(victim, moment, "stop", TIMEOUT_S)
     for moment in MOMENTS

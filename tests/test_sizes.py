@@ -84,7 +84,8 @@ def test_what_is_given_stays_and_the_rest_is_usable(
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_probe_is_enough(count: int) -> None:
     probes = [Probe(MIB, 1e8)] * count
-    assert chosen_sizes(probes, model_bytes=1, cpu_load=1.0) == (
-        int(1.5 * MIB),
-        2 * int(1.5 * MIB),
-    )
+    partition_bytes = int(1.5 * MIB)
+    idle = chosen_sizes(probes, model_bytes=1, cpu_load=0.0)
+    busy = chosen_sizes(probes, model_bytes=1, cpu_load=1.0)
+    assert idle == (partition_bytes, 2 * partition_bytes)
+    assert busy == (partition_bytes, 4 * partition_bytes)
