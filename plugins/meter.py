@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from time import perf_counter_ns, process_time_ns
 from typing import TYPE_CHECKING
@@ -17,6 +18,12 @@ __all__ = ["Meter"]
 
 _MS = 1e6
 _WORST = 8
+
+#: After so many steps it is said, once, if less than this share of the bytes crossed the barrier.
+_JUDGED_AFTER = 50
+_WORTH_IT = 0.02
+
+log = logging.getLogger("bytesched")
 
 
 class Meter:
@@ -80,6 +87,14 @@ class Meter:
         self._steps += 1
         self._crossed_steps += crossing_bytes > 0
         self._crossed_bytes += crossing_bytes
+        if self._steps == _JUDGED_AFTER and self._plan is not None:
+            share = self._crossed_bytes / (self._plan.nbytes * self._steps)
+            if share < _WORTH_IT:
+                log.info(
+                    "communication is hidden behind backward already (%.1f %% of the bytes were "
+                    "still on their way at step()): there is little to gain here",
+                    100 * share,
+                )
 
     def step_ends(self) -> None:
         """``optimizer.step()`` returns."""
