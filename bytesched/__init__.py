@@ -8,7 +8,7 @@ Importing this package imports no framework; `wrap` does, when it is called.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from bytesched.config import Config
 from bytesched.errors import (
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from bytesched.config import ConfigFields
+    from bytesched.kvstore import KVStore
+    from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
 
 __version__ = "0.1.0"
 
@@ -56,16 +58,38 @@ OptimizerT = TypeVar("OptimizerT")
 WrappedT = TypeVar("WrappedT")
 
 
-def wrap(optimizer: OptimizerT, model: object, **fields: Unpack[ConfigFields]) -> OptimizerT:
-    """Return the very same optimizer, its model's gradients now scheduled.
+@overload
+def wrap(
+    optimizer: OptimizerT,
+    model: object,
+    *,
+    kvstore: KVStore | None = None,
+    **fields: Unpack[ConfigFields],
+) -> OptimizerT: ...
 
-    `model` is a `DistributedDataParallel`, or a plain module under `torch.distributed`; the
-    keywords are the fields of `Config`. Raises `PluginError` for a use that is not supported.
+
+@overload
+def wrap(kv: KVStore, /, **fields: Unpack[ConfigFields]) -> ScheduledKVStore: ...
+
+
+def wrap(
+    optimizer: object,
+    model: object = None,
+    *,
+    kvstore: KVStore | None = None,
+    **fields: Unpack[ConfigFields],
+) -> object:
+    """Schedule what an optimizer's gradients, or a store's pushes and pulls, put on the wire.
+
+    For an optimizer, `model` is a `DistributedDataParallel`, a plain module under
+    `torch.distributed`, or the module behind an optimizer of `hvd.DistributedOptimizer`; the very
+    same optimizer is returned. With `kvstore`, the gradients of a plain module travel through that
+    store. A store alone is returned as a `ScheduledKVStore` around it. The keywords are the fields
+    of `Config`. Raises `PluginError` for a use that is not supported.
     """
     from bytesched import plugins
 
-    plugins.wrap(optimizer, model, **fields)
-    return optimizer
+    return plugins.wrap(optimizer, model, kvstore, **fields)
 
 
 def flush(x: object = None) -> None:
@@ -75,12 +99,19 @@ def flush(x: object = None) -> None:
     plugins.flush(x)
 
 
-def unwrap(x: WrappedT) -> WrappedT:
+@overload
+def unwrap(x: ScheduledKVStore) -> KVStore: ...
+
+
+@overload
+def unwrap(x: WrappedT) -> WrappedT: ...
+
+
+def unwrap(x: object) -> object:
     """Flush, take every hook off again and return the object as it was before `wrap`."""
     from bytesched import plugins
 
-    plugins.unwrap(x)
-    return x
+    return plugins.unwrap(x)
 
 
 def stats(x: object = None) -> dict[str, int | float | str]:

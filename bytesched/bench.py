@@ -15,39 +15,41 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytesched.bench_ranks import run_all, run_own
 from bytesched.bench_table import add_figures, table
 from bytesched.config import RankView, rank_view
-from bytesched.errors import BytesschedError, ConfigError
-from bytesched.lab import Lab
+from bytesched.errors import ConfigError
+from bytesched.lab_mpi import find_mpirun
 from bytesched.profile import load_profile, parse_profile, shipped_profiles
 from bytesched.report import draw_bench
 from bytesched.values import nearest
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
+HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
+WITH_OPTIONS = ("ddp", "bytesched", "horovod", "bytesched-horovod")
+CONTROLLERS = {"gloo": "Gloo", "mpi": "MPI"}
 MODELS = ("gpt", "vgg", "resnet")
 OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_RATE = "1gbit"
-WORKER = "bytesched.plugins.bench_worker"
-POLL_S = 0.05
+DEFAULT_CONTROLLER = "gloo"
 BUSY_LOAD = 1.0
+LEAST_AUTOTUNE_ITERATIONS = 60
 TERMINATED = 143
 EPILOG = """\
-A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB.
+Further systems: horovod, horovod-best (swept), horovod-autotune, bytesched-horovod.
+A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
+horovod:fusion_mb=4+cycle_ms=1; those of bytesched-horovod are those of bytesched.
 --model also takes module:function of your own; the function returns a pair: the module, and a
 function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
 
   bytesched bench --lab 2 --rate 1gbit --emulate gpt
+  bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
-
-
-class BenchError(BytesschedError):
-    """A rank of the bench failed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
         spec["result"] = str(Path(folder, "result.json"))
-        network = _run_rank(spec, view) if launched else _run_all(spec, options, folder)
+        if launched:
+            network = run_own(spec, view)
+        else:
+            rate = (options.rate or DEFAULT_RATE) if options.lab else None
+            network = run_all(spec, options.lab or options.workers or 2, rate, Path(folder))
         if view.rank == 0:
+            if any(system["kind"] in HOROVOD_SYSTEMS for system in spec["systems"]):
+                network += f", Horovod over {CONTROLLERS[spec['controller']]}"
             _report(spec, options, argv, {"network": network, "load_before": load})
     return 0
 
@@ -89,8 +97,10 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
             "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
             "for a real model change --batch"
         )
+    systems = parse_systems(options.systems)
+    _check_horovod(options, view, systems)
     return {
-        "systems": parse_systems(options.systems),
+        "systems": systems,
         "kind": kind,
         "content": content,
         "batch": options.batch,
@@ -98,6 +108,8 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
         "rounds": options.rounds,
         "warmup": options.warmup,
         "sweep": options.sweep_iterations,
+        "autotune": options.autotune_iterations,
+        "controller": options.controller or DEFAULT_CONTROLLER,
         "optimizer": options.optimizer,
         "compute_scale": options.compute_scale,
         "comm_ratio": options.comm_ratio,
@@ -109,15 +121,16 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
 
 def parse_systems(text: str) -> list[dict[str, Any]]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
+    known = (*SYSTEMS, *HOROVOD_SYSTEMS)
     systems: list[dict[str, Any]] = []
     for label in filter(None, (part.strip() for part in text.split(","))):
         kind, _, tail = label.partition(":")
-        if kind not in SYSTEMS:
-            raise ConfigError(f"--systems: {kind!r}{nearest(kind, SYSTEMS)}")
+        if kind not in known:
+            raise ConfigError(f"--systems: {kind!r}{nearest(kind, known)}")
         pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
         if not all(name and value for name, _, value in pairs):
             raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
-        if pairs and kind not in {"ddp", "bytesched"}:
+        if pairs and kind not in WITH_OPTIONS:
             raise ConfigError(f"--systems: {label!r}: {kind} has no options")
         if label in {system["label"] for system in systems}:
             raise ConfigError(f"--systems: {label!r} is there twice")
@@ -125,7 +138,7 @@ def parse_systems(text: str) -> list[dict[str, Any]]:
             {"label": label, "kind": kind, "options": {name: value for name, _, value in pairs}}
         )
     if not systems:
-        raise ConfigError(f"--systems: none given; known: {', '.join(SYSTEMS)}")
+        raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
     return systems
 
 
@@ -149,12 +162,31 @@ def _check_launch(options: argparse.Namespace, view: RankView) -> None:
             raise ConfigError(f"--{name} {value}: from 2 to 64")
 
 
+def _check_horovod(
+    options: argparse.Namespace, view: RankView, systems: Sequence[dict[str, Any]]
+) -> None:
+    if not any(system["kind"] in HOROVOD_SYSTEMS for system in systems):
+        if options.controller:
+            raise ConfigError(f"--controller is for {', '.join(HOROVOD_SYSTEMS)}: name one")
+        return
+    if importlib.util.find_spec("horovod") is None:
+        raise ConfigError("these systems need Horovod: pip install 'bytesched[horovod]'")
+    if options.controller == "mpi":
+        if view.launcher != "none":
+            raise ConfigError(
+                f"--controller mpi starts ranks with mpirun, and {view.launcher} has started "
+                "these: run it alone, with --lab or --workers"
+            )
+        find_mpirun()
+
+
 def _check_numbers(options: argparse.Namespace) -> None:
     least = {
         "iterations": 1,
         "rounds": 1,
         "warmup": 2,
         "sweep_iterations": 1,
+        "autotune_iterations": LEAST_AUTOTUNE_ITERATIONS,
         "batch": 0,
         "threads": 0,
     }
@@ -180,65 +212,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
-
-
-def _run_all(spec: dict[str, Any], options: argparse.Namespace, folder: str) -> str:
-    """Start every rank, on emulated hosts or here; describe the network."""
-    hosts = options.lab or options.workers or 2
-    with Lab(hosts, (options.rate or DEFAULT_RATE) if options.lab else None) as lab:
-        if options.lab and not lab.shaped:
-            print(
-                f"no emulated hosts on this machine, links are not shaped: {lab.reason}",
-                file=sys.stderr,
-            )
-        environment = {
-            "WORLD_SIZE": str(hosts),
-            "MASTER_ADDR": lab.addresses[0],
-            "MASTER_PORT": str(lab.free_port()),
-            "GLOO_SOCKET_IFNAME": lab.interface,
-            "OMP_NUM_THREADS": str(spec["threads"] or 1),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        logs = [Path(folder, f"rank{rank}.log") for rank in range(hosts)]
-        processes = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as stderr:
-                processes.append(
-                    lab.launch(
-                        rank,
-                        _worker(spec, rank),
-                        environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stderr=stderr,
-                    )
-                )
-        while None in (codes := [process.poll() for process in processes]):
-            if any(codes):
-                break
-            time.sleep(POLL_S)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            _complain(failed[0], codes[failed[0]], logs[failed[0]].read_text())
-        if lab.shaped:
-            return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"
-        return "loopback"
-
-
-def _run_rank(spec: dict[str, Any], view: RankView) -> str:
-    """Run the one rank that the launcher started here."""
-    with Lab(1, None) as lab:
-        code = lab.launch(0, _worker(spec, view.rank)).wait()
-    if code:
-        raise BenchError(f"rank {view.rank} failed with exit code {code}; see above")
-    return f"ranks started by {view.launcher}"
-
-
-def _worker(spec: dict[str, Any], rank: int) -> list[str]:
-    return [sys.executable, "-m", WORKER, json.dumps(spec | {"rank": rank})]
-
-
-def _complain(rank: int, code: int | None, log: str) -> None:
-    tail = "\n".join(log.rstrip().splitlines()[-30:])
-    raise BenchError(f"rank {rank} failed with exit code {code}:\n{tail}")
 
 
 def _report(
@@ -292,8 +265,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--iterations", type=int, default=20, metavar="N", help="timed, per round (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of every system (%(default)s)")
     add("--warmup", type=int, default=5, metavar="N", help="untimed, per round (%(default)s)")
+    add("--sweep-iterations", type=int, default=8, metavar="N", help="per setting (%(default)s)")
+    add("--controller", choices=CONTROLLERS, help=f"of Horovod (default {DEFAULT_CONTROLLER})")
     add(
-        "--sweep-iterations", type=int, default=8, metavar="N", help="per bucket size (%(default)s)"
+        "--autotune-iterations",
+        type=int,
+        default=100,
+        metavar="N",
+        help="for Horovod's autotuner to settle (%(default)s)",
     )
     add("--batch", type=int, default=0, metavar="N", help="of each rank, real models only")
     add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytesched.bench_table import chosen
 from bytesched.picture import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 
 __all__ = ["draw_bench"]
@@ -124,8 +125,7 @@ def _draw_bar(axes: Any, row: int, name: str, figures: dict[str, Any], optimum_m
 def _label(name: str, system: dict[str, Any]) -> str:
     """Return the name with its options below it."""
     kind, _, options = name.partition(":")
-    if "bucket_mb" in system:
-        options = f"{float(system['bucket_mb']):g} MB"
+    options = chosen(system) or options
     return "\n".join([kind, *options.split("+")]) if options else kind
 
 

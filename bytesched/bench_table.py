@@ -33,17 +33,44 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
         "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
-    for other in ("ddp", "ddp-best"):
-        if other in systems:
+    plain, best = opponents(name, systems)
+    for key, other in (("plain", plain), ("best", best)):
+        if other:
             pairs = zip(_round_medians(systems[other]), medians, strict=True)
-            figures[f"speedup_over_{other}"] = statistics.median(a / b for a, b in pairs)
-    if "ddp-best" in systems and not name.startswith("ddp"):
-        best = _round_medians(systems["ddp-best"])
-        possible_ms = statistics.median(best) - optimum_ms
-        gain_ms = statistics.median(a - b for a, b in zip(best, medians, strict=True))
+            figures[f"speedup_over_{key}"] = statistics.median(a / b for a, b in pairs)
+    if best and not _is_plain(name):
+        theirs = _round_medians(systems[best])
+        possible_ms = statistics.median(theirs) - optimum_ms
+        gain_ms = statistics.median(a - b for a, b in zip(theirs, medians, strict=True))
         if possible_ms > 0:
             figures["share_of_possible_gain"] = gain_ms / possible_ms
     return figures
+
+
+def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
+    """What a system is compared with: its framework as it is, and at its best; "" if not there.
+
+    Horovod at its best is the fastest of the plain ones that were measured.
+    """
+    if not _uses_horovod(name):
+        plain, best = "ddp", "ddp-best"
+    else:
+        rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
+        plain, best = "horovod", min(rivals, key=lambda other: _median(systems[other]), default="")
+    return plain if plain in systems else "", best if best in systems else ""
+
+
+def _uses_horovod(name: str) -> bool:
+    return "horovod" in name.partition(":")[0]
+
+
+def _is_plain(name: str) -> bool:
+    return name.startswith(("ddp", "horovod"))
+
+
+def _median(system: dict[str, Any]) -> float:
+    every: list[float] = [ms for turn in system["rounds"] for ms in turn["iteration_ms"]]
+    return statistics.median(every)
 
 
 def _round_medians(system: dict[str, Any]) -> list[float]:
@@ -79,7 +106,7 @@ COLUMNS = (
     ("iteration ms", 13),
     ("quartiles", 15),
     ("x T*", 6),
-    ("vs ddp", 7),
+    ("vs plain", 8),
     ("vs best", 8),
     ("of gain", 8),
     ("bus MB/s", 9),
@@ -90,14 +117,15 @@ COLUMNS = (
 
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
+    systems = result["systems"]
     labels = {
-        name: f"{name} ({system['bucket_mb']:g} MB)" if "bucket_mb" in system else name
-        for name, system in result["systems"].items()
+        name: f"{name} ({chosen(system)})" if chosen(system) else name
+        for name, system in systems.items()
     }
     widest = max(map(len, labels.values()))
     lines = [headline(result), *notes(result), ""]
     lines.append(_row([title for title, _ in COLUMNS], widest))
-    for name, system in result["systems"].items():
+    for name, system in systems.items():
         figures = system["figures"]
         quartiles = f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}"
         lines.append(
@@ -107,8 +135,8 @@ def table(result: dict[str, Any]) -> str:
                     f"{figures['iteration_ms']:.1f}",
                     quartiles,
                     f"{figures['to_optimum']:.3f}",
-                    _times(figures.get("speedup_over_ddp")),
-                    _times(figures.get("speedup_over_ddp-best")),
+                    _times(figures.get("speedup_over_plain")),
+                    _times(figures.get("speedup_over_best")),
                     _percent(figures.get("share_of_possible_gain")),
                     f"{figures['bus_mb_per_s']:.1f}",
                     f"{figures['cpu_ms']:.0f}",
@@ -117,15 +145,32 @@ def table(result: dict[str, Any]) -> str:
                 widest,
             )
         )
-    first = next(iter(result["systems"]))
-    lines += [
-        "",
-        *(f"{name}: {_own(system)}" for name, system in result["systems"].items() if _own(system)),
-        "vs: how many times faster, median over the rounds. of gain: share of what lies between "
-        "ddp-best and T*.",
+    lines.append("")
+    lines += [f"{name}: {_own(system)}" for name, system in systems.items() if _own(system)]
+    return "\n".join([*lines, *_legend(systems)])
+
+
+def chosen(system: dict[str, Any]) -> str:
+    """The settings that the bench found for a system, as text."""
+    return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else system.get("settings", "")
+
+
+def _legend(systems: dict[str, Any]) -> list[str]:
+    pairs = dict.fromkeys(opponents(name, systems) for name in systems)
+    plain = " or ".join(plain for plain, _ in pairs if plain)
+    best = " or ".join(best for _, best in pairs if best)
+    lines = []
+    if plain:
+        lines.append(f"vs plain: how many times faster than {plain}, median over the rounds.")
+    if best:
+        lines.append(
+            f"vs best: the same for {best}. of gain: share of what lies between that and T*."
+        )
+    first = next(iter(systems))
+    return [
+        *lines,
         f"CPU ms: of one rank per iteration. losses: every loss and weight compared with {first}.",
     ]
-    return "\n".join(lines)
 
 
 def headline(result: dict[str, Any]) -> str:
@@ -152,8 +197,11 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def _own(system: dict[str, Any]) -> str:
-    """What bytesched says about itself, from the last round."""
+    """What there is to say about a system: what bytesched says of itself, in the last round."""
     stats = system["rounds"][-1]["stats"]
+    if "autotune_finished" in system:
+        finished = "was finished" if system["autotune_finished"] else "was not finished"
+        return f"Horovod's autotuner {finished} before; measured with what it had found"
     if "mode" not in stats:
         return ""
     if "partition_bytes" not in stats:

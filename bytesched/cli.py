@@ -24,12 +24,16 @@ class Command(NamedTuple):
 
     module: str
     line: str
+    #: what it raises is the user's own affair, and goes on to the interpreter
+    runs_user_code: bool = False
 
 
 COMMANDS = {
+    "run": Command("bytesched.run", "run a training script unchanged, but scheduled", True),
     "bench": Command(
         "bytesched.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
+    "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
     "trace": Command("bytesched.timeline", "merge the timelines of all ranks, or sum them up"),
     "report": Command("bytesched.report", "draw timelines and measurements"),
     "doctor": Command("bytesched.doctor", "check versions, backends, ranks and the network"),
@@ -49,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
     log.show("WARNING", rank_view().rank)
+    command = importlib.import_module(COMMANDS[name].module).main
+    if COMMANDS[name].runs_user_code:
+        return int(command(rest))
     try:
-        code: int = importlib.import_module(COMMANDS[name].module).main(rest)
+        code: int = command(rest)
     except BytesschedError as error:
         print(f"bytesched {name}: {error}", file=sys.stderr)
         return 1

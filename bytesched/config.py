@@ -22,11 +22,13 @@ from bytesched.values import (
     nearest,
     one_of,
     parse_flag,
-    parse_folder,
     parse_name,
     parse_optional_flag,
+    parse_path,
     parse_size,
+    parse_text,
     parse_timeout,
+    whole_number,
 )
 
 if sys.version_info >= (3, 11):
@@ -36,8 +38,15 @@ else:
 
 PREFIX = "BYTESCHED_"
 FILE_NAME = "bytesched.toml"
+#: below, there would be no time to compare what was found with the untuned setting
+LEAST_TUNE_STEPS = 40
+
+_COMMAND_LINE = "command line"
 
 _log = logging.getLogger("bytesched")
+
+#: fields that were set on the command line of this process
+_on_command_line: set[str] = set()
 
 
 class ConfigFields(TypedDict, total=False):
@@ -53,6 +62,10 @@ class ConfigFields(TypedDict, total=False):
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
+    tune: bool
+    tune_steps: int
+    tune_space: str
+    tune_file: str
     log_level: str
 
 
@@ -80,6 +93,14 @@ class Config:
     """Longest time that anything waits before it raises."""
     timeline: str = ""
     """Folder that receives `rank<n>.trace.json`; empty: no trace."""
+    tune: bool = False
+    """Whether to look for the fastest sizes while training, and to remember them."""
+    tune_steps: int = 150
+    """Most steps that looking for them may take."""
+    tune_space: str = ""
+    """Where to look, such as "partition_bytes=64KiB..4MiB"; empty: around what the link wants."""
+    tune_file: str = ""
+    """File that remembers what was found; empty: one per cluster, in the user's cache folder."""
     log_level: str = "INFO"
     """Level of the logger `bytesched`."""
 
@@ -103,7 +124,7 @@ class Config:
         """
         layers: tuple[tuple[Callable[[str], str], Mapping[str, object]], ...] = (
             (lambda _: f"file {FILE_NAME}", _from_file(Path(FILE_NAME))),
-            (lambda name: f"environment {variable(name)}", _from_environment()),
+            (_origin_of_variable, _from_environment()),
             (lambda _: "code", fields),
         )
         values: dict[str, Any] = {}
@@ -198,6 +219,11 @@ def gloo_interfaces() -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
+def horovod_variable(name: str) -> str:
+    """Return what `HOROVOD_<name>` is set to, or nothing."""
+    return os.environ.get(f"HOROVOD_{name}", "")
+
+
 def unread_variables() -> list[str]:
     """Return a sentence for each `BYTESCHED_` variable that sets no field."""
     known = [variable(name) for name in FIELDS]
@@ -219,6 +245,18 @@ def child_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
     return environment
 
 
+def set_on_command_line(texts: Mapping[str, str]) -> None:
+    """Give fields a value that comes before environment and file, also in child processes.
+
+    Raises `ConfigError` for an unknown name or an impossible value, and sets nothing then.
+    """
+    for name, text in texts.items():
+        _checked(name, text, _COMMAND_LINE)
+    for name, text in texts.items():
+        os.environ[variable(name)] = text
+    _on_command_line.update(texts)
+
+
 def variable(name: str) -> str:
     """Return the environment variable that sets a field."""
     return PREFIX + name.upper()
@@ -234,7 +272,11 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "cross_barrier": parse_flag,
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
-    "timeline": parse_folder,
+    "timeline": parse_path,
+    "tune": parse_flag,
+    "tune_steps": whole_number(LEAST_TUNE_STEPS, 10**6),
+    "tune_space": parse_text,
+    "tune_file": parse_path,
     "log_level": one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
 }
 
@@ -246,6 +288,10 @@ def _checked(name: str, value: object, origin: str = "code") -> object:
         return _PARSERS[name](value)
     except ValueError as error:
         raise ConfigError(f"{name} = {value!r} ({origin}): {error}") from None
+
+
+def _origin_of_variable(name: str) -> str:
+    return _COMMAND_LINE if name in _on_command_line else f"environment {variable(name)}"
 
 
 def _from_environment() -> dict[str, object]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from bytesched import checks, trials
+from bytesched import checks, horovod_checks, trials
 from bytesched.checks import Check, Status
 from bytesched.config import Config
 
@@ -40,12 +40,15 @@ def examine(timeout_s: float) -> list[Check]:
         *checks.network(),
         *checks.emulated_hosts(),
     ]
+    has_horovod = bool(horovod_checks.version())
+    if has_horovod:
+        found += [*horovod_checks.launchers(), *horovod_checks.settings()]
     if any(check.name == "torch" and check.status == "fail" for check in found):
         return found
     found += [*trials.backends(timeout_s), *trials.loopback(timeout_s)]
     if found[-1].status != "fail":
         found += trials.training(timeout_s)
-    return found
+    return found + (trials.horovod(timeout_s) if has_horovod else [])
 
 
 def as_text(found: Sequence[Check]) -> str:

@@ -2,9 +2,10 @@
 
 Every host is a network namespace with one interface, ``eth0``, whose other end sits on a bridge
 in a namespace of its own. `tc tbf` shapes both ends of that cable, so a host neither sends nor
-receives faster than the rate. Nothing is visible on the machine's own network and nothing has a
-name that could clash: a namespace lives exactly as long as its anchor process, an anchor reads a
-pipe held by this process, and the end of that pipe, for whatever reason, ends the anchor.
+receives faster than the rate. Every host is also a UTS namespace: its host name is its address,
+which therefore resolves. Nothing is visible on the machine's own network and nothing has a name
+that could clash: a namespace lives exactly as long as its anchor process, an anchor reads a pipe
+held by this process, and the end of that pipe, for whatever reason, ends the anchor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from os import killpg
 from types import TracebackType
@@ -25,6 +27,12 @@ from bytesched.errors import BytesschedError, ConfigError
 MAX_HOSTS = 64
 _ANCHOR = ["sh", "-c", "echo ready; exec cat >/dev/null"]
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
+_BATCH_IP = ["ip", "-batch", "-"]
+_BATCH_TC = ["tc", "-batch", "-"]
+_SET_HOST_NAME = [
+    *(sys.executable, "-I", "-S", "-c"),
+    "import socket, sys; socket.sethostname(sys.argv[1])",
+]
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 #: A burst must hold one segment of 64 KiB with its headers; a smaller one makes tbf cut every
 #: segment into packets, which costs ten times the CPU and a quarter of the bandwidth.
@@ -49,6 +57,13 @@ def parse_rate(text: str) -> int:
             "for example 1gbit or 250mbit"
         )
     return rate
+
+
+def die_with_parent() -> list[str]:
+    """What to put before a command so that it ends with the thread that started it."""
+    if shutil.which("setpriv") is None:
+        return []
+    return ["setpriv", "--pdeathsig", "KILL"]
 
 
 class Lab:
@@ -109,6 +124,11 @@ class Lab:
             return [f"10.77.0.{host + 1}" for host in range(self.hosts)]
         return ["127.0.0.1"] * self.hosts
 
+    @property
+    def namespace_pids(self) -> list[int]:
+        """Process whose network namespace each host is; none without links of their own."""
+        return [anchor.pid for anchor in self._anchors]
+
     def free_port(self) -> int:
         """A port of host 0 that nothing listens on."""
         if self.shaped:
@@ -123,8 +143,8 @@ class Lab:
         if not 0 <= host < self.hosts:
             raise LabError(f"host {host}: this lab has hosts 0 to {self.hosts - 1}")
         if not self.shaped:
-            return [*self._die_with_parent(), *argv]
-        return [*self._enter(self._anchors[host]), *self._die_with_parent(), *argv]
+            return [*die_with_parent(), *argv]
+        return [*self._enter(self._anchors[host]), *die_with_parent(), *argv]
 
     def launch(
         self,
@@ -184,10 +204,10 @@ class Lab:
             return
         reasons = []
         for kind, unshare, enter_user in (
-            ("namespaces made as root", ["unshare", "--net"], []),
+            ("namespaces made as root", ["unshare", "--net", "--uts"], []),
             (
                 "namespaces made inside a user namespace",
-                ["unshare", "--user", "--map-root-user", "--net"],
+                ["unshare", "--user", "--map-root-user", "--net", "--uts"],
                 ["--user", "--preserve-credentials"],
             ),
         ):
@@ -212,9 +232,10 @@ class Lab:
         self._switch = switch = self._anchor(unshare)
         self._ip(switch, ["link add bridge0 type bridge", "link set bridge0 up"])
         for host in range(self.hosts):
-            anchor = self._anchor([*self._enter(switch), "unshare", "--net"])
+            anchor = self._anchor([*self._enter(switch), "unshare", "--net", "--uts"])
             self._anchors.append(anchor)
-            port = f"host{host}"
+            address, port = f"10.77.0.{host + 1}", f"host{host}"
+            self._run(anchor, [*_SET_HOST_NAME, address])
             self._ip(
                 switch,
                 [
@@ -224,7 +245,7 @@ class Lab:
             )
             self._ip(
                 anchor,
-                [f"addr add 10.77.0.{host + 1}/24 dev eth0", "link set eth0 up", "link set lo up"],
+                [f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"],
             )
             self._shape(switch, port)
             self._shape(anchor, "eth0")
@@ -234,25 +255,25 @@ class Lab:
         burst_bytes = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
         limit_bytes = burst_bytes + max(_MIN_BURST_BYTES, round(bytes_per_s * _QUEUE_S))
         rule = f"qdisc add dev {interface} root tbf rate {self.rate_bits_per_s}bit"
-        self._run(anchor, "tc", f"{rule} burst {burst_bytes} limit {limit_bytes}\n")
+        self._run(anchor, _BATCH_TC, f"{rule} burst {burst_bytes} limit {limit_bytes}\n")
 
     def _ip(self, anchor: subprocess.Popen[str], commands: Sequence[str]) -> None:
-        self._run(anchor, "ip", "".join(f"{command}\n" for command in commands))
+        self._run(anchor, _BATCH_IP, "".join(f"{command}\n" for command in commands))
 
-    def _run(self, anchor: subprocess.Popen[str], tool: str, commands: str) -> None:
+    def _run(self, anchor: subprocess.Popen[str], argv: Sequence[str], text: str = "") -> None:
         done = subprocess.run(
-            [*self._enter(anchor), tool, "-batch", "-"],
-            input=commands,
+            [*self._enter(anchor), *argv],
+            input=text,
             capture_output=True,
             text=True,
             timeout=_SETUP_TIMEOUT_S,
             check=False,
         )
         if done.returncode:
-            raise LabError(f"{tool} failed: {' '.join(done.stderr.split()) or done.returncode}")
+            raise LabError(f"{argv[0]} failed: {' '.join(done.stderr.split()) or done.returncode}")
 
     def _enter(self, anchor: subprocess.Popen[str]) -> list[str]:
-        return ["nsenter", "--target", str(anchor.pid), *self._enter_user, "--net"]
+        return ["nsenter", "--target", str(anchor.pid), *self._enter_user, "--net", "--uts"]
 
     def _anchor(self, unshare: Sequence[str]) -> subprocess.Popen[str]:
         anchor = subprocess.Popen(
@@ -268,9 +289,3 @@ class Lab:
             _, message = anchor.communicate()
             raise LabError(" ".join(message.split()) or "a namespace could not be made")
         return anchor
-
-    @staticmethod
-    def _die_with_parent() -> list[str]:
-        if shutil.which("setpriv") is None:
-            return []
-        return ["setpriv", "--pdeathsig", "KILL"]

@@ -44,6 +44,15 @@ class Observers:
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
 
+    def add(self, observer: Observer) -> None:
+        """``observer`` is told from now on."""
+        self._observers.append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        """``observer`` is told nothing more; it may have been removed for raising."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+
     def __bool__(self) -> bool:
         return bool(self._observers)
 

@@ -1,4 +1,4 @@
-"""`bytesched report`: pictures of traces and of benchmarks."""
+"""`bytesched report`: pictures of traces, of benchmarks and of tunings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from bytesched.bench_picture import draw_bench
 from bytesched.iteration_picture import draw_iteration
+from bytesched.tune_picture import draw_tuning
 
-__all__ = ["draw_bench", "draw_iteration", "main"]
+__all__ = ["draw_bench", "draw_iteration", "draw_tuning", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.picture == "iteration":
             draw_iteration(options.before, options.after, options.output, title=options.title)
+        elif options.picture == "tuning":
+            draw_tuning(options.file, options.output)
         else:
             draw_bench(options.results, options.output)
     except (OSError, ValueError) as error:
@@ -37,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     iteration.add_argument("--title", default="An iteration and the forward pass after it")
     bench = pictures.add_parser("bench", help="iteration times of every system, beside T*")
     bench.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
-    for picture in (iteration, bench):
+    tuning = pictures.add_parser("tuning", help="what a tuning tried; OUT.html: one whole page")
+    tuning.add_argument("file", type=Path, metavar="TUNING.json")
+    for picture in (iteration, bench, tuning):
         picture.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.png")
     return parser

@@ -61,15 +61,27 @@ class ManualClock:
 class LinkTransport:
     """A link that serves tasks one after the other, in the time of a `ManualClock`.
 
-    A task of n bytes occupies it for ``overhead_s + n / bytes_per_s`` seconds.
+    A task of n bytes occupies it for ``overhead_s + n / bytes_per_s`` seconds, and is across
+    ``latency_s`` later, while the next one is on it already.
     """
 
-    def __init__(self, clock: ManualClock, *, bytes_per_s: float, overhead_s: float = 0.0) -> None:
-        if bytes_per_s <= 0 or overhead_s < 0:
-            raise ValueError(f"no such link: {bytes_per_s} bytes/s, {overhead_s} s per task")
+    def __init__(
+        self,
+        clock: ManualClock,
+        *,
+        bytes_per_s: float,
+        overhead_s: float = 0.0,
+        latency_s: float = 0.0,
+    ) -> None:
+        if bytes_per_s <= 0 or overhead_s < 0 or latency_s < 0:
+            raise ValueError(
+                f"no such link: {bytes_per_s} bytes/s, {overhead_s} s per task, "
+                f"{latency_s} s across"
+            )
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._overhead_s = overhead_s
+        self._latency_s = latency_s
         self._free_at_s = 0.0
         self._in_flight: dict[CommTask, Done] = {}
         self._closed = False
@@ -81,7 +93,7 @@ class LinkTransport:
         begin_s = max(self._clock.now_s, self._free_at_s)
         self._free_at_s = begin_s + self._overhead_s + task.nbytes / self._bytes_per_s
         self._in_flight[task] = done
-        self._clock.call_at(self._free_at_s, partial(self._arrived, task))
+        self._clock.call_at(self._free_at_s + self._latency_s, partial(self._arrived, task))
 
     def close(self) -> None:
         """Tasks in flight fail with SchedulerClosed."""
@@ -117,6 +129,7 @@ def simulate(
     credit_bytes: int,
     policy: Policy,
     merge: bool = False,
+    latency_s: float = 0.0,
 ) -> SimulatedIteration:
     """One iteration of the real `SchedulerCore` over a modelled link.
 
@@ -130,11 +143,12 @@ def simulate(
         credit_bytes: window of bytes in flight.
         policy: which chunk goes first.
         merge: whether small neighbours share a chunk; else no chunk spans two layers.
+        latency_s: time of a chunk on the link during which the next one may follow it.
 
     The three sequences are in the order of the forward pass, which is also that of priority.
     """
     clock = ManualClock()
-    link = LinkTransport(clock, bytes_per_s=bytes_per_s, overhead_s=overhead_s)
+    link = LinkTransport(clock, bytes_per_s=bytes_per_s, overhead_s=overhead_s, latency_s=latency_s)
     core = SchedulerCore(Leading(policy), credit_bytes=credit_bytes)
     chunks_of: list[list[CommTask]] = [[] for _ in sizes_bytes]
     for chunk in _chunks(sizes_bytes, partition_bytes, merge=merge):

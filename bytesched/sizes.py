@@ -54,6 +54,7 @@ def chosen_sizes(
     *,
     model_bytes: int,
     cpu_load: float,
+    hides_overhead: bool = True,
     partition_bytes: int = 0,
     credit_bytes: int = 0,
 ) -> tuple[int, int]:
@@ -62,24 +63,38 @@ def chosen_sizes(
     The bound ``T* + θN + (c + δ)/B`` (see bound.py) wants chunks as small as the overhead θ
     allows, and no more in flight than keeps the link full. With two chunks in flight the link's
     own overhead hides, down to the smallest partition that still fills it. What does not hide is
-    the CPU time of a chunk, as far as the model computes on the same cores: there the bound is
-    least at ``sqrt(θBS/(k + 1))``, with a window of k chunks.
+    the CPU time of a chunk, as far as the model computes on the same cores, and the overhead of a
+    link that is silent between two chunks: there the bound is least at ``sqrt(θBS/(k + 1))``,
+    with a window of k chunks.
 
     Args:
         probes: what the link does.
         model_bytes: all gradients together, S.
         cpu_load: CPU time of a training step over its time, without communication.
+        hides_overhead: whether the link is busy while the next chunk is prepared.
     """
     busy = min(_BUSY * cpu_load, 1.0)
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
         fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
         overhead_s = _UNSEEN * probes[0].cpu_s * busy
+        smallest = _MARGIN * fills
+        if not hides_overhead:
+            overhead_s += _startup_s(probes)
+            smallest = _SMALLEST_BYTES
         least = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
-        partition_bytes = int(min(max(_MARGIN * fills, least), _LARGEST_BYTES))
+        partition_bytes = int(min(max(smallest, least), _LARGEST_BYTES))
         if credit_bytes:
             partition_bytes = min(partition_bytes, credit_bytes)
     if not credit_bytes:
         window = PROBE_WINDOW + round((_BUSY_WINDOW - PROBE_WINDOW) * busy)
         credit_bytes = window * partition_bytes
     return partition_bytes, credit_bytes
+
+
+def _startup_s(probes: list[Probe]) -> float:
+    """What a chunk takes however small it is: the line through the first and the last probe."""
+    small, large = probes[0], probes[-1]
+    small_s, large_s = small.nbytes / small.bytes_per_s, large.nbytes / large.bytes_per_s
+    slope = (large_s - small_s) / (large.nbytes - small.nbytes)
+    return max(0.0, small_s - slope * small.nbytes)

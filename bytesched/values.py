@@ -119,11 +119,37 @@ def parse_name(value: object) -> str:
     return text
 
 
-def parse_folder(value: object) -> str:
-    """Return the path of a folder; empty means none."""
+def parse_path(value: object) -> str:
+    """Return the path of a file or folder; empty means none."""
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
-    raise ValueError("not the path of a folder")
+    raise ValueError("not a path")
+
+
+def parse_text(value: object) -> str:
+    """Return text, possibly empty, that is looked at later."""
+    if isinstance(value, str):
+        return value.strip()
+    raise ValueError("not a text")
+
+
+def whole_number(least: int, most: int) -> Callable[[object], int]:
+    """Return a parser that takes whole numbers from `least` to `most`."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError("not a whole number")
+        try:
+            number = int(value.strip()) if isinstance(value, str) else int(value)
+        except (ValueError, OverflowError):
+            raise ValueError("not a whole number") from None
+        if isinstance(value, float) and number != value:
+            raise ValueError("not a whole number")
+        if not least <= number <= most:
+            raise ValueError(f"must be from {least} to {most}")
+        return number
+
+    return parse
 
 
 def one_of(*choices: str) -> Callable[[object], str]:

@@ -17,74 +17,101 @@ if __name__ != "bytesched.plugins":
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.log import show
+from bytesched.observe import Observers
 from bytesched.policy import named_policy
+from bytesched.tunable import find_tuner
 
 if TYPE_CHECKING:
-    from bytesched.plugins.session import Session
+    from bytesched.plugins.wrapped import Wrapped
 
 __all__ = ["flush", "stats", "unwrap", "wrap"]
 
 log = logging.getLogger("bytesched")
 
-#: id of a wrapped optimizer -> the optimizer (kept alive) and its session
-_wrapped: dict[int, tuple[Any, Session]] = {}
+#: id of what is wrapped -> itself (kept alive) and its session
+_wrapped: dict[int, tuple[Any, Wrapped]] = {}
 
 _pid = os.getpid()
 
 
-def wrap(optimizer: Any, model: Any, **fields: Any) -> Any:
+def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
     """See :func:`bytesched.wrap`."""
     config = Config.load(**fields)
     named_policy(config.policy)
+    # What is wrong with it is known before the first collective, on every rank.
+    find_tuner(config)
+    if model is None and all(hasattr(optimizer, name) for name in ("init", "push", "pull")):
+        return _wrap_store(optimizer, config)
     try:
         import torch
-        import torch.distributed as dist
     except ImportError as error:
         raise PluginError("wrapping needs PyTorch: pip install 'bytesched[torch]'") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PluginError(f"{type(optimizer).__name__} is not a torch optimizer")
+        raise PluginError(f"{type(optimizer).__name__} is neither a torch optimizer nor a KVStore")
     if not isinstance(model, torch.nn.Module):
         raise PluginError(f"{type(model).__name__} is not a torch module")
     if id(optimizer) in _wrapped:
         raise PluginError("this optimizer is wrapped already; unwrap it first")
-    if not dist.is_available() or not dist.is_initialized():
-        raise PluginError("torch.distributed is not initialized: call init_process_group first")
-    from bytesched.plugins import ddp
+    session: Wrapped | None
+    if kvstore is not None:
+        from bytesched.plugins import kvstore_training
 
-    show(config.log_level, dist.get_rank())
-    why = "enabled is off" if not config.enabled else ""
-    why = why or ddp.why_plain(model)
-    if why:
-        log.info("left as it was: %s", why)
-        return optimizer
-    for _, session in _wrapped.values():
-        if session.root is model:
-            if fields:
-                log.warning("this model is wrapped already: the settings of then hold")
-            break
+        session = kvstore_training.begin(optimizer, model, kvstore, config)
+    elif _is_horovod(optimizer):
+        from bytesched.plugins import horovod
+
+        session = horovod.begin(optimizer, model, config)
     else:
-        session = ddp.attach(optimizer, model, config)
-    why = ddp.why_whole(optimizer, model, config)
-    if why:
-        log.info("scheduling inside backward, stepping whole: %s", why)
-    try:
-        session.add_optimizer(optimizer, cross=not why)
-    except PluginError:
-        if all(other is not session for _, other in _wrapped.values()):
-            session.close()
-        raise
-    _wrapped[id(optimizer)] = (optimizer, session)
+        from bytesched.plugins import ddp
+
+        others = [other for _, other in _wrapped.values()]
+        session = ddp.begin(optimizer, model, config, others, is_configured=bool(fields))
+    if session is not None:
+        _wrapped[id(optimizer)] = (optimizer, session)
+        # Handlers run last in, first out: ours goes before that of what carries the session.
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
     return optimizer
+
+
+def _is_horovod(optimizer: Any) -> bool:
+    return "horovod.torch" in sys.modules and hasattr(optimizer, "_allreduce_grad_async")
+
+
+def _wrap_store(store: Any, config: Config) -> Any:
+    show(config.log_level, store.rank)
+    if not config.enabled:
+        log.info("left as it was: enabled is off")
+        return store
+    from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+
+    observers = Observers()
+    if config.timeline:
+        from bytesched.timeline import Timeline
+
+        # Nothing but the store connects the workers: each host's own clock has to do.
+        observers = Observers([Timeline(config.timeline, rank=store.rank, clock_offset_ns=0)])
+    return ScheduledKVStore(store, config, observers)
+
+
+def _is_scheduled_store(x: Any) -> bool:
+    module = sys.modules.get("bytesched.plugins.scheduled_kvstore")
+    return module is not None and isinstance(x, module.ScheduledKVStore)
 
 
 def flush(x: Any = None) -> None:
     """See :func:`bytesched.flush`."""
+    if _is_scheduled_store(x):
+        x.flush()
     for session in _sessions(x):
         session.flush()
 
 
 def stats(x: Any = None) -> dict[str, int | float | str]:
     """See :func:`bytesched.stats`."""
+    if _is_scheduled_store(x):
+        figures: dict[str, int | float | str] = x.stats()
+        return figures
     for session in _sessions(x):
         return session.stats()
     return {"mode": "plain"}
@@ -92,6 +119,8 @@ def stats(x: Any = None) -> dict[str, int | float | str]:
 
 def unwrap(x: Any) -> Any:
     """See :func:`bytesched.unwrap`."""
+    if _is_scheduled_store(x):
+        return x.unwrap()
     for session in _sessions(x):
         try:
             session.flush()
@@ -102,9 +131,9 @@ def unwrap(x: Any) -> Any:
     return x
 
 
-def _sessions(x: Any) -> list[Session]:
+def _sessions(x: Any) -> list[Wrapped]:
     """The sessions of an optimizer or a model, or all of them."""
-    found: list[Session] = []
+    found: list[Wrapped] = []
     for optimizer, session in _wrapped.values():
         if (x is None or x is optimizer or x is session.root) and session not in found:
             found.append(session)
@@ -130,7 +159,7 @@ def _at_exit() -> None:
     _wrapped.clear()
 
 
-def _close(session: Session) -> None:
+def _close(session: Wrapped) -> None:
     try:
         # After an error, what was not updated shall not be read as if it had been.
         session.close(release_parameters=session.error is None)

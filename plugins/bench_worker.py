@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
+import os
 import statistics
 import sys
 import time
 from datetime import timedelta
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from bytesched.bound import gradients, optimum_s
+from bytesched.errors import PluginError
+from bytesched.plugins.bench_block import SEED, train
 from bytesched.plugins.bench_models import Workload, build
 from bytesched.plugins.compute_times import (
     Traffic,
@@ -26,14 +26,17 @@ from bytesched.plugins.compute_times import (
     measure_update,
     record_profile,
 )
-from bytesched.plugins.systems import MIB, make_optimizer, set_up
+from bytesched.plugins.systems import HOROVOD, MIB, make_optimizer, set_up
 from bytesched.profile import Profile, parse_profile
+
+if TYPE_CHECKING:
+    from bytesched.plugins.bench_horovod import HorovodBlocks, Settings
 
 SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 LINK_PROBE_BYTES = 16 * MIB
 LINK_PROBES = 2
 COMPUTE_ITERATIONS = 5
-SEED = 1
+SWEEP_WARMUP = 2
 
 
 class Bench:
@@ -46,6 +49,7 @@ class Bench:
         self.content: object = spec["content"]
         self.link_samples: list[float] = []
         self.compute_samples: list[dict[str, float]] = []
+        self.sweeps_ms: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
@@ -54,15 +58,8 @@ class Bench:
             self.content = self.scaled_profile().to_json()
         model = self.describe()
         systems: dict[str, dict[str, Any]] = {}
-        buckets: dict[str, float] = {}
         for system in self.spec["systems"]:
-            systems[system["label"]] = {"rounds": []}
-            if system["kind"] == "ddp-best":
-                buckets = self.sweep()
-                best_mb = min(buckets, key=lambda bucket: buckets[bucket])
-                system["options"] = {"bucket_mb": best_mb, "bucket_view": "1"}
-                system["kind"] = "ddp"
-                systems[system["label"]]["bucket_mb"] = float(best_mb)
+            systems[system["label"]] = self.choose(system) | {"rounds": []}
         for turn in range(self.spec["rounds"]):
             self.probe_link()
             self.probe_compute()
@@ -70,7 +67,7 @@ class Bench:
                 block = self.block(system, self.spec["warmup"], self.spec["iterations"])
                 systems[system["label"]]["rounds"].append(block)
                 self.say(
-                    f"round {turn + 1}/{self.spec['rounds']}  {system['label']:<12} "
+                    f"round {turn + 1}/{self.spec['rounds']}  {system['label']:<18} "
                     f"{statistics.median(block['iteration_ms']):8.1f} ms"
                 )
         compute = {
@@ -83,9 +80,50 @@ class Bench:
             "torch": torch.__version__,
             "gradient_bytes_per_s": self.bytes_per_s,
             "compute": compute | model,
-            "bucket_sweep_ms": buckets,
+            **self.sweeps_ms,
             "systems": systems,
         }
+
+    def choose(self, system: dict[str, Any]) -> dict[str, Any]:
+        """Replace a system that is to be tuned by the plain one with the settings it needs.
+
+        Returns what was chosen, for the report.
+        """
+        chosen: dict[str, Any] = {}
+        if system["kind"] == "ddp-best":
+            buckets = self.sweeps_ms["bucket_sweep_ms"] = self.sweep_buckets()
+            best_mb = min(buckets, key=lambda bucket: buckets[bucket])
+            system |= {"kind": "ddp", "options": {"bucket_mb": best_mb, "bucket_view": "1"}}
+            chosen = {"bucket_mb": float(best_mb)}
+        elif system["kind"] in {"horovod-best", "horovod-autotune"}:
+            chosen = self.choose_horovod(system)
+        return chosen
+
+    def choose_horovod(self, system: dict[str, Any]) -> dict[str, Any]:
+        """The same for Horovod: swept, or left to its own autotuner."""
+        from bytesched.plugins.bench_horovod import sweep
+
+        chosen: dict[str, Any] = {}
+        if system["kind"] == "horovod-best":
+            swept = sweep(self.horovod_ms)
+            self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
+            settings = min(swept, key=lambda tried: swept[tried])
+        else:
+            settings, finished = self.horovod.autotuned(self.spec["autotune"])
+            chosen["autotune_finished"] = finished
+            self.say(
+                f"autotune: {settings} after {self.spec['autotune']} iterations"
+                f"{'' if finished else ', not finished'}"
+            )
+        system |= {"kind": "horovod", "options": settings.options()}
+        return chosen | {"settings": str(settings)}
+
+    def horovod_ms(self, settings: Settings) -> float:
+        """Milliseconds of plain Horovod with these settings, as every rank knows them."""
+        system = {"kind": "horovod", "options": settings.options()}
+        median_ms = self.median_ms(system)
+        self.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
+        return median_ms
 
     @property
     def bytes_per_s(self) -> float:
@@ -109,6 +147,18 @@ class Bench:
     def workload(self) -> Workload:
         """The model as it is at the start of every block."""
         return build(self.spec["kind"], self.content, self.spec["batch"], SEED)
+
+    @cached_property
+    def horovod(self) -> HorovodBlocks:
+        """What runs Horovod; made when the first system needs it."""
+        from bytesched.plugins.bench_horovod import HorovodBlocks
+
+        return HorovodBlocks(self.spec, self.content)
+
+    def close(self) -> None:
+        """Let go of what was started."""
+        if "horovod" in vars(self):
+            self.horovod.close()
 
     def seed_of(self, step: int) -> int:
         """Seed of this rank's batch."""
@@ -163,7 +213,7 @@ class Bench:
             }
         )
 
-    def sweep(self) -> dict[str, float]:
+    def sweep_buckets(self) -> dict[str, float]:
         """Milliseconds of DDP for each bucket size, as every rank knows them.
 
         The sizes are tried up and then down again, so that a slow minute does not choose.
@@ -171,41 +221,37 @@ class Bench:
         found: dict[str, float] = {}
         for bucket_mb in (*SWEPT_BUCKETS_MB, *reversed(SWEPT_BUCKETS_MB)):
             options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
-            block = self.block({"kind": "ddp", "options": options}, 2, self.spec["sweep"])
-            median_ms = self.mean(statistics.median(block["iteration_ms"]))
+            median_ms = self.median_ms({"kind": "ddp", "options": options})
             found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
             self.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
         return found
 
+    def median_ms(self, system: dict[str, Any]) -> float:
+        """Milliseconds of a system in a short block, as every rank knows them."""
+        block = self.block(system, SWEEP_WARMUP, self.spec["sweep"])
+        return self.mean(statistics.median(block["iteration_ms"]))
+
     def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
-        """Train a new model with one system; times run from the start of one to the next."""
+        """Train a new model with one system; what all ranks found, and this one's times."""
+        if system["kind"] in HOROVOD:
+            found = self.horovod.block(system, warmup, iterations)
+        else:
+            found = self.own_block(system, warmup, iterations)
+        return found | {
+            "cpu_ms": self.mean(found["cpu_ms"]),
+            "losses": self.gather(found["losses"]),
+            "weights": self.gather(found["weights"]),
+        }
+
+    def own_block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+        """A block in this process, over torch's own process group."""
         workload = self.workload()
         running = set_up(system["kind"], system["options"], workload.model, self.spec["optimizer"])
-        starts_s: list[float] = []
-        cpu_s: list[float] = []
-        losses: list[float] = []
         dist.barrier()
-        for step in range(warmup + iterations + 1):
-            starts_s.append(time.perf_counter())
-            cpu_s.append(time.process_time())
-            running.optimizer.zero_grad()
-            loss = workload.loss(running.module, self.seed_of(step))
-            loss.backward()
-            running.optimizer.step()
-            losses.append(loss.item())
-        figures = running.close()
-        digest = _digest(workload.model)
-        spans_s = [after - before for before, after in pairwise(starts_s)]
-        result = {
-            "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
-            "cpu_ms": self.mean(1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations),
-            "losses": self.gather(losses),
-            "weights": self.gather(digest),
-            "stats": figures,
-        }
-        del workload, running, loss
+        found = train(workload, running, warmup=warmup, iterations=iterations, seed_of=self.seed_of)
+        del workload, running
         gc.collect()
-        return result
+        return found
 
     def mean(self, value: float) -> float:
         """The mean over all ranks, the same number on each."""
@@ -225,23 +271,21 @@ class Bench:
             print(line, flush=True)
 
 
-def _digest(model: nn.Module) -> str:
-    """Hash of all weights, also of sharded ones; every rank takes part."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        weight = parameter.detach()
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        digest.update(whole.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def main(argv: list[str]) -> int:
     """Run one rank; rank 0 writes the result into the file that the specification names."""
     spec = json.loads(argv[0])
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=spec["timeout_s"]))
-    result = Bench(spec).run()
+    bench = Bench(spec)
+    try:
+        result = bench.run()
+    except PluginError as error:
+        # What failed in another process has said where.
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        bench.close()
     if spec["rank"] == 0:
         Path(spec["result"]).write_text(json.dumps(result))
     dist.barrier()
@@ -250,4 +294,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Threads of torch's process group outlive it; on a busy machine one of them now and then
+    # aborts a process that ends in the ordinary way.
+    os._exit(exit_code)

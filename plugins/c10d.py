@@ -1,9 +1,8 @@
-"""torch.distributed as a transport: a process group of our own, and chunks sent over it."""
+"""torch.distributed: process groups of our own, and what their failures mean."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from datetime import timedelta
@@ -11,31 +10,20 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import (
-    BytesschedError,
     PeerLost,
     PluginError,
-    SchedulerClosed,
     SchedulerTimeout,
     TransportError,
 )
 from bytesched.plugins.notes import Notes
-from bytesched.plugins.plan import Piece, Plan
-from bytesched.plugins.streams import Streams
-from bytesched.task import CommTask
-from bytesched.transport import Done
 
-__all__ = ["C10dTransport", "Group", "Packer", "open_group"]
+__all__ = ["Group", "open_group"]
 
-#: ``None`` sends gradients as they are
-WIRE_DTYPES: Final[dict[str, torch.dtype | None]] = {
-    "none": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+#: for threads of a broken group to end
+_PATIENCE_S: Final = 5.0
 
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
@@ -63,7 +51,7 @@ class Group:
         self.name = name
         self.timeout_s = timeout_s
         self._notes = notes
-        self._aborted = False
+        self._aborted = self._closed = False
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank, through the store."""
@@ -86,9 +74,11 @@ class Group:
         """What must be added to this host's wall clock to read rank 0's; collective."""
         for _ in range(3):
             # The last one ends at nearly the same moment everywhere.
-            self.wait(self.backend.allreduce([torch.zeros(1)]), task="comparing clocks")
+            self.wait(
+                self.backend.allreduce([torch.zeros(1, device="cpu")]), task="comparing clocks"
+            )
         mine_ns = time.time_ns()
-        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], dtype=torch.int64)
+        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
         self.wait(self.backend.allreduce([leaders]), task="comparing clocks")
         return int(leaders.item()) - mine_ns
 
@@ -119,15 +109,28 @@ class Group:
             _stop(self.backend, "abort")
             return
         # Gloo has no call for it, but a receive that times out closes all its connections.
-        never = torch.empty(1)
+        never = torch.empty(1, device="cpu")
         with contextlib.suppress(RuntimeError):
             peer = (self.rank + 1) % self.size
             self.backend.recv([never], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Ends the group's own threads and connections; nothing must be under way."""
-        if self.backend.name() != "gloo" and not self._aborted:
-            _stop(self.backend, "shutdown")
+        """Ends the group's own threads and connections; nothing must be under way. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.backend.name() != "gloo":
+            if not self._aborted:
+                _stop(self.backend, "shutdown")
+            return
+        self._aborted = True
+        # Gloo's threads end when nobody holds the backend. They must, before the interpreter
+        # does: one that lets go of the last tensor later finds no interpreter, and aborts.
+        held = [self.backend]
+        self.backend = None
+        ending = threading.Thread(target=held.clear, name="bytesched-ending", daemon=True)
+        ending.start()
+        ending.join(_PATIENCE_S)
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
@@ -189,123 +192,3 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
     session, _, _ = name.partition("/")
     notes = Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", entry[1]), base.rank())
     return Group(backend, store, notes, name=name, timeout_s=timeout_s)
-
-
-class Packer:
-    """Brings gradients into what is sent, and what was received into the arena.
-
-    Gradients are divided by the world size while they are packed, as DDP does, or after
-    rounding to the wire's dtype, as DDP's compression hooks do.
-    """
-
-    def __init__(self, plan: Plan, world_size: int, compression: str) -> None:
-        self._plan = plan
-        self._world_size = world_size
-        self._scale = 1.0 / world_size
-        dtype = WIRE_DTYPES[compression]
-        self._wires = [
-            torch.empty_like(buffer, dtype=dtype)
-            if dtype is not None and buffer.is_floating_point()
-            else None
-            for buffer in plan.buffers
-        ]
-
-    @torch.no_grad()
-    def pack(self, chunk: CommTask) -> torch.Tensor:
-        """The tensor to all-reduce for ``chunk``."""
-        wire = self._wires[chunk.index]
-        for piece in self._plan.pieces[chunk.index]:
-            _pack(piece, self._scale if wire is None else 1.0)
-        buffer = self._plan.buffers[chunk.index]
-        if wire is None:
-            return buffer
-        return wire.copy_(buffer).div_(self._world_size)
-
-    def receive(self, chunk: CommTask) -> None:
-        """Takes over what was received."""
-        wire = self._wires[chunk.index]
-        if wire is not None:
-            self._plan.buffers[chunk.index].copy_(wire)
-
-    def let_go(self, chunk: CommTask) -> None:
-        """Local gradients live until their chunks are complete.
-
-        Not less: on a GPU, packing them was only enqueued.
-        """
-        for piece in self._plan.pieces[chunk.index]:
-            piece.slot.sending -= 1
-            if not piece.slot.sending:
-                piece.slot.grad = None
-
-
-class C10dTransport:
-    """Packs a chunk, all-reduces it, and reports when it is complete."""
-
-    def __init__(self, group: Group, packer: Packer, streams: Streams) -> None:
-        self._group = group
-        self._packer = packer
-        self._streams = streams
-        self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
-        #: each is counted by one thread
-        self._started = self._ended = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._wait, name="bytesched-waiter", daemon=True)
-        self._thread.start()
-
-    def start(self, task: CommTask, done: Done) -> None:
-        try:
-            with self._streams.communication(task), record_function("bytesched::send"):
-                work = self._group.backend.allreduce([self._packer.pack(task)])
-        except RuntimeError as error:
-            raise self._group.error(error, task=task.name) from error
-        self._started += 1
-        self._sent.put((task, work, done))
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._sent.put(None)
-            if self._ended != self._started:
-                self._group.abort()
-            self._thread.join(5.0)
-
-    def _wait(self) -> None:
-        """The waiter's thread: completions in the order of sending."""
-        while (sent := self._sent.get()) is not None:
-            task, work, done = sent
-            try:
-                with self._streams.completion(task):
-                    work.wait()
-                    self._packer.receive(task)
-                self._packer.let_go(task)
-            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
-                failed: BytesschedError | None = (
-                    SchedulerClosed(f"closed while {task.name} was being sent")
-                    if self._closed
-                    else self._group.error(error, task=task.name)
-                )
-            else:
-                failed = None
-            self._ended += 1
-            done(task, failed)
-
-    def __repr__(self) -> str:
-        return f"<C10dTransport rank {self._group.rank} of {self._group.size}>"
-
-
-def _pack(piece: Piece, scale: float) -> None:
-    """Writes the piece's gradient, times ``scale``, to the arena; zeros if there is none."""
-    slot = piece.slot
-    grad = slot.grad
-    if grad is None:
-        piece.target.zero_()
-        return
-    if piece.is_whole:
-        torch.mul(grad, scale, out=slot.view)
-    elif grad.stride() == slot.view.stride():
-        flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
-        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
-    else:
-        same = torch.empty_like(slot.view).copy_(grad)
-        flat = same.as_strided((same.numel(),), (1,))
-        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)

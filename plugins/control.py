@@ -14,11 +14,15 @@ from typing import Any, Final
 
 import torch
 
-from bytesched.order import OrderLearner
+from bytesched.config import Config
+from bytesched.order import Following, Leading, OrderLearner, ReadyQueue
 from bytesched.plugins.c10d import Group
+from bytesched.policy import named_policy
+from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
+from bytesched.tunable import Setting
 
-__all__ = ["Follower", "Leader"]
+__all__ = ["Follower", "Leader", "LedOrder"]
 
 #: A message: how the next iteration is ordered, the number of chunks named, their indices.
 _BATCH: Final = 30
@@ -31,8 +35,100 @@ _TASK: Final = "the leader's order"
 _LATE_NS: Final = 5_000_000
 _LATE_ROUNDS: Final = 3
 
+#: Followers start what the leader's credit let through.
+_NO_LIMIT: Final = 1 << 62
+
+#: Up to this many ranks the leader's messages are few; above, a settled order is replayed.
+_LED_RANKS: Final = 8
+
 #: The next iteration is led, replays the order known to all, or replays the one that follows.
 _LEAD, _REPLAY, _REPLAY_NEW = 0, 1, 2
+
+
+class LedOrder:
+    """This rank's part in the order (see peers.Agreement): rank 0 leads, the others follow.
+
+    Args:
+        group: the control group.
+        chunks: how many there are in an iteration.
+    """
+
+    def __init__(self, group: Group, chunks: int, config: Config) -> None:
+        self._group = group
+        self._chunks = chunks
+        self._policy = config.policy
+        self._order = config.order
+        self._scheduler: Scheduler
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        self._replays = False
+
+    def queue(self) -> ReadyQueue:
+        if self._group.rank or self._replays:
+            return Following()
+        return Leading(named_policy(self._policy))
+
+    def window_bytes(self, credit_bytes: int) -> int:
+        return _NO_LIMIT if self._group.rank else credit_bytes
+
+    def bind(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        if self._group.rank:
+            self._follower = Follower(
+                self._group, self._chunks, ordered=scheduler.ordered, on_error=scheduler.fail
+            )
+            return
+        self._leader = Leader(
+            self._group,
+            self._chunks,
+            replay=self._may_replay(),
+            blocked_ns=lambda: scheduler.blocked_ns,
+        )
+
+    def _may_replay(self) -> bool:
+        auto = self._order == "auto" and self._group.size > _LED_RANKS
+        return auto or self._order == "replay"
+
+    def ready(self) -> None:
+        if self._follower is not None:
+            self._follower.chunk_ready()
+
+    def announce(self, chunks: Sequence[CommTask]) -> None:
+        if self._leader is not None:
+            self._leader.announce(chunks)
+
+    def round_ends(self) -> None:
+        """Between two rounds the leader may change between choosing and replaying."""
+        if self._leader is None:
+            return
+        replayed = self._leader.replayed
+        if (replayed is not None) is not self._replays:
+            self._replays = replayed is not None
+            self._scheduler.core.use_queue(self.queue())
+        if replayed is not None:
+            self._scheduler.ordered(replayed)
+
+    def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        """From the next round on rank 0 leads, whatever was replayed before."""
+        self._chunks = len(chunks)
+        self._policy, self._order = setting.policy, setting.order
+        self._replays = False
+        if self._leader is not None:
+            self._leader.change(self._chunks, replay=self._may_replay())
+        if self._follower is not None:
+            self._follower.change(self._chunks)
+        # What was to be replayed next is still in the old queue.
+        self._scheduler.use_queue(self.queue())
+
+    @property
+    def order(self) -> str:
+        """How the ranks agree at the moment: "leader" or "replay"."""
+        side = self._leader or self._follower
+        return "replay" if side is not None and side.replayed is not None else "leader"
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
 
 class Leader:
@@ -60,6 +156,13 @@ class Leader:
         #: the order all ranks replay now, or None while rank 0 leads
         self.replayed: list[int] | None = None
 
+    def change(self, chunks: int, *, replay: bool) -> None:
+        """Between two rounds: so many chunks from now on, and none of their order is known."""
+        self._chunks = chunks
+        self._learner = OrderLearner() if replay else None
+        self._mode = _LEAD
+        self.replayed = None
+
     def announce(self, tasks: Sequence[CommTask]) -> None:
         """These start now, in this order."""
         if not self._order:
@@ -72,7 +175,7 @@ class Leader:
             for first in range(0, len(indices), _BATCH):
                 self._send(following, indices[first : first + _BATCH])
             if settled is not None:
-                self._broadcast(torch.tensor(settled, dtype=torch.int64))
+                self._broadcast(torch.tensor(settled, dtype=torch.int64, device="cpu"))
                 self.replayed = settled
         elif whole:
             following = _LEAD if self._drift.seen() else _REPLAY
@@ -92,11 +195,11 @@ class Leader:
         return (_LEAD, None) if settled is None else (_REPLAY_NEW, settled)
 
     def _send(self, following: int, indices: Sequence[int]) -> None:
-        message = torch.zeros(_WORDS, dtype=torch.int64)
+        message = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
         message[0] = following
         message[1] = len(indices)
         if indices:
-            message[2 : 2 + len(indices)] = torch.tensor(indices)
+            message[2 : 2 + len(indices)] = torch.tensor(indices, device="cpu")
         self._broadcast(message)
 
     def _broadcast(self, message: torch.Tensor) -> None:
@@ -159,7 +262,9 @@ class Follower:
         self._begun = self._heard = 0
         #: chunks of this iteration
         self._ready = 0
+        self._mode = _LEAD
         self._closed = False
+        self._idle = threading.Condition()
         #: the order all ranks replay now, or None while rank 0 leads
         self.replayed: list[int] | None = None
         self._thread = threading.Thread(target=self._run, name="bytesched-follower", daemon=True)
@@ -172,6 +277,20 @@ class Follower:
             self._iterations.release()
         self._ready = (self._ready + 1) % self._chunks
 
+    def change(self, chunks: int) -> None:
+        """Between two rounds: so many chunks from now on, led by rank 0."""
+        with self._idle:
+            # The leader's word about a replayed round may come after its last chunk.
+            heard = self._idle.wait_for(
+                lambda: self._heard == self._begun or not self._thread.is_alive(),
+                self._group.timeout_s,
+            )
+        if not heard:
+            raise self._group.error(TimeoutError("timed out"), task=_TASK)
+        self._chunks = chunks
+        self._mode = _LEAD
+        self.replayed = None
+
     def close(self) -> None:
         """Ends the thread; a message that it waits for will not come any more."""
         self._closed = True
@@ -181,11 +300,12 @@ class Follower:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        mode = _LEAD
         try:
             while self._iterations.acquire() and not self._closed:
-                mode = self._led() if mode == _LEAD else self._replay()
-                self._heard += 1
+                self._mode = self._led() if self._mode == _LEAD else self._replay()
+                with self._idle:
+                    self._heard += 1
+                    self._idle.notify_all()
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
             self._on_error(error)
 
@@ -198,7 +318,7 @@ class Follower:
             remaining -= len(indices)
         self.replayed = None
         if following == _REPLAY_NEW:
-            order = torch.empty(self._chunks, dtype=torch.int64)
+            order = torch.empty(self._chunks, dtype=torch.int64, device="cpu")
             self._receive_into(order)
             self.replayed = order.tolist()
         return following
@@ -212,7 +332,7 @@ class Follower:
         return following
 
     def _receive(self) -> tuple[int, list[int]]:
-        message = torch.empty(_WORDS, dtype=torch.int64)
+        message = torch.empty(_WORDS, dtype=torch.int64, device="cpu")
         self._receive_into(message)
         words = message.tolist()
         return words[0], words[2 : 2 + words[1]]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
-import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,16 +15,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PluginError
-from bytesched.observe import Observers
+from bytesched.errors import PluginError
+from bytesched.log import show
+from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.buffers import BufferBroadcast
 from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.observing import observers_of
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["attach", "why_plain", "why_whole"]
+__all__ = ["attach", "begin", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
@@ -69,6 +70,43 @@ def _base(model: nn.Module) -> dist.ProcessGroup:
     return ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
 
 
+def begin(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    config: Config,
+    others: Sequence[object],
+    *,
+    is_configured: bool,
+) -> Session | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective.
+
+    Args:
+        others: the sessions that there are; one model has one, whatever its optimizers.
+        is_configured: whether settings came along with this optimizer.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    show(config.log_level, dist.get_rank())
+    why = "enabled is off" if not config.enabled else why_plain(model)
+    if why:
+        log.info("left as it was: %s", why)
+        return None
+    known = [other for other in others if isinstance(other, Session) and other.root is model]
+    if known and is_configured:
+        log.warning("this model is wrapped already: the settings of then hold")
+    session = known[0] if known else attach(optimizer, model, config)
+    why = why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    try:
+        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+    except PluginError:
+        if not known:
+            session.close()
+        raise
+    return session
+
+
 def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective."""
     ddp = find_ddp(model)
@@ -80,20 +118,23 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     kind = base._get_backend(slots[0].parameter.device).name()
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
     control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-    _agree(data, slots, optimizer, ddp, config)
+    said = [
+        *statements(slots, optimizer, config),
+        f"find_unused_parameters = {_find_unused(ddp, config)}",
+        f"static_graph = {ddp is not None and ddp.static_graph}",
+    ]
+    agree(said, data.rank, data.gather_text)
     buffers = None
     if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
         buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)
-    observers = _observers(control, config)
+    observers = observers_of(control, config)
     if ddp is None:
         _broadcast(data, model)
     session = Session(
         model,
         slots,
         config,
-        data=data,
-        control=control,
-        buffers=buffers,
+        peers=C10dPeers(data, control, buffers),
         sync=partial(_syncs, ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
@@ -102,8 +143,11 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     if ddp is not None:
         if buffers is not None:
             session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
-        # Last of all: from here on, gradients are averaged by the session or not at all.
-        session.on_close(_take_over(ddp))
+        # Last of all: from here on, gradients are averaged by the session or not at all. A
+        # static graph is learned once, and so is what is compiled; and DDP does not compress.
+        can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
+        can_stop = can_stop and config.compression == "none"
+        session.take_over(partial(_take_over, ddp), can_stop=can_stop)
     return session
 
 
@@ -115,7 +159,7 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
         return "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
     if not exclude_compiler() and has_compiled(model):
         return f"torch {torch.__version__} has no lock that keeps its compiler out"
-    return why_not_deferred(optimizer)
+    return why_not_deferred(optimizer, type(optimizer))
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
@@ -186,42 +230,6 @@ def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
     return slots
 
 
-def _agree(
-    group: Group,
-    slots: list[Slot],
-    optimizer: torch.optim.Optimizer,
-    ddp: DistributedDataParallel | None,
-    config: Config,
-) -> None:
-    """Raises MismatchError on every rank if models, dtypes or settings differ."""
-    mine = [
-        *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
-        f"optimizer {type(optimizer).__name__}",
-        f"timeline {'on' if config.timeline else 'off'}",
-        f"find_unused_parameters = {_find_unused(ddp, config)}",
-        f"static_graph = {ddp is not None and ddp.static_graph}",
-        *(
-            f"{field} = {getattr(config, field)!r}"
-            for field in (
-                "policy", "partition_bytes", "credit_bytes", "order", "compression",
-                "cross_barrier",
-            )
-        ),
-    ]  # fmt: skip
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    digests = group.gather_text("plan", digest)
-    if len(set(digests)) == 1:
-        return
-    lists = [json.loads(text) for text in group.gather_text("plan-text", json.dumps(mine))]
-    for rank, theirs in enumerate(lists):
-        for ours, other in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
-            if ours != other:
-                raise MismatchError(
-                    f"the ranks disagree: rank 0 has {ours!r}, rank {rank} has {other!r} "
-                    f"(seen by rank {group.rank}); all ranks need the same model and settings"
-                )
-
-
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
     if config.find_unused_parameters is not None:
         return config.find_unused_parameters
@@ -266,14 +274,3 @@ def _broadcast(group: Group, module: nn.Module) -> None:
             tensor.copy_(dense)
     if group.rank == 0:
         log.info("broadcast %d parameters and buffers of a plain module", len(tensors))
-
-
-def _observers(group: Group, config: Config) -> Observers:
-    """The observers that ``config`` asks for; collective."""
-    if not config.timeline:
-        return Observers()
-    from bytesched.timeline import Timeline
-
-    return Observers(
-        [Timeline(config.timeline, rank=group.rank, clock_offset_ns=group.clock_offset_ns())]
-    )

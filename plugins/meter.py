@@ -53,6 +53,11 @@ class Meter:
         self._credit_bytes = warm.credit_bytes
         self._active_ns = perf_counter_ns()
 
+    def changed(self, partition_bytes: int, credit_bytes: int) -> None:
+        """There are other sizes from now on."""
+        self._partition_bytes = partition_bytes
+        self._credit_bytes = credit_bytes
+
     def forward_begins(self) -> None:
         """The model is called."""
         self._forward_ns = perf_counter_ns()

@@ -53,7 +53,7 @@ class Slot:
     #: ``step()`` has armed its update
     taken: bool = False
 
-    #: was held when the round began: nothing has read it since ``step()``
+    #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
     #: what a use of the parameter calls while its update is outstanding
     settle: Callable[[], None] = field(init=False)
@@ -107,10 +107,20 @@ class Piece:
     is_whole: bool
 
 
+@dataclass(frozen=True, eq=False)
+class _Arena:
+    """The gradients of one dtype and device, one after the other."""
+
+    memory: torch.Tensor
+    #: of its slots in the plan
+    positions: list[int]
+
+
 class Plan:
     """Arenas, chunks and bundles for a list of parameters in forward order.
 
-    Chunks are numbered front to back, the same on all ranks; that number is their priority.
+    Chunks are numbered front to back, the same on all ranks; that number is their priority. The
+    arenas are laid out once; chunks and bundles can be cut again, in the same lists.
     """
 
     def __init__(
@@ -130,17 +140,26 @@ class Plan:
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, slot in enumerate(slots):
             groups.setdefault((slot.parameter.dtype, slot.parameter.device), []).append(position)
-        cut = [
-            part
-            for (dtype, device), positions in groups.items()
-            for part in self._lay_out(positions, dtype, device, partition_bytes)
-        ]
+        self._arenas = [self._lay_out(*group) for group in groups.items()]
         if find_unused:
             self.used_flags = torch.zeros(
                 len(slots), dtype=torch.int32, device=slots[0].parameter.device
             )
+        self.cut(partition_bytes)
+
+    def cut(self, partition_bytes: int) -> None:
+        """Makes chunks and bundles; nothing of those that there were may be under way.
+
+        Gradients stay where they are, and so does everything that refers to a slot.
+        """
+        for held in (self.chunks, self.pieces, self.buffers, self.bundles, self.bundles_of):
+            held.clear()
+        for slot in self.slots:
+            slot.chunks = []
+        cut = [part for arena in self._arenas for part in self._cut(arena, partition_bytes)]
+        if self.used_flags is not None:
             self.flags_chunk = CommTask(
-                "used-parameters", start_at=0, stop_at=len(slots), itemsize=4, priority=-1
+                "used-parameters", start_at=0, stop_at=len(self.slots), itemsize=4, priority=-1
             )
             cut.append((self.flags_chunk, self.used_flags, []))
         for chunk, buffer, pieces in sorted(cut, key=lambda part: part[0].priority):
@@ -152,23 +171,32 @@ class Plan:
                 piece.slot.chunks.append(chunk)
         self._bundle()
 
-    def _lay_out(
-        self, positions: list[int], dtype: torch.dtype, device: torch.device, partition_bytes: int
-    ) -> list[tuple[CommTask, torch.Tensor, list[Piece]]]:
+    def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
-        arena = torch.zeros(
-            sum(slot.parameter.numel() for slot in slots), dtype=dtype, device=device
+        memory = torch.zeros(
+            sum(slot.parameter.numel() for slot in slots), dtype=kind[0], device=kind[1]
         )
-        tasks, owner, offset = [], {}, 0
-        for position, slot in zip(positions, slots, strict=True):
+        offset = 0
+        for slot in slots:
             n = slot.parameter.numel()
-            slot.view = _shaped(arena[offset : offset + n], slot.parameter)
+            slot.view = _shaped(memory[offset : offset + n], slot.parameter)
             slot.realias()
+            offset += n
+        return _Arena(memory, positions)
+
+    def _cut(
+        self, arena: _Arena, partition_bytes: int
+    ) -> list[tuple[CommTask, torch.Tensor, list[Piece]]]:
+        memory = arena.memory
+        tasks, owner, offset = [], {}, 0
+        for position in arena.positions:
+            slot = self.slots[position]
+            n = slot.parameter.numel()
             task = CommTask(
                 slot.name,
                 start_at=offset,
                 stop_at=offset + n,
-                itemsize=arena.element_size(),
+                itemsize=memory.element_size(),
                 priority=position,
             )
             tasks.append(task)
@@ -181,16 +209,16 @@ class Plan:
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
                 whole = (a, b) == (task.start_at, task.stop_at)
                 pieces.append(
-                    Piece(owner[task], a - task.start_at, b - task.start_at, arena[a:b], whole)
+                    Piece(owner[task], a - task.start_at, b - task.start_at, memory[a:b], whole)
                 )
-            cut.append((chunk, arena[chunk.start_at : chunk.stop_at], pieces))
+            cut.append((chunk, memory[chunk.start_at : chunk.stop_at], pieces))
         return cut
 
     def _bundle(self) -> None:
         by_last: dict[int, list[Slot]] = {}
         for slot in self.slots:
             by_last.setdefault(max(chunk.index for chunk in slot.chunks), []).append(slot)
-        self.bundles_of = [[] for _ in self.chunks]
+        self.bundles_of.extend([] for _ in self.chunks)
         for last in sorted(by_last):
             slots = by_last[last]
             chunks = {chunk for slot in slots for chunk in slot.chunks}

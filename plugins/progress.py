@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
 
-from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.plugins.c10d import Group
+from bytesched.errors import PeerLost
+from bytesched.plugins.peers import Peers
 
 __all__ = ["Progress"]
-
-log = logging.getLogger("bytesched")
 
 
 class Progress:
     """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
 
     Args:
-        groups: what to break when something goes wrong, so that every rank learns of it.
-        timeout_s: the longest wait.
+        peers: told when something goes wrong, so that every rank learns of it.
     """
 
-    def __init__(self, groups: tuple[Group, ...], *, timeout_s: float) -> None:
-        self._groups = groups
-        self._timeout_s = timeout_s
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._timeout_s = peers.timeout_s
         self._waiters = 0
         #: guards bundles and ``outstanding``
         self.changed = threading.Condition()
@@ -61,12 +57,7 @@ class Progress:
         if finished:
             return
         self.check()
-        group = self._groups[0]
-        error = SchedulerTimeout(
-            f"waited {self._timeout_s:g} s for {what}{group.note()}",
-            rank=group.rank,
-            story=self.story().splitlines(),
-        )
+        error = self._peers.timeout(f"waited {self._timeout_s:g} s for {what}", self.story)
         self.fail(error)
         raise error
 
@@ -83,9 +74,5 @@ class Progress:
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost):
             first_line = str(error).partition("\n")[0]
-            self._groups[0].leave_note(f"{type(error).__name__}: {first_line}")
-        for group in self._groups:
-            try:
-                group.abort()
-            except Exception:
-                log.exception("%s could not be broken", group.name)
+            self._peers.leave_note(f"{type(error).__name__}: {first_line}")
+        self._peers.abort()

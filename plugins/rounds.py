@@ -20,7 +20,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
-from bytesched.plugins.c10d import Group
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.pending import free, has_own_memory, keep_apart, plain
 from bytesched.plugins.plan import Plan, Slot
@@ -60,7 +59,7 @@ class Rounds:
 
     Args:
         slots: the parameters.
-        group: the ranks that reduce together.
+        rank: this one, for messages.
         progress: how far this round is.
         streams: told where gradients are queued.
         meter: told about hooks and backward passes.
@@ -72,7 +71,7 @@ class Rounds:
     def __init__(
         self,
         slots: list[Slot],
-        group: Group,
+        rank: int,
         progress: Progress,
         streams: Streams,
         meter: Meter,
@@ -87,7 +86,11 @@ class Rounds:
         self.sync = True
         #: the model was called since the round began
         self.forward_seen = False
-        self._group = group
+        #: gradients are not the session's at the moment
+        self.off = False
+        #: rounds that came to their end
+        self.finished = 0
+        self._rank = rank
         self._progress = progress
         self._streams = streams
         self._meter = meter
@@ -118,7 +121,8 @@ class Rounds:
             # The user's own hooks, which may change the gradient, come before ours. Autograd
             # reads the dictionary beneath an OrderedDict: move_to_end would not do.
             hooks: Any = slot.parameter._post_accumulate_grad_hooks
-            hooks[slot.hook_id] = hooks.pop(slot.hook_id)
+            if slot.hook_id != -1:
+                hooks[slot.hook_id] = hooks.pop(slot.hook_id)
         if self._static_graph:
             for slot in plan.slots:
                 slot.expected = max(1, slot.fired)
@@ -132,7 +136,7 @@ class Rounds:
         """Raises PluginError if an exception ended the last backward pass: it was sent in part."""
         if self._callback_queued and torch._C._current_graph_task_id() == -1:
             error = PluginError(
-                f"an exception ended the last backward() on rank {self._group.rank} when some of "
+                f"an exception ended the last backward() on rank {self._rank} when some of "
                 "its gradients had been sent already; unwrap, and wrap again to go on"
             )
             self._progress.fail(error)
@@ -143,7 +147,7 @@ class Rounds:
             return
         names = [slot.name for slot in self.slots if not slot.fired]
         error = UnusedParameterError(
-            f"{len(names)} parameters got no gradient on rank {self._group.rank}: "
+            f"{len(names)} parameters got no gradient on rank {self._rank}: "
             f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If that may happen, say "
             "find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap for a "
             "plain module"
@@ -154,14 +158,22 @@ class Rounds:
     # -- a gradient --------------------------------------------------------------------
 
     def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """On the critical path of every parameter's backward."""
-        if not self.sync:
-            slot.used_alone = True
+        if self.off:
             return
-        began_ns = perf_counter_ns()
+        if self.sync:
+            self.backward_gradient(slot)
+        else:
+            slot.used_alone = True
+
+    def backward_gradient(self, slot: Slot) -> None:
+        """``slot`` has its gradient. On the critical path of every parameter's backward."""
         if not self._callback_queued:
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self._after_backward)
+        self._gradient(slot)
+
+    def _gradient(self, slot: Slot) -> None:
+        began_ns = perf_counter_ns()
         if not self._open:
             self._begin()
         slot.fired += 1
@@ -194,14 +206,14 @@ class Rounds:
     def _check_gradient(self, slot: Slot) -> None:
         if slot.unguarded:
             raise PluginError(
-                f"{slot.name!r} got a gradient on rank {self._group.rank}, but nothing has read "
+                f"{slot.name!r} got a gradient on rank {self._rank}, but nothing has read "
                 "it since step(): it is read by code that cannot be seen from Python, or the "
                 "forward pass ran before step(). Wrap with cross_barrier=False"
             )
         if slot.fired > slot.expected and not (self._plan is None and self._static_graph):
             raise PluginError(
                 f"parameter {slot.name!r} got a second gradient in one round on rank "
-                f"{self._group.rank}. Either it is used in several reentrant checkpoints, or "
+                f"{self._rank}. Either it is used in several reentrant checkpoints, or "
                 "backward() ran twice on one graph (use no_sync() or static_graph=True), or an "
                 "earlier backward() was interrupted by an exception"
             )
@@ -224,7 +236,7 @@ class Rounds:
         """Makes the arena free for the gradients of a new round."""
         if not self.forward_seen and any(slot.used for slot in self.slots):
             raise PluginError(
-                f"backward() ran again on rank {self._group.rank} without a forward pass of the "
+                f"backward() ran again on rank {self._rank} without a forward pass of the "
                 "wrapped model or a step() in between: gradients of the first may still be on "
                 "the wire"
             )
@@ -232,7 +244,7 @@ class Rounds:
             for slot in bundle.slots:
                 slot.unguarded = slot.taken and bundle.held
         self._settling.wait_reduced()
-        self._settling.settle_all()
+        self._settling.apply_all()
         for slot in self.slots:
             if self._is_kept(slot):
                 keep_apart(slot.lazy)
@@ -271,7 +283,26 @@ class Rounds:
             self._finish()
         self._complain_if_incomplete()
 
+    def complete(self) -> None:
+        """Ends the round outside of backward: what got no gradient takes part with what it has.
+
+        That is an earlier gradient, or zeros. Without an open round, a new one is made of these.
+        """
+        self.complain_if_interrupted()
+        self.forward_seen = True
+        if not self._open:
+            self._begin()
+        for slot in self.slots:
+            if not slot.fired:
+                # No backward pass has read it, guarded or not.
+                slot.unguarded = False
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+                self._gradient(slot)
+        self._finish()
+
     def _finish(self) -> None:
+        self.finished += 1
         if self._plan is None:
             self._warm_up()
         elif self.find_unused:

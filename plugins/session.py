@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,15 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.observe import Observers
-from bytesched.plugins.c10d import C10dTransport, Group
-from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
+from bytesched.plugins.changing import Changing, Parts
+from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook
+from bytesched.plugins.gates import Gates
 from bytesched.plugins.meter import Meter
+from bytesched.plugins.peers import Peers
 from bytesched.plugins.pending import is_held, release
 from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
+from bytesched.plugins.retuning import Retuning
 from bytesched.plugins.rounds import Rounds
 from bytesched.plugins.sending import Sending
 from bytesched.plugins.settling import Settling
@@ -25,6 +27,7 @@ from bytesched.plugins.stepping import Stepping
 from bytesched.plugins.streams import streams_for
 from bytesched.plugins.updater import Updater
 from bytesched.plugins.warmup import WarmUp
+from bytesched.tunable import find_tuner
 
 __all__ = ["Session"]
 
@@ -43,10 +46,9 @@ class Session:
         root: the module whose call is a forward pass (the DDP object, if there is one).
         slots: the parameters that are reduced, in registration order, the same on all ranks.
         config: the settings; partition and credit are still 0 if they are to be chosen.
-        data: the group that gradients travel on.
-        control: the group that the leader's order travels on.
-        buffers: the group that buffers travel on, if there are any.
-        sync: whether the backward pass of the forward pass that begins now is to be reduced.
+        peers: the ranks, and what they reduce with.
+        sync: whether the backward pass of the forward pass that begins now is to be reduced;
+            None if ``backward_gradient`` is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
         static_graph: a parameter may be used several times, the same in each round.
     """
@@ -57,10 +59,8 @@ class Session:
         slots: Sequence[Slot],
         config: Config,
         *,
-        data: Group,
-        control: Group,
-        buffers: Group | None = None,
-        sync: Callable[[], bool],
+        peers: Peers,
+        sync: Callable[[], bool] | None,
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
@@ -68,20 +68,18 @@ class Session:
         self.root = root
         self.plan: Plan | None = None
         self._config = config
-        self._data = data
-        self._control = control
+        self._peers = peers
         self._sync = sync
         self._observers = observers
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots))
-        groups = (data, control) if buffers is None else (data, control, buffers)
-        self._progress = Progress(groups, timeout_s=config.timeout_s)
+        self._progress = Progress(peers)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
         self._rounds = Rounds(
             list(slots),
-            data,
+            peers.rank,
             self._progress,
             self._streams,
             self._meter,
@@ -90,6 +88,14 @@ class Session:
             warm_up=self._warm_up,
         )
         self._stepping = Stepping(self._rounds, self._progress, self._streams, self._meter)
+        self._changing = Changing(self._rounds, self._stepping, self._meter)
+        self._retuning: Retuning | None = None
+        if config.tune and peers.knobs:
+            tuner = find_tuner(config) if peers.rank == 0 else None
+            device = slots[0].parameter.device
+            self._retuning = Retuning(tuner, peers, device, self._changing)
+        elif config.tune and peers.rank == 0:
+            log.warning("tune is on, but nothing can change at run time over %s", peers.backend)
         # - after the warm-up
         self._settling: Settling
         self._updater: Updater
@@ -101,17 +107,31 @@ class Session:
             raise
 
     def _hook(self) -> None:
-        for slot in self._rounds.slots:
-            self._undo.append(self._rounds.hook(slot))
-        before = StayingHook(self._before_forward, self._inside_compiled)
+        if self._sync is not None:
+            for slot in self._rounds.slots:
+                self._undo.append(self._rounds.hook(slot))
+        before = StayingHook(self.before_forward, self._inside_compiled)
         self._undo.append(self.root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
         self._forward_hook = self.root.register_forward_hook(after, always_call=True)
         self._undo.append(self._forward_hook.remove)
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> None:
-        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier."""
-        self._undo.extend(self._stepping.add(optimizer, cross=cross))
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
+    ) -> None:
+        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier.
+
+        ``kind`` is the class whose ``step()`` does them.
+        """
+        self._undo.extend(self._stepping.add(optimizer, kind, cross=cross))
+
+    def take_over(self, take: Callable[[], Callable[[], None]], *, can_stop: bool) -> None:
+        """``take`` makes gradients the session's; what it returns makes them the framework's.
+
+        Called last of all. With ``can_stop``, both may happen several times.
+        """
+        self._changing.take_over(take, can_stop=can_stop)
+        self.on_close(self._changing.give_back)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""
@@ -119,7 +139,8 @@ class Session:
 
     # -- forward -----------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """The root is called; its own hook calls this."""
         if not torch.is_grad_enabled():
             if not module.training:
                 self._settle_all()
@@ -127,9 +148,12 @@ class Session:
         self._progress.check()
         self._rounds.complain_if_interrupted()
         self._streams.begin()
-        self._rounds.sync = self._sync()
-        if self._rounds.sync:
-            self._rounds.finish()
+        if self._retuning is not None and self.plan is not None:
+            self._retuning.before_forward(self._stepping.steps)
+        if self._sync is not None:
+            self._rounds.sync = self._sync()
+            if self._rounds.sync:
+                self._rounds.finish()
         self._rounds.forward_seen = True
         self._meter.forward_begins()
         if self.plan is None:
@@ -158,7 +182,14 @@ class Session:
 
     def _warm_up(self) -> None:
         self._first_use.close()
-        warm = WarmUp(self._data, self._config, self._rounds.slots, cpu_load=self._meter.cpu_load())
+        warm = WarmUp(
+            self._peers,
+            self._config,
+            self._rounds.slots,
+            cpu_load=self._meter.cpu_load(),
+            retuning=self._retuning,
+            knobs=self._peers.knobs | self._changing.knobs,
+        )
         plan = warm.reduce(self._first_use.order(), find_unused=self._rounds.find_unused)
         if self._rounds.find_unused is None:
             self._rounds.find_unused = warm.unused
@@ -166,9 +197,8 @@ class Session:
         self._updater = Updater(self._progress, self._streams, self._meter)
         self._sending = Sending(
             plan,
-            C10dTransport(self._data, warm.packer, self._streams),
-            self._control,
-            config=self._config,
+            self._peers.transport(warm.packer, self._streams),
+            self._peers.agreement(plan.chunks, self._config),
             credit_bytes=warm.credit_bytes,
             progress=self._progress,
             updater=self._updater,
@@ -177,16 +207,27 @@ class Session:
         )
         self._rounds.activate(plan, self._settling, self._sending.submit)
         self._stepping.activate(self._settling, self._updater)
-        self._raise_gates(plan)
+        gates = Gates()
+        self._undo.extend(
+            gates.rise(self.root, plan, self._first_use, self._settling, self._inside_compiled)
+        )
         self._meter.active(plan, warm)
+        if self._retuning is not None:
+            parts = Parts(plan, warm.packer, self._settling, gates, self._sending)
+            self._changing.activate(parts, warm.setting)
+            self._retuning.activate(
+                plan,
+                self._settling,
+                self._sending.scheduler,
+                self._observers,
+                self._drop_forward_hook,
+            )
         self.plan = plan
-        if not self._observers:
-            # Only the warm-up needs it, and without bytesched its pickle cannot be loaded.
-            self._forward_hook.remove()
-        if self._data.rank == 0:
+        self._drop_forward_hook()
+        if self._peers.rank == 0:
             log.info(
                 "%d ranks, %r, partition %.0f KiB, credit %.0f KiB, policy %s, mode %s",
-                self._data.size,
+                self._peers.size,
                 plan,
                 warm.partition_bytes / 1024,
                 warm.credit_bytes / 1024,
@@ -194,22 +235,37 @@ class Session:
                 self.mode,
             )
 
-    def _raise_gates(self, plan: Plan) -> None:
-        names = {module: name for name, module in self.root.named_modules()}
-        slots = {id(slot.parameter): slot for slot in plan.slots}
-        used = {key for key, slot in slots.items() if slot.used}
-        for module, parameters in self._first_use.gates(lambda p: id(p) in used).items():
-            bundles = {slots[id(parameter)].bundle for parameter in parameters}
-            ordered = sorted(bundles, key=lambda bundle: bundle.index)
-            name = names.get(module) or type(module).__name__
-            wait = partial(self._settling.gate, ordered, name)
-            self._undo.append(gate(module, wait, self._inside_compiled))
+    def _drop_forward_hook(self) -> None:
+        """Only warm-up and observers need it; without bytesched its pickle cannot be loaded."""
+        if not self._observers:
+            self._forward_hook.remove()
 
     # -- from outside ------------------------------------------------------------------
 
+    def backward_gradient(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is to be reduced; called in backward."""
+        self._rounds.backward_gradient(slot)
+
+    def complete_round(self) -> None:
+        """Every parameter that got no gradient takes part with what it has, or with zeros."""
+        self._rounds.complete()
+
+    @property
+    def rounds_finished(self) -> int:
+        """How many rounds have been complete."""
+        return self._rounds.finished
+
+    def wait_reduced(self) -> None:
+        """Returns when nothing is on the wire."""
+        self._progress.check()
+        if self.plan is not None:
+            self._settling.wait_reduced()
+
     @property
     def mode(self) -> str:
-        """The rung of the ladder: "cross" the barrier, or schedule inside "backward" only."""
+        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
+        if self._stepping.off:
+            return "plain"
         return "cross" if self._stepping.crosses else "backward"
 
     @property
@@ -242,6 +298,8 @@ class Session:
             return
         self._closed = True
         self._first_use.close()
+        if self._retuning is not None:
+            self._retuning.close()
         for undo in reversed(self._undo):
             try:
                 undo()
@@ -256,7 +314,7 @@ class Session:
                     release(slot.parameter)
                 if release_parameters:
                     self._rounds.give_back(slot)
-        self._data.close()
+        self._peers.close()
         self._observers.close()
 
     def stats(self) -> dict[str, int | float | str]:
@@ -266,8 +324,8 @@ class Session:
             **self._meter.figures(self._sending.scheduler if active else None),
             "mode": self.mode,
             "order": self._sending.order if active else "leader",
-            "rank": self._data.rank,
-            "world_size": self._data.size,
+            "rank": self._peers.rank,
+            "world_size": self._peers.size,
         }
 
     def __repr__(self) -> str:
@@ -279,4 +337,4 @@ class Session:
             held = sum(bundle.held for bundle in self.plan.bundles)
             left = self._progress.outstanding
             state = f"{left} chunks outstanding, {held} bundles held, {self.plan!r}"
-        return f"<bytesched rank {self._data.rank} of {self._data.size}: {state}>"
+        return f"<bytesched rank {self._peers.rank} of {self._peers.size}: {state}>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 
@@ -28,8 +28,15 @@ class Settling:
         self._progress = progress
         self._streams = streams
         self._meter = meter
+        #: told which bundles the forward pass has come to, while iterations are recorded
+        self.passed: Callable[[Sequence[Bundle]], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
+        self.plan_cut()
+
+    def plan_cut(self) -> None:
+        """The plan has other bundles now."""
+        for slot in self._plan.slots:
             slot.settle = partial(self.settle, slot.bundle, slot.name)
 
     def make_lazy(self, slot: Slot) -> None:
@@ -38,25 +45,30 @@ class Settling:
 
     def settle(self, bundle: Bundle, by: str) -> None:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
-        if bundle.armed:
-            began_ns = perf_counter_ns()
-            with waiting(), record_function("bytesched::wait"):
-                self._progress.wait(
-                    lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}"
-                )
-            self._meter.waited(by, began_ns, bundle)
+        self._wait_applied(bundle, by)
         if bundle.held:
             self._streams.read()
             bundle.held = False
             for slot in bundle.slots:
+                slot.unguarded = False
                 if is_held(slot.parameter):
                     release(slot.parameter)
+
+    def _wait_applied(self, bundle: Bundle, by: str) -> None:
+        if not bundle.armed:
+            return
+        began_ns = perf_counter_ns()
+        with waiting(), record_function("bytesched::wait"):
+            self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
+        self._meter.waited(by, began_ns, bundle)
 
     def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
         """In front of every call of ``module``: on the critical path of the forward pass."""
         for bundle in bundles:
             if bundle.held:
                 self.settle(bundle, name)
+        if self.passed is not None:
+            self.passed(bundles)
         if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
             self.settle_all()
@@ -66,6 +78,14 @@ class Settling:
         for bundle in self._plan.bundles:
             if bundle.held:
                 self.settle(bundle, "flush")
+
+    def apply_all(self) -> None:
+        """Applies every armed update; parameters that nothing has read yet remain pending."""
+        held = [bundle for bundle in self._plan.bundles if bundle.held]
+        for bundle in held:
+            self._wait_applied(bundle, "flush")
+        if held:
+            self._streams.read()
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""

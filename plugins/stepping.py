@@ -36,6 +36,10 @@ class Stepping:
         self._meter = meter
         self._slots = {id(slot.parameter): slot for slot in rounds.slots}
         self._deferred: list[Deferred] = []
+        #: calls of ``step()``, of all optimizers
+        self.steps = 0
+        #: ``step()`` is nobody's but the optimizer's at the moment
+        self.off = False
         #: slots whose gradient is a plain tensor for the length of one whole step
         self._stepped_plain: list[Slot] = []
         # - after the warm-up
@@ -49,15 +53,17 @@ class Stepping:
         for deferred in self._deferred:
             self._introduce(deferred)
 
-    def add(self, optimizer: torch.optim.Optimizer, *, cross: bool) -> list[Callable[[], None]]:
-        """Hooks ``optimizer``; returns what takes the hooks off again, in that order."""
+    def add(
+        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
+    ) -> list[Callable[[], None]]:
+        """Hooks ``optimizer``, which ``kind`` updates; returns what takes the hooks off again."""
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self._deferred:
             shared = mine & other.parameter_ids() & self._slots.keys()
             if shared:
                 name = self._slots[shared.pop()].name
                 raise PluginError(f"parameter {name!r} is in two optimizers")
-        deferred = Deferred(optimizer, self._settle_all, cross=cross)
+        deferred = Deferred(optimizer, kind, self._settle_all, cross=cross)
         self._deferred.append(deferred)
         if self._settling is not None:
             self._introduce(deferred)
@@ -87,12 +93,17 @@ class Stepping:
             deferred.know(slot)
 
     def _settle_all(self) -> None:
-        if self._settling is not None:
+        if self._settling is not None and not self.off:
             self._settling.settle_all()
 
     def _before_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
+        if deferred.is_outer():
+            return None
+        self.steps += 1
+        if self.off:
+            return None
         self._progress.check()
         self._meter.step_begins()
         self._rounds.finish()
@@ -177,6 +188,8 @@ class Stepping:
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
+        if self.off or deferred.is_outer():
+            return
         for slot in self._stepped_plain:
             if slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.lazy

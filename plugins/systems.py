@@ -15,6 +15,7 @@ from bytesched.errors import PluginError
 
 MIB = 2**20
 FSDP_UNITS = 12
+HOROVOD = ("horovod", "bytesched-horovod")
 
 
 @dataclass
@@ -39,6 +40,8 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
 
     DDP takes `bucket_mb` and `bucket_view`, bytesched the fields of its configuration.
     """
+    if kind in HOROVOD:
+        return _horovod(kind, options, model, optimizer_name)
     if kind == "fsdp2":
         _shard(model)
         return Running(model, make_optimizer(optimizer_name, model))
@@ -50,8 +53,24 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         )
         return Running(wrapped, make_optimizer(optimizer_name, model))
     wrapped = DistributedDataParallel(model)
-    optimizer = make_optimizer(optimizer_name, model)
-    bytesched.wrap(optimizer, wrapped, **options)  # type: ignore[arg-type]
+    return _scheduled(make_optimizer(optimizer_name, model), wrapped, options)
+
+
+def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:
+    import horovod.torch as hvd
+
+    optimizer = hvd.DistributedOptimizer(
+        make_optimizer(name, model), named_parameters=model.named_parameters()
+    )
+    if kind == "horovod":
+        return Running(model, optimizer)
+    return _scheduled(optimizer, model, options)
+
+
+def _scheduled(
+    optimizer: torch.optim.Optimizer, model: nn.Module, options: Mapping[str, str]
+) -> Running:
+    bytesched.wrap(optimizer, model, **options)  # type: ignore[call-overload]
 
     def close() -> dict[str, int | float | str]:
         bytesched.flush(optimizer)
@@ -59,7 +78,7 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         bytesched.unwrap(optimizer)
         return figures
 
-    return Running(wrapped, optimizer, close)
+    return Running(model, optimizer, close)
 
 
 def _shard(model: nn.Module) -> None:

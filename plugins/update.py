@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,9 +46,8 @@ SEPARABLE: frozenset[type] = frozenset(
 )
 
 
-def why_not_deferred(optimizer: torch.optim.Optimizer) -> str:
-    """Why ``optimizer`` cannot be updated bundle by bundle; empty if it can."""
-    kind = type(optimizer)
+def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """Why ``optimizer``, updated by ``kind``, cannot be bundle by bundle; empty if it can."""
     if kind not in SEPARABLE:
         return f"{kind.__name__} is not known to update each parameter on its own"
     if not hasattr(kind.step, "__wrapped__") and not hasattr(kind.step, "hooked"):
@@ -128,10 +129,21 @@ class _AliasedState(dict[Any, Any]):
 
 
 class Deferred:
-    """One optimizer, and a copy of it that updates bundles."""
+    """One optimizer, and a copy of it that updates bundles.
+
+    Args:
+        kind: the class whose ``step()`` does the update: the optimizer's own, or one beneath it
+            whose ``step()`` the optimizer's own calls.
+        settle: applies what is outstanding.
+    """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, settle: Callable[[], None], *, cross: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        settle: Callable[[], None],
+        *,
+        cross: bool,
     ) -> None:
         self.optimizer = optimizer
         #: updates may be applied after ``step()`` has returned
@@ -141,7 +153,11 @@ class Deferred:
         self._settle = settle
         #: parameter by its alias
         self._real: dict[nn.Parameter, nn.Parameter] = {}
-        step = type(optimizer).step
+        self._kind = kind
+        own: Any = type(optimizer).step
+        #: of the ``step()`` around that of ``kind``, if there is one
+        self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
+        step = kind.step
         # Around it torch runs the hooks of the user's step(); they have run already.
         self._raw_step: Callable[..., Any] = getattr(step, "__wrapped__", step)
         self.guard()
@@ -160,14 +176,20 @@ class Deferred:
 
     def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer with other groups, the same state, and no hooks."""
-        kind = type(self.optimizer)
-        copied: torch.optim.Optimizer = kind.__new__(kind)
+        copied: torch.optim.Optimizer = self._kind.__new__(self._kind)
         copied.__dict__.update(self.optimizer.__dict__)
         copied.state = self._copies_state  # type: ignore[assignment]
         copied.param_groups = param_groups
         copied._optimizer_step_pre_hooks = type(self.optimizer._optimizer_step_pre_hooks)()
         copied._optimizer_step_post_hooks = type(self.optimizer._optimizer_step_post_hooks)()
         return copied
+
+    def is_outer(self) -> bool:
+        """True in a hook of the outer of two nested ``step()`` calls, each of which has hooks."""
+        if self._outer_code is None:
+            return False
+        # From here: the hook, torch's wrapper that runs the hooks, and who called ``step()``.
+        return sys._getframe(3).f_code is not self._outer_code
 
     def parameter_ids(self) -> set[int]:
         """The ids of all its parameters."""

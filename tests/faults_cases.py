@@ -177,9 +177,9 @@ class Script:
         kind: Any = importlib.import_module("bytesched.plugins.warmup").WarmUp
         real = kind._choose_sizes
 
-        def watched(warm_up: Any) -> Any:
+        def watched(*args: Any) -> Any:
             self.at("in_measurement")
-            return real(warm_up)
+            return real(*args)
 
         kind._choose_sizes = watched
 

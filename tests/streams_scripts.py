@@ -166,7 +166,9 @@ def attached(
     """`wrap` without its shortcuts: a world of one is scheduled, too."""
     config = Config.load(**fields)
     session = ddp.attach(optimizer, model, config)
-    session.add_optimizer(optimizer, cross=not ddp.why_whole(optimizer, model, config))
+    session.add_optimizer(
+        optimizer, type(optimizer), cross=not ddp.why_whole(optimizer, model, config)
+    )
     try:
         yield session
         session.flush()

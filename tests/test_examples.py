@@ -1,46 +1,92 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as a user runs them: plainly, and through `bytesched run`."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from horovod_ranks import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
 
 from bytesched.config import child_environment
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+RUN = ["-m", "bytesched", "run"]
+TIMEOUT_S = 110.0
+
+pytestmark = pytest.mark.procs
 
 
-def _torchrun(script: str, **variables: str) -> list[str]:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            script,
-        ],
+def output(command: Sequence[str], **variables: str) -> list[str]:
+    """The lines that a command printed, with no errors."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ended = subprocess.run(
+        command,
         cwd=ROOT,
-        env=child_environment({"OMP_NUM_THREADS": "1", **variables}),
+        env=child_environment({**environment, **variables}),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=TIMEOUT_S,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    if "run" in command:
+        assert re.search(r"2 ranks, .* mode cross", ended.stderr), ended.stderr
+    return ended.stdout.splitlines()
 
 
-@pytest.mark.procs
-def test_ddp_example_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
-    plain = _torchrun("examples/ddp.py", BYTESCHED_ENABLED="0")
-    ours = _torchrun("examples/ddp.py")
+def weights(lines: list[str]) -> str:
+    """The digest of the weights, which rank 0 prints at its end."""
+    (digest,) = [line.partition("weights ")[2] for line in lines if "weights " in line]
+    assert re.fullmatch("[0-9a-f]{16}", digest)
+    return digest
+
+
+def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
+    plain = output([*TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
+    ours = output([*TORCHRUN, "examples/ddp.py"])
     assert plain[0].startswith("loss ")
     assert plain[0] == ours[0]
     figures = dict(line.strip().split(" = ") for line in ours[1:])
     assert figures["mode"] == "cross"
     assert int(figures["barrier_crossed_steps"]) > 10
     assert plain[1:] == ["  mode = plain"]
+
+
+@pytest.mark.slow
+def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    script = ["examples/ddp_checkpoint.py", "--epochs"]
+    plain, ours = ([f"--snapshot={tmp_path / name}"] for name in ("plain.pt", "ours.pt"))
+    expected = output([*TORCHRUN, *script, "2", *plain])
+    half = output([*TORCHRUN, *RUN, *script, "1", *ours])
+    whole = output([*TORCHRUN, *RUN, *script, "2", *ours])
+    assert weights(whole) == weights(expected) != weights(half)
+    assert half[:1] + whole[:1] == expected[:2]
+
+
+@pytest.mark.slow
+def test_ddp_spawn() -> None:
+    expected = output([sys.executable, "examples/ddp_spawn.py"])
+    assert weights(output([sys.executable, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gloo", "mpi"])
+def test_horovod_mnist(kind: Kind) -> None:
+    if reason := why_missing(kind):
+        pytest.skip(reason)
+    launcher = [LAUNCHERS[kind], *LOOPBACK_FLAGS[kind], "-np", "2", sys.executable]
+    script = ["examples/horovod_mnist.py", "--epochs=1", "--fp16-allreduce"]
+    expected = output([*launcher, *script])
+    assert weights(output([*launcher, *RUN, *script])) == weights(expected)

@@ -27,7 +27,7 @@ SPINE: tuple[frozenset[str], ...] = (
     frozenset({"transport", "observe"}),
     frozenset({"scheduler"}),
 )
-COMMANDS = frozenset({"cli", "bench", "doctor"})
+COMMANDS = frozenset({"cli", "bench", "doctor", "run"})
 
 
 def _sources(folder: str) -> list[Path]:

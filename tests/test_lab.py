@@ -107,7 +107,7 @@ def test_without_the_tools_the_hosts_are_this_machine(monkeypatch: pytest.Monkey
 
 @pytest.mark.lab
 def test_hosts_have_addresses_and_environment_of_their_own(lab: Lab) -> None:
-    script = 'echo "$NAME"; ip -4 -o addr show dev eth0'
+    script = 'echo "$NAME"; ip -4 -o addr show dev eth0; cat /proc/sys/kernel/hostname'
     for host, address in enumerate(lab.addresses):
         process = lab.launch(
             host, ["sh", "-c", script], {"NAME": f"a b{host}"}, stdout=subprocess.PIPE
@@ -116,6 +116,7 @@ def test_hosts_have_addresses_and_environment_of_their_own(lab: Lab) -> None:
         assert process.returncode == 0
         assert output.startswith(f"a b{host}\n")
         assert f" {address}/24 " in output
+        assert output.endswith(f"\n{address}\n")
     with pytest.raises(LabError, match="hosts 0 to 1"):
         lab.launch(2, ["true"])
 

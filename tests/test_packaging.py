@@ -94,10 +94,68 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/setup", "scripts/check", "scripts/test", "scripts/demo", ".ci/run"]
+    "script",
+    [
+        "scripts/setup",
+        "scripts/check",
+        "scripts/test",
+        "scripts/demo",
+        "scripts/horovod-wheel",
+        ".ci/run",
+    ],
 )
 def test_script_can_be_run(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
     assert "set -euo pipefail" in path.read_text()
+
+
+def test_horovods_compiler_gets_another_standard_and_run_path(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
+    compiler.chmod(0o755)
+    flags = ["-std=c++14", "-std=gnu++11", "-std=c11", "-Wl,-rpath,/build/lib:/x", "a b", "*"]
+    run = subprocess.run(
+        [ROOT / "scripts" / "horovod-cxx", *flags],
+        env={**os.environ, "HOROVOD_CXX": str(compiler)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    run_path = "-Wl,-rpath,$ORIGIN/../../../..:$ORIGIN/../../torch/lib"
+    assert run.stdout.split("|") == ["-std=gnu++20"] * 2 + ["-std=c11", run_path, "a b", "*", ""]
+
+
+def _horovod_wheel(python: Path | str, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "horovod-wheel", python],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_horovods_wheel_is_built_once(tmp_path: Path) -> None:
+    first = _horovod_wheel(sys.executable, tmp_path)
+    assert first.returncode == 1
+    assert "missing: no-such-compiler" in first.stderr
+    wheels = tmp_path / "bytesched" / "wheels"
+    [lock] = wheels.iterdir()
+    kept = wheels / lock.name.removesuffix(".lock") / "horovod.whl"
+    kept.parent.mkdir()
+    kept.touch()
+    second = _horovod_wheel(sys.executable, tmp_path)
+    assert (second.returncode, second.stdout) == (0, f"{kept}\n")
+
+
+def test_horovods_wheel_needs_a_torch_to_build_against(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    run = _horovod_wheel(bare, tmp_path)
+    assert run.returncode == 1
+    assert run.stderr == f"horovod-wheel: {bare} has no torch to build against\n"

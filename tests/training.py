@@ -33,11 +33,19 @@ class Job:
         self.wrapped = wrapped
         self.records: list[tuple[str, Any]] = []
         self.stats: dict[str, int | float | str] = {}
-        self.rank = dist.get_rank()
+        self.rank = self.own_rank()
         self._fields = SMALL | fields
         self._module_alone = module_alone
         self._optimizers: list[Optimizer] = []
         torch.manual_seed(7)
+
+    @staticmethod
+    def own_rank() -> int:
+        return dist.get_rank()
+
+    @staticmethod
+    def barrier() -> None:
+        dist.barrier()
 
     def ddp(self, module: nn.Module, **arguments: Any) -> Any:
         """The module under DDP; itself in a wrapped run that does without DDP."""
@@ -88,7 +96,8 @@ def unprefixed(state: dict[str, Any]) -> dict[str, Any]:
 def frozen(value: Any) -> Any:
     """A deep copy of plain values that later steps cannot change."""
     if isinstance(value, Tensor):
-        return value.detach().clone().as_subclass(Tensor)
+        copied = value.detach().clone()
+        return copied if copied.is_sparse else copied.as_subclass(Tensor)
     if isinstance(value, dict):
         return {key: frozen(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -135,17 +144,18 @@ def compare(
     args: tuple[Any, ...] = (),
     options: dict[str, Any] | None = None,
     rtol: float = 0.0,
+    kind: type[Job] = Job,
 ) -> tuple[list[str], dict[str, int | float | str]]:
     """Where a wrapped run of `script` differs from a plain one, and the wrapped run's figures.
 
-    `options` are those of the wrapped `Job`.
+    `options` are those of the wrapped job, and both are of the class `kind`.
     """
     runs = []
     for wrapped in (False, True):
-        job = Job(wrapped=wrapped, **(options or {} if wrapped else {}))
+        job = kind(wrapped=wrapped, **(options or {} if wrapped else {}))
         with contextlib.closing(job):
             resolve(script)(job, *args)
-        dist.barrier()
+        kind.barrier()
         runs.append(job)
     plain, wrapped_run = runs
     assert plain.records, "a script that records nothing proves nothing"

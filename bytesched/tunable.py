@@ -1,0 +1,206 @@
+"""The seam between a session and a tuner: what can change while training runs, and who decides.
+
+Rank 0's session asks its `Tuner` for a `Word` and gives it to all ranks, which change together
+at the same step. Between two words nothing is sent and nobody waits. A plugin knows this module
+and no tuner; a tuner knows this module and no plugin.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bytesched.config import Config
+from bytesched.errors import ConfigError
+from bytesched.policy import policy_names
+from bytesched.sizes import Probe
+from bytesched.values import parse_size
+
+__all__ = [
+    "KNOBS",
+    "ORDERS",
+    "Recording",
+    "RunFacts",
+    "Send",
+    "Setting",
+    "Steps",
+    "Tuner",
+    "Word",
+    "find_tuner",
+]
+
+#: what a plugin may publish as changeable at run time; the names of `Setting`'s fields
+KNOBS = ("partition_bytes", "credit_bytes", "policy", "order", "enabled")
+ORDERS = ("auto", "leader", "replay")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What can change between two steps. It never changes a result.
+
+    Raises `ConfigError` for sizes that cannot be used.
+    """
+
+    partition_bytes: int
+    credit_bytes: int
+    policy: str = "priority"
+    order: str = "auto"
+    #: False: the framework's own reduction, or what comes nearest to it at run time
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("partition_bytes", "credit_bytes"):
+            value = getattr(self, name)
+            try:
+                size = parse_size(value)
+            except ValueError as error:
+                raise ConfigError(f"{name} = {value!r}: {error}") from None
+            if not size:
+                raise ConfigError(f"{name} = {value!r}: a setting to be used has a size")
+            object.__setattr__(self, name, size)
+        if self.credit_bytes < self.partition_bytes:
+            raise ConfigError(
+                f"credit_bytes = {self.credit_bytes} is below partition_bytes = "
+                f"{self.partition_bytes}, so no full partition could ever be sent"
+            )
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return "scheduling off"
+        text = f"partition {_size(self.partition_bytes)}, credit {_size(self.credit_bytes)}"
+        text += "" if self.policy == "priority" else f", policy {self.policy}"
+        return text + ("" if self.order == "auto" else f", order {self.order}")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What rank 0 says: this setting, from this step on, and when it will speak again."""
+
+    setting: Setting
+    #: the number of steps until the next word, at least 1
+    next_in_steps: int
+
+    def numbers(self) -> list[int]:
+        """The word as whole numbers, always as many; the ranks have the same policies."""
+        setting = self.setting
+        return [
+            self.next_in_steps,
+            setting.partition_bytes,
+            setting.credit_bytes,
+            policy_names().index(setting.policy),
+            ORDERS.index(setting.order),
+            int(setting.enabled),
+        ]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Word:
+        """The word that `numbers` made these of."""
+        next_in_steps, partition_bytes, credit_bytes, policy, order, enabled = numbers
+        setting = Setting(
+            partition_bytes, credit_bytes, policy_names()[policy], ORDERS[order], bool(enabled)
+        )
+        return cls(setting, next_in_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is known about cluster and model when the first step is over."""
+
+    #: of the reduction, such as "gloo" or "horovod"
+    backend: str
+    #: ranks on each host, largest first
+    ranks_per_host: tuple[int, ...]
+    #: "cpu", or the accelerator's name
+    device: str
+    #: name and version, such as "torch 2.13.0"
+    framework: str
+    #: all gradients together
+    model_bytes: int
+    #: a digest of the parameters' shapes and dtypes, in forward order
+    signature: str
+    #: of the link, by growing size
+    probes: tuple[Probe, ...]
+    #: CPU time of a training step over its time, without communication
+    cpu_load: float
+    #: what would hold without a tuner
+    untuned: Setting
+    #: what can be changed, of `KNOBS`
+    knobs: frozenset[str]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(self.ranks_per_host)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One chunk on its way, in seconds of any one clock."""
+
+    nbytes: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One iteration as it was. The first three have one entry per layer, in forward order."""
+
+    sizes_bytes: tuple[int, ...]
+    #: from the start of backward until the gradient was computed
+    releases_s: tuple[float, ...]
+    #: how long the layer took in forward, without waiting
+    forward_s: tuple[float, ...]
+    #: in order of their start
+    sends: tuple[Send, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps since the last word, all under its setting."""
+
+    #: from the beginning of each step to the beginning of the next
+    durations_s: tuple[float, ...]
+    #: while so long something was on the link, in all of them together
+    busy_s: float = 0.0
+    #: bytes of gradients that were sent meanwhile, and in how many chunks
+    sent_bytes: int = 0
+    sent_chunks: int = 0
+    #: iterations that were recorded, if there are any
+    recordings: tuple[Recording, ...] = ()
+
+
+class Tuner(Protocol):
+    """Decides on rank 0, in the thread that trains; the other ranks have none.
+
+    An exception ends the tuning and not the training: the session goes on with the last word.
+    """
+
+    def begin(self, facts: RunFacts) -> Word:
+        """The first word, before anything was scheduled."""
+
+    def word(self, steps: Steps) -> Word:
+        """The next word, asked for when the last one said."""
+
+    def close(self) -> None:
+        """Training is over, at any moment of the tuning."""
+
+
+def find_tuner(config: Config) -> Tuner | None:
+    """The tuner that `config` asks for; None if it asks for none.
+
+    Raises `ConfigError` if there would be nothing to tune, or what tuning needs is missing. Every
+    rank asks, so that they fail together, before the first collective.
+    """
+    if not config.tune or not config.enabled:
+        return None
+    tuner: Tuner = importlib.import_module("bytesched.tuning.online").tuner_of(config)
+    return tuner
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:.4g} KiB"
+    return f"{nbytes / (1 << 20):.4g} MiB"

@@ -1,0 +1,105 @@
+"""``hvd.shutdown()`` and ``hvd.join()``: what is outstanding comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from horovod.torch import mpi_ops
+
+from bytesched.config import horovod_variable
+from bytesched.plugins.session import Session
+
+__all__ = ["watch_endings"]
+
+log = logging.getLogger("bytesched")
+
+#: what Horovod gets, at most, to end after a failure
+_ENDING_S: Final = 60.0
+
+#: ``hvd.shutdown()`` calls the first two; the handler that Horovod leaves for the exit calls the
+#: second alone. Scripts may have imported these functions by name long ago.
+_SHUTDOWN: Final[tuple[tuple[Any, str], ...]] = (
+    (mpi_ops.mpi_lib, "horovod_torch_reset"),
+    (mpi_ops._basics.MPI_LIB_CTYPES, "horovod_shutdown"),
+)
+#: For a rank that has joined, Horovod sums zeros, also where it was about to announce a chunk.
+_JOIN: Final = (mpi_ops.mpi_lib, "horovod_torch_join")
+_originals: Final[dict[tuple[Any, str], Callable[..., Any]]] = {
+    call: getattr(*call) for call in (*_SHUTDOWN, _JOIN)
+}
+
+
+class _Watch:
+    """Stands in front of Horovod's shutdown while a session is open, and after one has failed."""
+
+    def __init__(self) -> None:
+        self._sessions: list[Session] = []
+        self._failed = False
+        self._ending_s = _ENDING_S
+
+    def add(self, session: Session, timeout_s: float) -> None:
+        self._sessions.append(session)
+        self._ending_s = min(timeout_s, _ENDING_S)
+        for (owner, name), original in _originals.items():
+            setattr(owner, name, partial(self._shut_down, original))
+        setattr(*_JOIN, partial(self._join, _originals[_JOIN]))
+
+    def remove(self, session: Session) -> None:
+        self._sessions.remove(session)
+        self._failed = self._failed or session.error is not None
+        if not self._sessions and not self._failed:
+            for (owner, name), original in _originals.items():
+                setattr(owner, name, original)
+
+    def _join(self, original: Callable[..., Any], *args: Any) -> Any:
+        for session in self._sessions:
+            session.flush()
+        return original(*args)
+
+    def _shut_down(self, original: Callable[[], Any]) -> Any:
+        for session in self._sessions:
+            try:
+                if session.error is None:
+                    session.flush()
+            except Exception:
+                # Who reads a parameter that lacks its update is told again.
+                log.exception("the last step could not be applied before hvd.shutdown()")
+        failed = self._failed or any(session.error is not None for session in self._sessions)
+        # Elastic Horovod goes on after a failure, and has limits of its own.
+        elastic = horovod_variable("ELASTIC") == "1"
+        with _limited(self._ending_s) if failed and not elastic else contextlib.nullcontext():
+            return original()
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """The process ends, with its stacks on stderr, if what is inside takes longer.
+
+    Horovod waits, in C++, for ranks that may never answer: no exception ends that, and at the
+    end of the interpreter no thread could be started to do so.
+    """
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        sys.stdout.flush()
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+_watch: Final = _Watch()
+
+
+def watch_endings(session: Session, timeout_s: float) -> Callable[[], None]:
+    """Horovod is not shut down or joined before ``session`` is flushed; returns the way back.
+
+    After an error of ``session`` the shutdown ends within ``timeout_s``, or the process does.
+    """
+    _watch.add(session, timeout_s)
+    return partial(_watch.remove, session)

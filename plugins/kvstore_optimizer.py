@@ -1,0 +1,103 @@
+"""An optimizer in the store: any class of torch.optim, its state beside the values."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from bytesched.errors import PluginError
+
+__all__ = ["ServerOptimizer", "is_elementwise", "packed_state", "unpacked_state"]
+
+#: Classes whose update of one element depends on that element alone: keys may be cut anywhere.
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+
+
+def is_elementwise(name: str) -> bool:
+    """True if an optimizer of that name may be given any part of a parameter."""
+    return name in _ELEMENTWISE
+
+
+class ServerOptimizer:
+    """Updates one value; its hyper-parameters are those of the step.
+
+    Args:
+        name: of a class in torch.optim.
+        value: the parameter, updated in place.
+        hyperparameters: the keyword arguments of the class.
+    """
+
+    def __init__(self, name: str, value: torch.Tensor, hyperparameters: dict[str, Any]) -> None:
+        kind = getattr(torch.optim, name, None)
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            raise PluginError(f"torch.optim has no optimizer {name!r}")
+        self._parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+        arguments = inspect.signature(kind).parameters
+        known = {k: _from_json(v) for k, v in hyperparameters.items() if k in arguments}
+        try:
+            self._optimizer = kind([self._parameter], **known)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"torch.optim.{name} refuses {hyperparameters}: {error}") from error
+        group = self._optimizer.param_groups[0]
+        # A group has entries that the constructor does not take.
+        if unknown := hyperparameters.keys() - group.keys():
+            raise PluginError(f"torch.optim.{name} has no {', '.join(sorted(unknown))}")
+
+    def update(self, gradient: torch.Tensor, hyperparameters: dict[str, Any]) -> None:
+        """One step with ``gradient``."""
+        group = self._optimizer.param_groups[0]
+        for key, value in hyperparameters.items():
+            group[key] = _from_json(value)
+        self._parameter.grad = gradient
+        self._optimizer.step()
+        self._parameter.grad = None
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state of this value, as tensors by name."""
+        state = self._optimizer.state.get(self._parameter, {})
+        return {name: torch.as_tensor(entry) for name, entry in state.items() if entry is not None}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes over what ``state`` was on another server."""
+        self._optimizer.state[self._parameter] = {k: v.clone() for k, v in state.items()}
+
+
+def packed_state(state: dict[str, torch.Tensor]) -> tuple[list[list[Any]], torch.Tensor]:
+    """What the entries are, as JSON takes it, and their bytes one after the other."""
+    what = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.items()]
+    parts = [t.contiguous().reshape(-1).view(torch.uint8) for t in state.values() if t.numel()]
+    return what, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def unpacked_state(what: list[list[Any]], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The entries again."""
+    state, offset = {}, 0
+    for name, dtype_name, shape in what:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
+        raw = tensor.reshape(-1).view(torch.uint8)
+        raw.copy_(data[offset : offset + raw.numel()])
+        offset += raw.numel()
+        state[name] = tensor
+    return state
+
+
+def _from_json(value: Any) -> Any:
+    """JSON knows no tuples, and optimizers check for them."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,148 @@
+"""PyTorch through a KVStore: the gradients of a plain module, averaged by the store."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.log import show
+from bytesched.plugins.agree import agree, statements
+from bytesched.plugins.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.kvstore_optimizer import is_elementwise
+from bytesched.plugins.kvstore_peers import KVPeers
+from bytesched.plugins.kvstore_updates import StoreSession, hyperparameters_of
+from bytesched.plugins.observing import observers_of
+from bytesched.plugins.plan import Slot
+from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+from bytesched.plugins.session import Session
+from bytesched.plugins.update import why_not_deferred
+
+__all__ = ["attach", "begin", "why_plain"]
+
+log = logging.getLogger("bytesched")
+
+#: the sessions of each store, in the order of wrapping, which is the same on all workers
+_sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def why_plain(store: Any) -> str:
+    """Why gradients need not travel at all; empty if they must."""
+    return "there is one worker" if store.num_workers == 1 else ""
+
+
+def begin(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
+    show(config.log_level, store.rank)
+    if why := why_plain(store):
+        log.info("left as it was: %s", why)
+        return None
+    if not config.enabled:
+        # Without us nobody would average the gradients.
+        log.info("enabled is off: gradients go in the order of backward, and step() waits for all")
+        config = replace(config, policy="fifo", cross_barrier=False)
+    return attach(optimizer, model, store, config)
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession:
+    """A session for ``model`` whose gradients ``store`` sums, with ``optimizer``; collective.
+
+    If the store was opened with ``updates``, the optimizer is the store's from now on.
+    Parameters and buffers become those of worker 0.
+    """
+    if isinstance(store, ScheduledKVStore):
+        raise PluginError("give wrap the store itself: the session schedules its chunks")
+    if getattr(store, "is_stateful", False):
+        raise PluginError(
+            "the store has an optimizer already; to give it this one, open it with updates=True"
+        )
+    slots = _slots(model, optimizer)
+    number = _sessions[store] = _sessions.get(store, -1) + 1
+    peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    agree(statements(slots, optimizer, config), peers.rank, peers.gather_text)
+    peers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    if getattr(store, "updates", False):
+        return _in_store(optimizer, model, slots, peers, config)
+    session = Session(
+        model,
+        slots,
+        config,
+        peers=peers,
+        sync=lambda: True,
+        find_unused=config.find_unused_parameters,
+        static_graph=False,
+        observers=observers_of(peers, config),
+    )
+    why = _why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    try:
+        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+    except PluginError:
+        session.close()
+        raise
+    return session
+
+
+def _in_store(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    slots: list[Slot],
+    peers: KVPeers,
+    config: Config,
+) -> StoreSession:
+    name = type(optimizer).__name__
+    if type(optimizer) is not getattr(torch.optim, name, None) or not is_elementwise(name):
+        raise PluginError(
+            f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
+        )
+    if config.compression != "none":
+        raise PluginError("a store that updates sends parameters, which are not compressed")
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strays := [slot.name for slot in slots if id(slot.parameter) not in managed]:
+        raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
+    session = StoreSession(
+        model, slots, optimizer, config, peers=peers, observers=observers_of(peers, config)
+    )
+    peers.store.set_optimizer(name, **hyperparameters_of(optimizer))
+    return session
+
+
+def _why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
+    if not config.cross_barrier:
+        return "cross_barrier is off"
+    if not exclude_compiler() and has_compiled(model):
+        return f"torch {torch.__version__} has no lock that keeps its compiler out"
+    return why_not_deferred(optimizer, type(optimizer))
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    slots = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            if type(parameter) is not nn.Parameter:
+                raise PluginError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+                )
+            if parameter.device.type != "cpu":
+                raise PluginError(
+                    f"parameter {name!r} is on {parameter.device}: a store sends from the host's "
+                    "memory; use DistributedDataParallel or Horovod"
+                )
+            slots.append(Slot(name, parameter))
+    if not any(id(slot.parameter) in managed for slot in slots):
+        raise PluginError("the optimizer has no parameter of this model that needs a gradient")
+    return slots

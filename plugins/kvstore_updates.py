@@ -1,0 +1,410 @@
+"""A session whose optimizer is in the store: gradients go there, and parameters come back.
+
+The store updates a key when all workers have pushed it and worker 0 has called ``step()``, under
+the hyper-parameters that hold then. The optimizer's state is in the store alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError, UnusedParameterError
+from bytesched.kvstore_pipes import Chunk, Pipes
+from bytesched.observe import Observers
+from bytesched.plugins.compiling import updating
+from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
+from bytesched.plugins.kvstore_peers import KVPeers
+from bytesched.plugins.kvstore_state import gathered_state, scatter_state, send_values
+from bytesched.plugins.meter import Meter
+from bytesched.plugins.packing import Packer
+from bytesched.plugins.pending import LazyGrad, hold, is_held, release
+from bytesched.plugins.plan import Plan, Slot
+from bytesched.plugins.progress import Progress
+from bytesched.plugins.settling import Settling
+from bytesched.plugins.streams import streams_for
+from bytesched.plugins.update import Job, snapshot
+from bytesched.plugins.updater import Updater
+
+__all__ = ["StoreSession", "hyperparameters_of"]
+
+log = logging.getLogger("bytesched")
+
+_PARTITION_BYTES = 2**20
+#: chunks in flight per pipe
+_WINDOW = 2
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    partition_bytes: int
+    credit_bytes: int
+
+
+class _TakeOver:
+    """Stands where a deferred optimizer stands: its update is what came from the store."""
+
+    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+        slots = [slot for _, members in groups for slot in members]
+        with updating(), torch.no_grad():
+            for slot in slots:
+                slot.alias.copy_(slot.view)
+
+
+class StoreSession:
+    """The life of one model whose parameters the store updates.
+
+    Args:
+        root: the module whose call is a forward pass.
+        slots: its parameters, in registration order, the same on all workers.
+        optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
+        peers: the workers of the store.
+    """
+
+    mode = "store"
+
+    def __init__(
+        self,
+        root: nn.Module,
+        slots: Sequence[Slot],
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        *,
+        peers: KVPeers,
+        observers: Observers,
+    ) -> None:
+        self.root = root
+        self.plan: Plan | None = None
+        self._slots = list(slots)
+        self._optimizer = optimizer
+        self._config = config
+        self._peers = peers
+        self._observers = observers
+        self._meter = Meter(observers, len(slots))
+        self._progress = Progress(peers)
+        self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
+        self._first_use = FirstUse(root, [slot.parameter for slot in slots])
+        self._take_over = _TakeOver()
+        self._hyperparameters: dict[str, Any] = {}
+        #: of every parameter, when the store has the same value
+        self._versions: dict[Slot, int] = {}
+        self._missing = 0
+        self._is_open = False
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        # - after the first forward pass
+        self._chunks: list[Chunk] = []
+        self._packer: Packer
+        self._pipes: Pipes
+        self._settling: Settling
+        self._updater: Updater
+        before = StayingHook(self._before_forward)
+        self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
+        after = StayingForwardHook(self._after_forward)
+        self._undo.append(root.register_forward_hook(after, always_call=True).remove)
+        for handle in (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_state_dict_post_hook(self._add_state),
+            optimizer.register_load_state_dict_post_hook(self._send_state),
+        ):
+            self._undo.append(handle.remove)
+
+    # -- forward -----------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            if not module.training:
+                self._settle_all()
+            return
+        self._progress.check()
+        self._meter.forward_begins()
+        if self.plan is None:
+            self._first_use.begin()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self.plan is None:
+            self._first_use.end()
+            self._first_use.close()
+            self._activate()
+        self._meter.forward_ends()
+
+    def _activate(self) -> None:
+        """The order is known; collective."""
+        order = torch.tensor(self._first_use.order())
+        if self._peers.rank:
+            order.zero_()
+        self._peers.wait(self._peers.sum(order, "order"), task="the first forward pass")
+        partition_bytes = self._config.partition_bytes or _PARTITION_BYTES
+        plan = Plan(
+            [self._slots[index] for index in order.tolist()], partition_bytes=partition_bytes
+        )
+        self._packer = Packer(plan, 1, "none")
+        for slot in plan.slots:
+            slot.view.copy_(slot.parameter.detach())
+        for task in plan.chunks:
+            buffer = plan.buffers[task.index]
+            key = self._peers.key(str(task.index), buffer)
+            self._chunks.append(Chunk(key, task, buffer, buffer))
+        self._settling = Settling(plan, self._progress, self._streams, self._meter)
+        self._updater = Updater(self._progress, self._streams, self._meter)
+        credit_bytes = self._config.credit_bytes or _WINDOW * partition_bytes
+        self._pipes = Pipes(
+            self._peers.store,
+            self._chunks,
+            policy=self._config.policy,
+            push_credit_bytes=credit_bytes,
+            pull_credit_bytes=credit_bytes,
+            on_pushed=lambda chunk: None,
+            on_pulled=self._pulled,
+            on_error=self._progress.fail,
+            observers=self._observers,
+        )
+        self._progress.story = self._pipes.story
+        for slot in plan.slots:
+            self._versions[slot] = slot.parameter._version
+            hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot))
+            self._undo.append(hook.remove)
+        self._raise_gates(plan)
+        sizes: Any = _Sizes(partition_bytes, credit_bytes)
+        self._meter.active(plan, sizes)
+        if self._optimizer.state:
+            self._move_state(plan)
+        self.plan = plan
+
+    def _raise_gates(self, plan: Plan) -> None:
+        names = {module: name for name, module in self.root.named_modules()}
+        slots = {id(slot.parameter): slot for slot in plan.slots}
+        for module, parameters in self._first_use.gates(lambda p: id(p) in slots).items():
+            bundles = {slots[id(parameter)].bundle for parameter in parameters}
+            ordered = sorted(bundles, key=lambda bundle: bundle.index)
+            name = names.get(module) or type(module).__name__
+            self._undo.append(gate(module, partial(self._settling.gate, ordered, name), _nothing))
+
+    # -- backward ----------------------------------------------------------------------
+
+    def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
+        if not self._is_open:
+            self._begin()
+        if slot.fired:
+            error = PluginError(
+                f"{slot.name!r} got a second gradient before step(): the first has been sent; add "
+                "up the losses instead, or let the workers update"
+            )
+            self._progress.fail(error)
+            raise error
+        slot.fired = 1
+        self._missing -= 1
+        assert parameter.grad is not None
+        slot.grad = parameter.grad.detach()
+        for task in slot.chunks:
+            if task.notify_ready():
+                self._packer.pack(task)
+                self._packer.let_go(task)
+                self._pipes.push(self._chunks[task.index])
+        parameter.grad = slot.lazy
+        if not self._missing:
+            self._meter.backward_ends()
+
+    def _begin(self) -> None:
+        """The first gradient of a step; the arena is free for gradients."""
+        self._progress.check()
+        plan = self.plan
+        assert plan is not None
+        self._settling.wait_reduced()
+        self._settling.settle_all()
+        if any(self._versions[slot] != slot.parameter._version for slot in plan.slots):
+            send_values(self._peers.store, plan, self._chunks)
+        for slot in plan.slots:
+            slot.fired = 0
+            slot.sending = len(slot.chunks)
+            slot.lazy = _absent(slot)
+        for bundle in plan.bundles:
+            bundle.sending = len(bundle.chunks)
+        self._missing = len(plan.slots)
+        self._is_open = True
+
+    # -- step --------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        self._progress.check()
+        self._meter.step_begins()
+        if kwargs.get("closure") or len(args) > 1:
+            raise PluginError("step(closure) needs gradients here, and the optimizer is elsewhere")
+        if self._is_open:
+            self._step(hyperparameters_of(optimizer))
+        copied = copy.copy(optimizer)
+        copied.param_groups = []
+        return (copied, *args[1:]), kwargs
+
+    def _step(self, hyperparameters: dict[str, Any]) -> None:
+        plan = self.plan
+        assert plan is not None
+        if self._missing:
+            names = [slot.name for slot in plan.slots if not slot.fired]
+            error = UnusedParameterError(
+                f"{len(names)} parameters got no gradient on worker {self._peers.rank}: "
+                f"{', '.join(names[:5])}; a store that updates needs one for each"
+            )
+            self._progress.fail(error)
+            raise error
+        self._is_open = False
+        if hyperparameters != self._hyperparameters:
+            self._peers.store.set_hyperparameters(**hyperparameters)
+            self._hyperparameters = hyperparameters
+        self._progress.outstanding = len(plan.chunks)
+        for bundle in plan.bundles:
+            bundle.jobs = [Job(self._take_over, {}, list(bundle.slots))]  # type: ignore[arg-type]
+            bundle.armed = bundle.held = True
+        for slot in plan.slots:
+            if slot.alias.data_ptr() != slot.parameter.data_ptr():
+                slot.realias()
+            self._versions[slot] = slot.parameter._version + 1
+            slot.parameter.grad = None
+            hold(slot.parameter, slot.settle)
+        for chunk in self._chunks:
+            for _ in chunk.push_task.members:
+                self._pipes.ask(chunk)
+        self._meter.stepped(plan.nbytes)
+        self._meter.step_ends()
+
+    def _pulled(self, chunk: Chunk) -> None:
+        plan = self.plan
+        assert plan is not None
+        with self._progress.changed:
+            complete = []
+            for bundle in plan.bundles_of[chunk.push_task.index]:
+                bundle.sending -= 1
+                if not bundle.sending:
+                    complete.append(bundle)
+            self._updater.push(complete)
+            self._progress.outstanding -= 1
+            self._progress.notify()
+
+    # -- state -------------------------------------------------------------------------
+
+    def _add_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The store's state, where a checkpoint has it."""
+        self.flush()
+        if self.plan is None:
+            return state
+        entries = gathered_state(self._peers.store, self.plan, self._chunks)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        by_parameter = {id(slot.parameter): entry for slot, entry in entries.items()}
+        numbered = {
+            number: by_parameter[id(parameter)]
+            for number, parameter in enumerate(parameters)
+            if by_parameter.get(id(parameter))
+        }
+        return {**state, "state": numbered}
+
+    def _send_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """What was loaded goes to the store; every worker loads."""
+        if not optimizer.state:
+            return
+        if self.plan is None:
+            # It goes to the store with the first parameters.
+            return
+        self.flush()
+        self._move_state(self.plan)
+
+    def _move_state(self, plan: Plan) -> None:
+        scatter_state(self._peers.store, plan, self._chunks, self._optimizer.state)
+        self._optimizer.state.clear()
+
+    # -- from outside ------------------------------------------------------------------
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._progress.error
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything under way, on every worker."""
+        self._progress.fail(error)
+
+    def flush(self) -> None:
+        """Every step that was taken is applied."""
+        self._progress.check()
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        if self.plan is not None:
+            self._settling.settle_all()
+
+    def close(self, *, release_parameters: bool = True) -> None:
+        """Takes every hook off and stops every thread; does not flush. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._first_use.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._streams.close()
+        if self.plan is not None:
+            self._pipes.close()
+            self._updater.close()
+            for slot in self.plan.slots:
+                if release_parameters and is_held(slot.parameter):
+                    release(slot.parameter)
+                if slot.parameter.grad is slot.lazy:
+                    slot.parameter.grad = None
+        self._observers.close()
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures since the first forward pass; see the README for their meaning."""
+        active = self.plan is not None
+        return {
+            **self._meter.figures(self._pipes.pulls if active else None),
+            "mode": self.mode,
+            "order": "each worker's own",
+            "rank": self._peers.rank,
+            "world_size": self._peers.size,
+        }
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those of all parameters; PluginError if its groups differ."""
+    groups = [snapshot(group) for group in optimizer.param_groups]
+    if any(group != groups[0] for group in groups):
+        raise PluginError(
+            "parameter groups with different settings: a store that updates has one for all"
+        )
+    # What a learning-rate scheduler keeps in the group is its own.
+    return {key: _as_json(value) for key, value in groups[0].items() if key != "initial_lr"}
+
+
+def _nothing() -> None:
+    """Compiled code waits at its own gate, in front of the whole."""
+
+
+def _absent(slot: Slot) -> LazyGrad:
+    """A gradient of which only shape and dtype are here."""
+    parameter = slot.parameter
+    nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    grad = nothing.as_subclass(LazyGrad)
+
+    def refuse() -> None:
+        raise PluginError(
+            f"the gradient of {slot.name!r} is in the store, which updates: it cannot be read, "
+            "clipped or changed here; let the workers update (a store without an optimizer)"
+        )
+
+    grad.settle = refuse
+    grad.is_taken = lambda: False
+    return grad
+
+
+def _as_json(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,383 @@
+"""The worker's side of the store over MPI."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from bytesched.errors import (
+    InvalidTransition,
+    MismatchError,
+    PluginError,
+    SchedulerClosed,
+    SchedulerTimeout,
+)
+from bytesched.kvstore import Ended, Key, describe
+from bytesched.plugins.kvstore_optimizer import is_elementwise, packed_state, unpacked_state
+from bytesched.plugins.mpi_kvstore_calls import Calls
+from bytesched.plugins.mpi_kvstore_loop import TO_SERVER, Loop, Message, Op, pull_tag
+from bytesched.plugins.mpi_kvstore_server import Server, error_of, memory_of
+from bytesched.plugins.mpi_kvstore_transfer import Transfer
+
+__all__ = ["MPIKVStore"]
+
+
+@dataclass(eq=False)
+class _Remote:
+    """A key, and where it is."""
+
+    key: Key
+    number: int
+    server: int
+    what: str
+    nbytes: int
+    #: pushes of this worker
+    count: int = 0
+    #: pushed, and not pulled since
+    is_pushed: bool = False
+
+
+class MPIKVStore:
+    """One worker's view of the store; see `open_store`, which makes it.
+
+    Transfers are carried out by a thread of its own, which alone calls MPI.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_workers: int,
+        servers: list[int],
+        timeout_s: float,
+        *,
+        updates: bool = False,
+    ) -> None:
+        #: bytesched.wrap gives the optimizer to this store
+        self.updates = updates
+        self._rank = rank
+        self._num_workers = num_workers
+        self._servers = servers
+        self._timeout_s = timeout_s
+        self._load_bytes = dict.fromkeys(servers, 0)
+        self._remotes: dict[Key, _Remote] = {}
+        self._numbers = 0
+        self._calls = Calls(rank, servers, timeout_s)
+        self._lock = threading.Lock()
+        self._optimizer = ""
+        #: states that were asked for, by number of the key
+        self._states: dict[int, list[Any]] = {}
+        self._loop: Loop
+        self._transfer: Transfer
+        self._server: Server | None = None
+
+    def use(self, loop: Loop, transfer: Transfer, server: Server | None) -> None:
+        """What to work with; ``server`` is the one on this very rank, if there is one."""
+        self._loop = loop
+        self._calls.use(loop)
+        self._transfer = transfer
+        self._server = server
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers push to this store."""
+        return self._num_workers
+
+    @property
+    def is_stateful(self) -> bool:
+        """True if the store has an optimizer: keys must stay what they are."""
+        return bool(self._optimizer)
+
+    @property
+    def may_cut(self) -> bool:
+        """True if parts of a parameter can be updated on their own."""
+        return not self._optimizer or is_elementwise(self._optimizer)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._calls.error
+
+    # -- the calls of a store ----------------------------------------------------------
+
+    def init(self, key: Key, value: Any) -> None:
+        """Makes ``key``, with the value of worker 0, on the server that holds the fewest bytes."""
+        self._calls.check(f"init of key {key!r}")
+        if key in self._remotes:
+            raise InvalidTransition(f"key {key!r} has been initialised already")
+        self._calls.meet(f"init {key!r} as {describe(value)}")
+        server = min(self._servers, key=lambda rank: (self._load_bytes[rank], rank))
+        flat = _flat(value)
+        remote = _Remote(key, self._numbers, server, describe(value), flat.nbytes)
+        self._numbers += 1
+        self._load_bytes[server] += flat.nbytes
+        if self._rank == 0:
+            dtype = str(value.dtype).removeprefix("torch.")
+            what = {"name": str(key), "dtype": dtype, "shape": list(value.shape)}
+            self._calls.ask(
+                Op.INIT, server, f"init of key {key!r}", remote.number, what, memory_of(flat)
+            )
+        self._calls.meet(f"init {key!r}: done")
+        self._remotes[key] = remote
+
+    def delete(self, key: Key) -> None:
+        """Forgets ``key``; every worker calls it."""
+        remote = self._known(key, "delete")
+        self._calls.meet(f"delete {key!r}")
+        if self._rank == 0:
+            self._calls.ask(Op.DELETE, remote.server, f"delete of key {key!r}", remote.number)
+        self._loop.call(lambda: self._transfer.forget(remote.number))
+        self._load_bytes[remote.server] -= remote.nbytes
+        del self._remotes[key]
+
+    def push(self, key: Key, value: Any, priority: int = 0) -> None:
+        """Adds ``value`` to this step of ``key``; returns when the server has it."""
+        self._calls.wait(f"push of key {key!r}", lambda e: self.start_push(key, value, e, priority))
+
+    def pull(self, key: Key, out: Any, priority: int = 0) -> None:
+        """Fills ``out`` with the value of ``key``."""
+        self._calls.wait(f"pull of key {key!r}", lambda e: self.start_pull(key, out, e, priority))
+
+    def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, then pull into ``out``, or into ``value`` if that is None."""
+        self.push(key, value, priority)
+        self.pull(key, value if out is None else out, priority)
+
+    def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:
+        """Begins a push; it has ended when the server has the value."""
+        remote = self._known(key, "push", value)
+        with self._lock:
+            if remote.is_pushed:
+                raise InvalidTransition(
+                    f"worker {self._rank} pushed key {key!r} twice in one step: pull it first"
+                )
+            remote.is_pushed = True
+            remote.count += 1
+            count = remote.count
+        memory = memory_of(_flat(value))
+
+        def begin() -> None:
+            # The memory is free when it has left and the server has it.
+            what = f"push of key {key!r}"
+            if self._calls.expect("push", remote.number, what, remote.server, ended, 2):
+                offset = self._transfer.offer(
+                    remote.server,
+                    remote.number,
+                    memory,
+                    lambda: self._calls.came("push", remote.number),
+                )
+                message = Message(
+                    Op.PUSH, remote.number, count, memory.nbytes, priority, offset=offset
+                )
+                self._loop.tell(remote.server, TO_SERVER, message)
+
+        self._loop.call(begin)
+
+    def start_pull(self, key: Key, out: Any, ended: Ended, priority: int = 0) -> None:
+        """Begins a pull; it has ended when ``out`` is filled."""
+        remote = self._known(key, "pull", out)
+        flat = _flat(out)
+        is_direct = flat.data_ptr() == _tensor(out).data_ptr()
+
+        def filled(error: BaseException | None) -> None:
+            if error is None:
+                remote.is_pushed = False
+                if not is_direct:
+                    _tensor(out).copy_(flat.reshape(out.shape))
+            ended(error)
+
+        def begin() -> None:
+            number = remote.number
+            if self._calls.expect("pull", number, f"pull of key {key!r}", remote.server, filled):
+                self._transfer.ask(
+                    remote.server, number, memory_of(flat), lambda: self._calls.came("pull", number)
+                )
+                message = Message(Op.PULL, number, remote.count, priority=priority)
+                self._loop.tell(remote.server, TO_SERVER, message)
+
+        self._loop.call(begin)
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+        self._calls.check("barrier")
+        self._calls.meet("barrier")
+
+    def close(self) -> None:
+        """Leaves the store; waits for the other workers if this rank serves them. Idempotent."""
+        if self._calls.closed:
+            return
+        self._calls.closed = True
+        left: SimpleQueue[None] = SimpleQueue()
+
+        def leave() -> None:
+            for pending in self._calls.take_pending():
+                pending.ended(SchedulerClosed(f"closed during the {pending.what}"))
+            if self.error is None:
+                for server in self._servers:
+                    self._loop.tell(server, TO_SERVER, Message(Op.BYE))
+            if self._server is not None and self._server.is_serving:
+                self._server.on_empty = lambda: left.put(None)
+            else:
+                left.put(None)
+
+        self._loop.call(leave)
+        try:
+            left.get(timeout=self._timeout_s)
+        except Empty:
+            self._calls.error = self.error or SchedulerTimeout(
+                f"waited {self._timeout_s:g} s for the other workers to close the store",
+                rank=self._rank,
+            )
+        self._loop.stop(1.0)
+
+    # -- more --------------------------------------------------------------------------
+
+    def set_optimizer(self, name: str, *, average: bool = True, **hyperparameters: Any) -> None:
+        """For keys that are made from now on, pushes are gradients and pulls are parameters.
+
+        Every worker calls it, once.
+
+        Args:
+            name: of a class in torch.optim.
+            average: whether the sum of a step is divided by the number of workers.
+            hyperparameters: the keyword arguments of that class.
+        """
+        what = {"name": name, "average": average, "hyperparameters": hyperparameters}
+        self._calls.meet(f"set_optimizer {json.dumps(what, sort_keys=True)}")
+        self._optimizer = name
+        if self._rank == 0:
+            for server in self._servers:
+                self._calls.ask(Op.OPTIMIZER, server, "set_optimizer", text=what)
+        self._calls.meet("set_optimizer: done")
+
+    def set_hyperparameters(self, **hyperparameters: Any) -> None:
+        """Those of all steps that worker 0 pulls from now on; the others' calls do nothing."""
+        self._calls.check("set_hyperparameters")
+        if self._rank == 0:
+            text = json.dumps({"hyperparameters": hyperparameters})
+            message = Message(Op.OPTIMIZER, step=-1, text=text)
+
+            def tell() -> None:
+                for server in self._servers:
+                    self._loop.tell(server, TO_SERVER, message)
+
+            self._loop.call(tell)
+
+    def get_state(self, key: Key) -> dict[str, torch.Tensor]:
+        """The value of ``key``, named "value", and the optimizer's state of it."""
+        remote = self._known(key, "get_state")
+        received: list[Any] = []
+
+        def ask(ended: Ended) -> None:
+            def begin() -> None:
+                what = f"state of key {key!r}"
+                if self._calls.expect("state", remote.number, what, remote.server, ended):
+                    self._states[remote.number] = received
+                    self._loop.tell(remote.server, TO_SERVER, Message(Op.GET_STATE, remote.number))
+
+            self._loop.call(begin)
+
+        self._calls.wait(f"get_state of key {key!r}", ask)
+        what, data = received
+        return unpacked_state(what, data)
+
+    def set_state(self, key: Key, state: dict[str, torch.Tensor]) -> None:
+        """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
+        remote = self._known(key, "set_state")
+        self._calls.meet(f"set_state {key!r}")
+        if self._rank == 0:
+            what, data = packed_state(state)
+            self._calls.ask(
+                Op.SET_STATE,
+                remote.server,
+                f"set_state of key {key!r}",
+                remote.number,
+                what,
+                memory_of(data),
+            )
+        self._calls.meet(f"set_state {key!r}: done")
+
+    def fail_with(self, error: BaseException) -> None:
+        """This worker will not go on; returns when that has been said. Any other thread."""
+        self._calls.fail_with(error)
+
+    # -- the loop's thread -------------------------------------------------------------
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """A server says something."""
+        if message.op == Op.FAILED:
+            self._calls.fail(error_of(message))
+        elif message.op == Op.MET:
+            self._calls.came(
+                "meet", message.step, MismatchError(message.text) if message.text else None
+            )
+        elif message.op == Op.DONE:
+            self._calls.came("call", message.step)
+        elif message.op == Op.PUSHED:
+            self._calls.came("push", message.key)
+        elif message.op == Op.READY:
+            self._transfer.ready(rank, message)
+        elif message.op == Op.STATE:
+            self._receive_state(rank, message)
+
+    def _receive_state(self, rank: int, message: Message) -> None:
+        data = torch.empty(message.nbytes, dtype=torch.uint8)
+
+        def arrived() -> None:
+            self._states.pop(message.key).extend([json.loads(message.text), data])
+            self._calls.came("state", message.key)
+
+        self._loop.receive(memory_of(data), rank, pull_tag(message.key), arrived)
+
+    def awaits(self) -> bool:
+        """True while an answer is to come."""
+        return self._calls.awaits()
+
+    def on_tick(self) -> None:
+        """Looks for what has waited too long, and says that this worker lives."""
+        self._calls.on_tick()
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits gets the first error, which is final, and every server is told."""
+        self._calls.fail(error)
+
+    def _known(self, key: Key, what: str, value: Any = None) -> _Remote:
+        self._calls.check(f"{what} of key {key!r}")
+        remote = self._remotes.get(key)
+        if remote is None:
+            raise InvalidTransition(f"{what} of key {key!r}, which has not been initialised")
+        if value is not None and describe(value) != remote.what:
+            raise MismatchError(
+                f"{what} of key {key!r} with {describe(value)}; it was initialised as {remote.what}"
+            )
+        return remote
+
+    def __repr__(self) -> str:
+        return (
+            f"<MPIKVStore worker {self._rank} of {self._num_workers}, servers {self._servers}, "
+            f"{len(self._remotes)} keys>"
+        )
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """The memory of a torch tensor or a numpy array."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    try:
+        return torch.from_numpy(value)
+    except TypeError as error:
+        raise PluginError(f"a value of type {type(value).__qualname__}: {error}") from None
+
+
+def _flat(value: Any) -> torch.Tensor:
+    """Its elements in one piece of the host's memory: its own, if they are."""
+    return _tensor(value).cpu().contiguous().reshape(-1)

@@ -1,0 +1,386 @@
+"""What Horovod ranks do in tests that look at facts instead of at equal numbers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod_training import HorovodJob
+from looks import weight
+from peer_scripts import as_lists, footprint
+from rank_worker import signals
+from torch import Tensor, nn
+from training import adamw, frozen, mlp, sgd, train
+
+import bytesched
+from bytesched.contracts import TransportContract
+from bytesched.plugins.horovod_peers import HorovodPeers
+from bytesched.plugins.packing import Packer
+from bytesched.plugins.plan import Plan, Slot
+from bytesched.plugins.streams import Streams
+from bytesched.task import CommTask
+from bytesched.testing import PluginContract, TrainingRun
+from bytesched.transport import Transport
+
+#: transports made so far; the same on all ranks
+_made = itertools.count()
+
+
+class HorovodContract(PluginContract):
+    """The suite that every plugin passes."""
+
+    def training(self) -> TrainingRun:
+        job = HorovodJob(wrapped=True)
+        model = job.ddp(mlp())
+        optimizer = job.distributed(adamw(model), model)
+        steps = itertools.count()
+
+        def state() -> dict[str, object]:
+            everything = {
+                "records": job.records,
+                "weights": frozen(model.state_dict()),
+                "optimizer": frozen(optimizer.state_dict()),
+            }
+            return {name: pickle.dumps(as_lists(value)) for name, value in everything.items()}
+
+        def touched() -> dict[str, object]:
+            return {
+                **footprint(model, optimizer),
+                "attributes": sorted(vars(optimizer)),
+                "reduced": len(optimizer._requires_update),
+                "shutdown": hvd.mpi_ops.mpi_lib.horovod_torch_reset.__class__.__name__,
+            }
+
+        return TrainingRun(
+            step=lambda: train(job, model, optimizer, steps=1, first_step=next(steps)),
+            state=state,
+            footprint=touched,
+            wrap=lambda: job.wrap_only(optimizer, model),
+            flush=bytesched.flush,
+            unwrap=job.close,
+            stats=lambda: bytesched.stats(optimizer),
+        )
+
+
+class HorovodTransportContract(TransportContract):
+    """The suite that every transport passes; all ranks run it together."""
+
+    def __init__(self) -> None:
+        slots = [Slot(name, p) for name, p in mlp().named_parameters()]
+        self._plan = Plan(slots, partition_bytes=256)
+
+    def transport(self) -> Transport:
+        for slot in self._plan.slots:
+            slot.grad = torch.ones_like(slot.parameter)
+        peers = HorovodPeers(
+            hvd.global_process_set,
+            average=True,
+            predivide=1.0,
+            name=f"contract.{next(_made)}",
+            timeout_s=self.timeout_s,
+        )
+        return peers.transport(Packer(self._plan, peers.divisor, "none"), Streams())
+
+    def tasks(self) -> list[CommTask]:
+        return list(self._plan.chunks)
+
+
+def plugin_contract(name: str) -> None:
+    getattr(HorovodContract(), name)()
+
+
+def transport_contract(name: str) -> None:
+    getattr(HorovodTransportContract(), name)()
+    # What a closed transport left under way ends before the next test begins.
+    hvd.barrier()
+
+
+def cpu_while_waiting(how: str, seconds: float) -> float:
+    """CPU seconds that rank 0 burns while it waits `seconds` for rank 1's backward pass."""
+    job = HorovodJob(wrapped=how != "plain", timeout_s=30)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    optimizer.zero_grad()
+    loss = model(job.inputs(3)).square().mean()
+    if job.rank:
+        signals().wait("go")
+        loss.backward()
+        optimizer.step()
+        job.close()
+        return 0.0
+    loss.backward()
+    timer = threading.Timer(seconds, lambda: signals().set("go"))
+    timer.start()
+    began_s = time.process_time()
+    if how == "read":
+        optimizer.step()
+        frozen(weight(model))
+    else:
+        optimizer.synchronize()
+    burnt_s = time.process_time() - began_s
+    timer.join()
+    if how != "read":
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    job.close()
+    return burnt_s
+
+
+def refusal(do: Callable[[], object]) -> dict[str, Any]:
+    """The error that `do` raised, as facts."""
+    began = time.monotonic()
+    try:
+        do()
+    except Exception as error:  # noqa: BLE001 (told to the test)
+        return {
+            "kinds": [kind.__name__ for kind in type(error).__mro__],
+            "message": str(error),
+            "rank": getattr(error, "rank", None),
+            "task": getattr(error, "task", None),
+            "seconds": time.monotonic() - began,
+        }
+    return {}
+
+
+def different_on_rank_1(kind: str) -> dict[str, Any]:
+    """`wrap` of a model or with settings that are not the same everywhere."""
+    job = HorovodJob(wrapped=True, timeout_s=20)
+    horovod: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    model: nn.Module = mlp()
+    if job.rank == 1:
+        if kind == "layers":
+            model = nn.Sequential(mlp(), nn.Linear(4, 2))
+        elif kind == "shape":
+            model = nn.Sequential(nn.Linear(8, 17), *list(mlp())[1:])
+        elif kind == "dtype":
+            model = model.double()
+        elif kind == "frozen":
+            next(model.parameters()).requires_grad_(False)
+        elif kind == "partition_bytes":
+            fields = {"partition_bytes": 512, "credit_bytes": 512}
+        elif kind == "policy":
+            fields = {"policy": "fifo"}
+        elif kind == "passes":
+            horovod = {"backward_passes_per_step": 2}
+        elif kind == "op":
+            horovod = {"op": hvd.Sum}
+        elif kind == "predivide":
+            horovod = {"gradient_predivide_factor": 2.0}
+        elif kind == "compression":
+            horovod = {"compression": hvd.Compression.fp16}
+    optimizer = adamw(model) if kind == "optimizer" and job.rank == 1 else sgd(model)
+    told = refusal(lambda: job.wrap(optimizer, model, horovod=horovod, **fields))
+    hvd.barrier()
+    return told
+
+
+class Hidden(nn.Module):
+    """An embedding that does not say that its gradients may be sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.ones(12, 8)), nn.Linear(8, 4)
+        self.sparse = False
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(nn.functional.embedding(tokens, self.table, sparse=self.sparse))
+
+
+def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
+    """The gradients of ranks `who` turn out sparse in one step."""
+    job = HorovodJob(wrapped=True, timeout_s=20)
+    model = Hidden()
+    optimizer = job.wrap(sgd(model, momentum=0.0), model)
+
+    def tokens(step: int) -> Tensor:
+        model.sparse = step == in_step and job.rank in who
+        return torch.arange(6) + step
+
+    told = refusal(lambda: train(job, model, optimizer, inputs=tokens))
+    refusal(job.close)
+    return told
+
+
+def caught(moment: str, who: int) -> dict[str, Any]:
+    """Rank `who` catches an error of its own in the middle of a step, and never trains again."""
+    job = HorovodJob(wrapped=True, timeout_s=20)
+    model = mlp()
+    optimizer = job.wrap(sgd(model), model)
+    boom = False
+
+    def trip(grad: Tensor) -> None:
+        if boom:
+            raise ArithmeticError("boom")
+
+    def run() -> None:
+        nonlocal boom
+        for step in range(5):
+            optimizer.zero_grad()
+            out = model[2](model[1](model[0](job.inputs(step))))
+            out.register_hook(trip)
+            loss = model[4](model[3](out)).square().mean()
+            boom = step == 3 and job.rank == who
+            loss.backward()
+            optimizer.step()
+        bytesched.flush()
+
+    told = refusal(run)
+    if job.rank == who and moment == "next_forward":
+        told["again"] = refusal(lambda: model(job.inputs(9)))
+    refusal(job.close)
+    return told
+
+
+def failed_update(who: int) -> dict[str, Any]:
+    """The update of one layer raises on rank `who`, which lives on until the others know."""
+    job = HorovodJob(wrapped=True, timeout_s=20)
+    model = mlp()
+    optimizer = job.wrap(sgd(model), model)
+
+    def corrupt(step: int) -> None:
+        if step == 2 and job.rank == who:
+            optimizer.state[model[4].weight]["momentum_buffer"] = torch.zeros(3)
+
+    told = refusal(lambda: train(job, model, optimizer, steps=8, after_step=corrupt))
+    if job.rank == who:
+        signals().wait("told")
+    else:
+        signals().set("told")
+    refusal(job.close)
+    return told
+
+
+def gave_up_waiting(who: int) -> dict[str, Any]:
+    """Rank `who` waits for the other one, but not long enough; it has announced everything."""
+    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else 25)
+    model = mlp()
+    optimizer = job.wrap(sgd(model), model, credit_bytes=1 << 20)
+    train(job, model, optimizer, steps=3)
+    if job.rank != who:
+        signals().wait("timed out")
+    told = refusal(lambda: train(job, model, optimizer, steps=3))
+    signals().set("timed out" if job.rank == who else "told")
+    if job.rank == who:
+        signals().wait("told")
+    refusal(job.close)
+    hvd.barrier()
+    return told
+
+
+class Shift(nn.Module):
+    """Its gradient does not depend on its weight, so autograd does not miss an older value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.weight)
+
+
+def backward_of_an_older_forward() -> dict[str, Any]:
+    """Two forward passes, a step, and only then the second one's backward."""
+    job = HorovodJob(wrapped=True)
+    model = nn.Sequential(*(Shift() for _ in range(40)))
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    optimizer.zero_grad()
+    now, later = (model(job.inputs(step)).square().mean() for step in (3, 4))
+    now.backward()
+    optimizer.step()
+    told = refusal(later.backward)
+    refusal(job.close)
+    hvd.barrier()
+    return told
+
+
+class Rounded(hvd.Compression.fp16):  # type: ignore[misc]
+    """A compressor that nobody has heard of."""
+
+
+def left_as_it_was(kind: str) -> dict[str, Any]:
+    """`wrap` of what cannot be scheduled: what it said, and whether plain Horovod still trains."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("bytesched")
+    logger.addHandler(handler)
+    if kind == "autotune":
+        os.environ["HOROVOD_AUTOTUNE"] = "1"
+    try:
+        job = HorovodJob(wrapped=True)
+        model = job.ddp(mlp())
+        horovod: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
+        if kind == "adasum":
+            horovod = {"op": hvd.Adasum}
+        elif kind == "bf16":
+            fields = {"compression": "bf16"}
+        elif kind == "compressor":
+            horovod = {"compression": Rounded}
+        elif kind == "disabled":
+            fields = {"enabled": False}
+        elif kind == "sparse":
+            model = job.ddp(nn.Embedding(12, 8, sparse=True))
+        optimizer = job.distributed(sgd(model, momentum=0.0), model, **horovod)
+        before = footprint(model, optimizer)
+        same = bytesched.wrap(optimizer, model, **fields) is optimizer
+        untouched = footprint(model, optimizer) == before
+        for step in range(2):
+            x = torch.arange(6) if kind == "sparse" else job.inputs(step)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        weights = [p.detach().double().sum() for p in model.parameters()]
+        theirs = [hvd.allreduce(w, name=f"theirs {i}") for i, w in enumerate(weights)]
+        return {
+            "said": said,
+            "untouched": same and untouched,
+            "mode": bytesched.stats(optimizer)["mode"],
+            "equal": all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)),
+        }
+    finally:
+        logger.removeHandler(handler)
+        os.environ.pop("HOROVOD_AUTOTUNE", None)
+
+
+def joined_in_the_first_step(early: int) -> dict[str, Any]:
+    """Rank `early` has no batch at all."""
+    job = HorovodJob(wrapped=True, timeout_s=20)
+    model = mlp()
+    optimizer = job.wrap(sgd(model), model)
+    told: dict[str, Any] = {}
+    if job.rank != early:
+        told = refusal(lambda: train(job, model, optimizer, steps=1))
+    hvd.join()
+    refusal(job.close)
+    return told
+
+
+def weights_after_closures() -> Any:
+    """Weights trained through closures that run backward, on which plain Horovod's ranks differ."""
+    job = HorovodJob(wrapped=True)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(4):
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(job.inputs(step)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+    weights = frozen(model.state_dict())
+    job.close()
+    return weights

@@ -1,0 +1,120 @@
+"""What fresh Horovod ranks do in fault tests: train until something goes wrong, or leave."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable
+
+import horovod.torch as hvd
+from faults_cases import FAULTS, Net, named, net, threads
+from faults_runner import tell
+from horovod_training import HorovodJob
+from rank_worker import Launch, Signals
+from torch import Tensor
+from training import adamw
+
+import bytesched
+
+STEPS = 6
+FAULT_STEP = 3
+#: of waits that only a stopped rank needs
+TIMEOUT_S = 5.0
+
+
+class Script:
+    """The usual loop, in which `at` is called at every moment of step `fault_step`."""
+
+    def __init__(
+        self, at: Callable[[str], object], timeout_s: float, *, wrapped: bool = True
+    ) -> None:
+        self._at = at
+        self._job = HorovodJob(wrapped=wrapped, timeout_s=timeout_s)
+        self.fault_step = FAULT_STEP
+        self.step = 0
+        self.model: Net = net()
+        self.model.at = self._reached
+        self.optimizer = self._job.wrap(adamw(self.model), self.model)
+
+    def _reached(self, moment: str) -> None:
+        if self.step == self.fault_step:
+            self._at(moment)
+
+    def train(self, steps: int = STEPS) -> None:
+        for self.step in range(steps):
+            self.optimizer.zero_grad()
+            loss = self.model(self._job.inputs(self.step)).square().mean()
+            self._reached("before_backward")
+            loss.backward()
+            self.optimizer.step()
+            self._reached("after_step")
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) -> None:
+    """Rank `victim` meets `fault` at `moment`; whoever notices tells."""
+    # Functions registered first run last, so this one sees what the library's own left behind.
+    atexit.register(lambda: tell(threads_left=[name for name in threads() if "bytesched" in name]))
+
+    def at(now: str) -> None:
+        if now == moment:
+            tell(fault_at=time.monotonic())
+            if hvd.rank() == victim:
+                FAULTS[fault]()
+
+    script = Script(at, timeout_s)
+    try:
+        script.train(FAULT_STEP if fault == "end" and hvd.rank() == victim else STEPS)
+        tell(fault_at=time.monotonic())
+        bytesched.flush()
+    except BaseException as error:
+        tell(
+            **named(error),
+            kinds=[kind.__name__ for kind in type(error).__mro__],
+            rank=getattr(error, "rank", None),
+            task=getattr(error, "task", None),
+            at=time.monotonic(),
+        )
+        raise
+
+
+def leave(how: str, store_port: int) -> None:
+    """The last update is outstanding on rank 0 when its script ends in one of several ways.
+
+    Rank 1 owes its last gradients until then. The weights are compared at the very end.
+    """
+    scripts: list[Script] = []
+
+    def compare() -> None:
+        expected, found = (script.weights() for script in scripts)
+        tell(
+            equal=all(bool((a == b).all()) for a, b in zip(expected, found, strict=True)),
+            threads_left=[name for name in threads() if "bytesched" in name],
+        )
+
+    # After our own handler, which is registered later, and before Horovod's.
+    atexit.register(compare)
+    scripts.append(Script(lambda _: None, 30.0, wrapped=False))
+    scripts[0].train()
+    launch = {"rank": hvd.rank(), "world_size": hvd.size(), "store_port": store_port}
+    signals = Signals(Launch(**launch, timeout_s=30.0, output="", import_path=[]))
+
+    def at(moment: str) -> None:
+        if moment == "before_last_gradients" and hvd.rank() == 1:
+            signals.wait("rank 0 leaves")
+
+    scripts.append(Script(at, 30.0))
+    scripts[1].fault_step = STEPS - 1
+    scripts[1].train()
+    signals.set(f"rank {hvd.rank()} leaves")
+    if how == "shutdown":
+        hvd.shutdown()
+        compare()
+    elif how == "sys-exit":
+        sys.exit(3)
+    elif how == "horovods-handler-first":
+        # As after another hvd.init().
+        atexit.register(hvd.mpi_ops._basics.shutdown)

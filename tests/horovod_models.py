@@ -1,0 +1,212 @@
+"""Training scripts on Horovod about models, and about several optimizers or models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scripts_models import Branching, TiedText, batch
+from torch import Tensor, nn, optim
+from training import STEPS, adamw, mlp, sgd, train
+
+if TYPE_CHECKING:
+    from horovod_training import HorovodJob
+
+
+TURNS = ("same_on_all_ranks", "differing_ranks", "all_but_one_first")
+
+
+def branching(job: HorovodJob, turns: str) -> None:
+    """Parameters left out on some ranks in some steps: zeros, so that Adam moves them."""
+    model = job.ddp(Branching())
+    optimizer = job.wrap(adamw(model, weight_decay=0.1), model)
+    plans = {
+        "same_on_all_ranks": ["left", "right", "both"],
+        "differing_ranks": ["left", "right", "both"] if job.rank else ["right", "right", "left"],
+        "all_but_one_first": ["both", "left", "right"],
+    }
+
+    def turn(step: int) -> Tensor:
+        model.module.turn = plans[turns][step % 3]
+        return job.inputs(step)
+
+    train(job, model, optimizer, steps=3 * STEPS, inputs=turn)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def branching_accumulated(job: HorovodJob) -> None:
+    """Each of two passes uses another branch; what is used once only is reduced in `step()`."""
+    model = job.ddp(Branching())
+    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 2})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in ("left", "right" if step % 2 else "both"):
+            model.module.turn = turn
+            model(job.inputs(step)).square().mean().backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def two_losses_of_parts(job: HorovodJob) -> None:
+    """Two backward passes over different parameters make one step."""
+    model = job.ddp(nn.ModuleDict({"one": mlp(), "other": mlp()}))
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in ("one", "other") if step % 2 else ("other", "one"):
+            loss = model.module[part](job.inputs(step)).square().mean()
+            loss.backward()
+            job.record("loss", loss)
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+class Text(nn.Module):
+    """An embedding with sparse gradients beside dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, sparse=True)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.embed(tokens))
+
+
+def sparse(job: HorovodJob, as_dense: bool, op: str) -> None:
+    model = job.ddp(Text())
+    arguments = {"sparse_as_dense": as_dense, "op": getattr(job.hvd, op)}
+    optimizer = job.wrap(sgd(model, momentum=0.0), model, horovod=arguments)
+    train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(job, "tied", step)).square().mean().backward()
+        optimizer.synchronize()
+        job.record("gradient", model.module.embed.weight.grad)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def sparse_accumulated(job: HorovodJob, as_dense: bool) -> None:
+    model = job.ddp(Text())
+    arguments = {"sparse_as_dense": as_dense, "backward_passes_per_step": 2}
+    optimizer = job.wrap(sgd(model, momentum=0.0), model, horovod=arguments)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            model(batch(job, "tied", 2 * step + micro)).square().mean().backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+class Mixed(nn.Module):
+    """Layers of several precisions, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).double()
+        self.third = nn.Linear(8, 8).half()
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.second(self.first(x).double()) * self.scalar
+        return self.third(x.half()).float()
+
+
+def mixed_dtypes(job: HorovodJob) -> None:
+    model = job.ddp(Mixed())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def tied(job: HorovodJob) -> None:
+    model = job.ddp(TiedText())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, inputs=lambda step: batch(job, "tied", step))
+    job.record_state(model, optimizer)
+
+
+def frozen_and_thawed(job: HorovodJob) -> None:
+    """What was frozen when Horovod's optimizer was made is never averaged."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = job.ddp(module)
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    module[0].requires_grad_(True)
+    train(job, model, optimizer, first_step=3, steps=3)
+    module[2].requires_grad_(False)
+    train(job, model, optimizer, first_step=6)
+    job.record_state(model, optimizer)
+
+
+def named(model: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{prefix}.{name}", p) for name, p in model.named_parameters()]
+
+
+def two_models(job: HorovodJob) -> None:
+    """A generator and a discriminator: each step of one runs the other as well."""
+    generator, judge = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    one = job.wrap(adamw(generator), generator, names=named(generator, "generator"))
+    other = job.wrap(adamw(judge), judge, names=named(judge, "judge"))
+    for step in range(STEPS):
+        fake = generator(job.inputs(step))
+        other.zero_grad()
+        judged = judge(fake.detach()).mean() - judge(job.inputs(step, 4, 4)).mean()
+        judged.backward()
+        other.step()
+        one.zero_grad()
+        fooled = -judge(fake).mean()
+        fooled.backward()
+        one.step()
+        # The second loss left gradients of the judge on their way.
+        other.synchronize()
+        job.record("losses", [judged, fooled])
+    job.record_state(generator, one)
+    job.record_state(judge, other)
+
+
+def two_optimizers(job: HorovodJob) -> None:
+    """One for the first layer, one for the rest, stepped in both orders."""
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    one = job.wrap(optim.Adam([first], lr=0.01), model)
+    other = job.wrap(optim.SGD(rest, lr=0.1, momentum=0.9), model)
+    for step in range(STEPS):
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward()
+        for optimizer in (one, other) if step % 2 else (other, one):
+            optimizer.step()
+        one.zero_grad()
+        other.zero_grad()
+        job.record("loss", loss)
+    job.record_state(model, one, other)
+
+
+def one_wrapped_of_two_optimizers(job: HorovodJob) -> None:
+    model = job.ddp(mlp())
+    first, *rest = model.parameters()
+    one = job.wrap(optim.Adam([first], lr=0.01), model)
+    other = job.distributed(optim.SGD(rest, lr=0.1, momentum=0.9), model)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        other.step()
+        one.step()
+        model.zero_grad()
+    job.record_state(model, one, other)
+
+
+def process_set(job: HorovodJob, *ranks: int) -> None:
+    """Training on some ranks; the others train alone."""
+    added = job.hvd.add_process_set(list(ranks))
+    model = job.ddp(mlp())
+    arguments = {"process_set": added, "gradient_predivide_factor": 1.5}
+    optimizer = job.wrap(adamw(model), model, horovod=arguments)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+    job.close()
+    job.hvd.barrier()
+    job.hvd.remove_process_set(added)

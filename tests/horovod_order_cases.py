@@ -1,0 +1,82 @@
+"""Trains under Horovod's timeline, and reads the order of its operations from the file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+from horovod_training import HorovodJob
+from training import mlp, sgd
+
+STEPS = 6
+#: what a phase trains with; the first without bytesched
+PHASES: tuple[dict[str, Any] | None, ...] = (
+    None,
+    # few chunks at a time: their order is that in which rank 0 announces
+    {"partition_bytes": 256, "credit_bytes": 256},
+    # all at a time: their order is Horovod's own choice among what is announced
+    {"partition_bytes": 256, "credit_bytes": 1 << 30},
+)
+
+
+def train_in_phases() -> None:
+    """In the last step of each phase rank 1 begins backward when rank 0 is through with it."""
+    for fields in PHASES:
+        job = HorovodJob(wrapped=fields is not None, **fields or {})
+        model = mlp()
+        names = [(f"plain.{name}", p) for name, p in model.named_parameters()]
+        optimizer = job.wrap(sgd(model), model, names=names)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(job.inputs(step)).square().mean()
+            if step == STEPS - 1 and job.rank == 1:
+                hvd.barrier()
+            loss.backward()
+            if step == STEPS - 1 and job.rank == 0:
+                hvd.barrier()
+            optimizer.step()
+        job.close()
+    hvd.stop_timeline()
+
+
+class HorovodTimeline:
+    """What Horovod did, from the file it wrote; the file has to mark the cycles."""
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text().rstrip().rstrip(",")
+        events = json.loads(text if text.endswith("]") else text + "]")
+        names: dict[int, str] = {}
+        cycle = 0
+        #: (what, tensor, cycle), in order
+        self._began: list[tuple[str, str, int]] = []
+        for event in events:
+            if event.get("name") == "process_name" and event["pid"]:
+                names[event["pid"]] = event["args"]["name"].removeprefix("allreduce.")
+            elif event.get("name") == "CYCLE_START":
+                cycle += 1
+            elif event["ph"] == "B":
+                self._began.append((event["name"], names[event["pid"]], cycle))
+
+    def last_step(self, prefix: str) -> list[list[str]]:
+        """Names that begin with `prefix`, as they were last reduced, by cycle."""
+        reduced = [
+            (name, cycle)
+            for what, name, cycle in self._began
+            if what == "ALLREDUCE" and name.startswith(prefix)
+        ]
+        last = reduced[-len({name for name, _ in reduced}) :]
+        return [
+            [name for name, _ in group]
+            for _, group in itertools.groupby(last, key=operator.itemgetter(1))
+        ]
+
+    def copies(self, prefix: str) -> int:
+        """How often a tensor was copied into the fusion buffer, beside others."""
+        return sum(
+            what == "MEMCPY_IN_FUSION_BUFFER" and name.startswith(prefix)
+            for what, name, _ in self._began
+        )

@@ -1,0 +1,326 @@
+"""Runs cases and scripts on Horovod ranks, started by Horovod's own launchers on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from rank_worker import Launch, dump
+from ranks import ExitedRank, RankFailure, Ranks, address_of, new_store
+
+Kind = Literal["gloo", "mpi"]
+START_S = 90.0
+# What a launcher gets to end by itself once its ranks are gone.
+LAUNCHER_GRACE_S = 10.0
+# What a rank gets to write its stacks.
+STACKS_S = 5.0
+WORKER = Path(__file__).with_name("horovod_worker.py")
+LAUNCHERS: dict[Kind, str] = {"gloo": "horovodrun", "mpi": "mpirun"}
+LOOPBACK_FLAGS: dict[Kind, list[str]] = {
+    "gloo": ["--gloo", "--network-interfaces", "lo", "--disable-cache"],
+    "mpi": [
+        *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "pml", "ob1"),
+        *("--mca", "btl_tcp_if_include", "lo", "--mca", "mpi_yield_when_idle", "1"),
+    ],
+}
+# Gives every process a folder <rank>.<n> with its output and, in the end, its exit code; n counts
+# the processes that were this rank (elastic runs start new ones). The trap keeps the shell alive
+# for that when a launcher ends its processes; they do not inherit it.
+RANK_SHELL = """
+folder=$1/ranks; shift
+rank=${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}
+n=0
+until mkdir "$folder/$rank.$n" 2>/dev/null; do n=$((n + 1)); done
+own=$folder/$rank.$n
+echo $$ >"$own/shell"
+ulimit -c 0
+trap : TERM INT HUP
+"$@" >"$own/out" 2>"$own/err"
+code=$?
+echo $code >"$own/code.new"
+mv "$own/code.new" "$own/code"
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class HorovodExits:
+    """How a run ended; `ranks` by rank, and by start where an elastic run reused a rank."""
+
+    launcher: ExitedRank
+    ranks: list[ExitedRank]
+
+
+class HorovodRanks(Ranks):
+    """A pool of ranks under `horovodrun --gloo` or `mpirun`, on which Horovod is initialized."""
+
+    def __init__(self, kind: Kind, world_size: int) -> None:
+        super().__init__(world_size)
+        self.kind = kind
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        folder = self._output = Path(tempfile.mkdtemp(dir=self._folder.name))
+        self._store = new_store()
+        address = str(folder / "cases")
+        command = _worker(folder, _launch_of(self.world_size, self._store.port, address=address))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.world_size)
+            listener.settimeout(0.1)
+            self._launcher = _launch(self.kind, self.world_size, folder, command)
+            deadline = time.monotonic() + START_S
+            while len(self._connections) < self.world_size:
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    if self._launcher.poll() is not None or time.monotonic() > deadline:
+                        self._fail_to_start()
+                    continue
+                peer.setblocking(True)
+                ids = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                connection = Connection(peer.detach())
+                rank: int = connection.recv()
+                self._connections[rank] = connection
+                self._pids[rank] = struct.unpack("3i", ids)[0]
+
+    def _fail_to_start(self) -> NoReturn:
+        assert self._launcher is not None
+        code, there = self._launcher.poll(), sorted(self._connections)
+        self._kill()
+        paths = [*self._output.glob("ranks/*/err"), self._output / "launcher.err"]
+        said = "\n".join(path.read_text(errors="replace") for path in paths)
+        story = f"took over {START_S:g} s" if code is None else f"ended with code {code}"
+        raise RankFailure(
+            f"the launcher of {self.world_size} {self.kind} ranks {story}; started ranks: {there}\n"
+            f"{said[-6000:]}"
+        )
+
+    def _kill(self) -> None:
+        if self._launcher is not None:
+            _end(self._launcher, self._output)
+            self._launcher = None
+        for connection in self._connections.values():
+            connection.close()
+        self._pids, self._connections = {}, {}
+
+    def _stderr(self, rank: int) -> str:
+        return (self._output / "ranks" / f"{rank}.0" / "err").read_text(errors="replace")[-6000:]
+
+
+def run_fresh_horovod(
+    what: Path | Callable[..., object],
+    kind: Kind = "gloo",
+    world_size: int = 2,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    args: tuple[object, ...] = (),
+    launcher_args: Sequence[str] = (),
+) -> HorovodExits:
+    """How fresh processes ended that each ran the script `what`, or `what(*args)` after `hvd.init`.
+
+    After `timeout_s` seconds what still runs is killed, its stacks in `stderr` and its code -9.
+    `launcher_args` are more flags for the launcher.
+    """
+    with tempfile.TemporaryDirectory(prefix="horovod-") as name:
+        folder = Path(name)
+        if isinstance(what, Path):
+            command = [sys.executable, str(what), *map(str, args)]
+        else:
+            store = new_store()
+            command = _worker(
+                folder, _launch_of(world_size, store.port, case=address_of(what), args=args)
+            )
+        began = time.time()
+        launcher = _launch(kind, world_size, folder, command, launcher_args, env)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=timeout_s)
+        finally:
+            _end(launcher, folder)
+        ended = time.time()
+        return HorovodExits(
+            ExitedRank(
+                code=launcher.returncode,
+                stdout=(folder / "launcher.out").read_text(errors="replace"),
+                stderr=(folder / "launcher.err").read_text(errors="replace"),
+                seconds=ended - began,
+            ),
+            [_exited(own, began, ended) for own in _rank_folders(folder)],
+        )
+
+
+def why_missing(kind: Kind) -> str:
+    """What tests of this kind lack here; empty if nothing."""
+    if importlib.util.find_spec("horovod") is None:
+        return "Horovod is not installed: ./scripts/setup builds it"
+    if _launcher_path(kind) is None:
+        return f"there is no {LAUNCHERS[kind]}: ./scripts/setup installs Open MPI and Horovod"
+    return "" if kind in _controllers() else f"this Horovod was built without {kind}"
+
+
+@cache
+def _controllers() -> frozenset[str]:
+    found = subprocess.run(
+        [sys.executable, "-c", "import horovod.torch as h; print(h.gloo_built(), h.mpi_built())"],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    if found.returncode != 0:
+        raise RankFailure(f"horovod.torch cannot be imported\n{found.stderr[-3000:]}")
+    gloo, mpi = (answer == "True" for answer in found.stdout.split()[-2:])
+    return frozenset([*(["gloo"] if gloo else []), *(["mpi"] if mpi else [])])
+
+
+def _launcher_path(kind: Kind) -> str | None:
+    return shutil.which(LAUNCHERS[kind], path=_search_path())
+
+
+def _search_path() -> str:
+    # The environment that the tests run in comes first, activated or not.
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def _launch_of(
+    world_size: int,
+    store_port: int,
+    address: str = "",
+    case: tuple[str, str] = ("", ""),
+    args: tuple[object, ...] = (),
+) -> Launch:
+    return Launch(
+        rank=-1,  # the launcher's to say
+        world_size=world_size,
+        store_port=store_port,
+        timeout_s=30.0,
+        output="",
+        import_path=sys.path,
+        address=address,
+        case=case,
+        args=args,
+    )
+
+
+def _worker(folder: Path, launch: Launch) -> list[str]:
+    request = folder / "launch"
+    request.write_bytes(dump(launch))
+    return [sys.executable, str(WORKER), str(request)]
+
+
+def _launch(
+    kind: Kind,
+    world_size: int,
+    folder: Path,
+    command: Sequence[str],
+    launcher_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    launcher = _launcher_path(kind)
+    assert launcher is not None, why_missing(kind)
+    (folder / "ranks").mkdir()
+    (folder / "tmp").mkdir()
+    environment = {
+        **os.environ,
+        "PATH": _search_path(),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONFAULTHANDLER": "1",
+        # Open MPI leaves files behind when a rank is killed.
+        "TMPDIR": str(folder / "tmp"),
+        "OMPI_MCA_btl_sm_backing_directory": str(folder / "tmp"),
+        **(env or {}),
+    }
+    shell = ["/bin/sh", "-c", RANK_SHELL, "rank", str(folder), *command]
+    with (folder / "launcher.out").open("wb") as out, (folder / "launcher.err").open("wb") as err:
+        return subprocess.Popen(
+            [launcher, *LOOPBACK_FLAGS[kind], "-np", str(world_size), *launcher_args, *shell],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kill the ranks that still run, their stacks on stderr, and see the launcher end."""
+    began = time.monotonic()
+    told: dict[int, float] = {}
+    # A rank may only be about to start: look again until the launcher is gone.
+    while True:
+        shells, ranks = _running(folder)
+        for pid in ranks:
+            if pid not in told:
+                told[pid] = time.monotonic()
+                _send(pid, signal.SIGABRT)
+            elif time.monotonic() > told[pid] + STACKS_S:
+                _send(pid, signal.SIGKILL)
+        if not ranks and launcher.poll() is not None:
+            return
+        if time.monotonic() > began + LAUNCHER_GRACE_S:
+            launcher.kill()
+            launcher.wait()
+            for pid in shells + ranks:
+                _send(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def _running(folder: Path) -> tuple[list[int], list[int]]:
+    """Process ids of shells and ranks that have not ended, and are late from now on."""
+    shells: list[int] = []
+    ranks: list[int] = []
+    for own in _rank_folders(folder):
+        if not (own / "code").exists():
+            (own / "late").touch()
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                shell = int((own / "shell").read_text())
+                children = Path(f"/proc/{shell}/task/{shell}/children").read_text()
+                shells.append(shell)
+                ranks += map(int, children.split())
+    return shells, ranks
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _rank_folders(folder: Path) -> list[Path]:
+    found = (folder / "ranks").iterdir()
+    return sorted(found, key=lambda own: [int(part) for part in own.name.split(".")])
+
+
+def _exited(own: Path, began: float, ended: float) -> ExitedRank:
+    code_file = own / "code"
+    if code_file.exists() and not (own / "late").exists():
+        shell_code, ended = int(code_file.read_text()), code_file.stat().st_mtime
+        code = 128 - shell_code if shell_code > 128 else shell_code
+    else:
+        code = -signal.SIGKILL
+    return ExitedRank(
+        code=code,
+        stdout=(own / "out").read_text(errors="replace"),
+        stderr=(own / "err").read_text(errors="replace"),
+        seconds=ended - began,
+    )

@@ -1,0 +1,74 @@
+"""Training scripts run twice on every Horovod rank: plain, and with bytesched on top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import training
+from torch import nn
+from torch.optim import Optimizer
+from training import Job
+
+
+class Root(nn.Module):
+    """Holds a model as DDP does, so that scripts written for DDP run; does nothing else."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+class HorovodJob(Job):
+    """One run of a script on one Horovod rank."""
+
+    #: Scripts do not import Horovod, so that tests name them where it is not installed.
+    hvd = hvd
+
+    @staticmethod
+    def own_rank() -> int:
+        return hvd.rank()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def barrier() -> None:
+        hvd.barrier()
+
+    def ddp(self, module: nn.Module, **arguments: Any) -> Any:
+        return Root(module)
+
+    def distributed(
+        self, optimizer: Optimizer, model: nn.Module, names: Any = None, **horovod: Any
+    ) -> Any:
+        """Horovod's optimizer in place of `optimizer`."""
+        names = model.named_parameters() if names is None else names
+        return hvd.DistributedOptimizer(optimizer, named_parameters=names, **horovod)
+
+    def wrap_only(self, optimizer: Optimizer, model: nn.Module, **fields: Any) -> Any:
+        """`optimizer`, which is Horovod's already, wrapped."""
+        return super().wrap(optimizer, model, **fields)
+
+    def wrap(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        names: Any = None,
+        horovod: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Horovod's optimizer in place of `optimizer`, made with `horovod`, and wrapped."""
+        distributed = self.distributed(optimizer, model, names, **horovod or {})
+        return self.wrap_only(distributed, model, **fields)
+
+
+def compare(
+    script: tuple[str, str],
+    args: tuple[Any, ...] = (),
+    options: dict[str, Any] | None = None,
+    rtol: float = 0.0,
+) -> tuple[list[str], dict[str, int | float | str]]:
+    """`training.compare` on Horovod."""
+    return training.compare(script, args, options, rtol, HorovodJob)

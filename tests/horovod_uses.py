@@ -1,0 +1,260 @@
+"""Training scripts on Horovod: what a script does beside training, between and during steps."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scripts_optimizers import SCHEDULES
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training import STEPS, adamw, mlp, sgd, train
+
+if TYPE_CHECKING:
+    from horovod_training import HorovodJob
+
+
+def broadcast(job: HorovodJob) -> None:
+    """Weights, optimizer state and objects broadcast right after a step must show that step."""
+    model = job.ddp(mlp())
+    torch.manual_seed(job.rank)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    optimizer = job.wrap(sgd(model), model)
+    job.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    job.hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    def share(step: int) -> None:
+        if step % 4 == 0:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0.01 * job.rank)
+            job.hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        elif step % 4 == 1:
+            job.hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        elif step % 4 == 2:
+            job.hvd.broadcast_parameters(list(model.named_parameters()), root_rank=1)
+        else:
+            state = job.hvd.broadcast_object(optimizer.state_dict(), root_rank=0)
+            optimizer.load_state_dict(state)
+
+    train(job, model, optimizer, steps=2 * STEPS, after_step=share)
+    job.record_state(model, optimizer)
+
+
+def collectives_of_the_user(job: HorovodJob) -> None:
+    """Metrics, weights and gradients handed to Horovod between and during steps."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    first, *_, last = model.parameters()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward()
+        job.record("loss", job.hvd.allreduce(loss.detach(), name="loss"))
+        optimizer.synchronize()
+        job.record("gradient", job.hvd.allreduce(last.grad, op=job.hvd.Sum, name="a gradient"))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        job.record("gathered", job.hvd.allgather(first.detach(), name="a weight"))
+        job.record("sum", job.hvd.allreduce(last.data, op=job.hvd.Sum, name="another weight"))
+        job.record("objects", job.hvd.allgather_object(float(first.sum())))
+        job.hvd.barrier()
+    job.record_state(model, optimizer)
+
+
+def collectives_without_synchronize(job: HorovodJob) -> None:
+    """The same while chunks and updates are outstanding."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    first, *_ = model.parameters()
+
+    def share(step: int) -> None:
+        job.record("weight", job.hvd.allreduce(first, op=job.hvd.Sum, name="a weight"))
+        job.record(
+            "metric", job.hvd.allreduce(torch.tensor([step + job.rank]), op=job.hvd.Sum, name="m")
+        )
+        job.hvd.allreduce_(first.data, name="a weight in place")
+
+    train(job, model, optimizer, after_step=share)
+    job.record_state(model, optimizer)
+
+
+def averaged(job: HorovodJob) -> None:
+    """A running mean, a deep copy and a state dict after every step."""
+    model = job.ddp(mlp())
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = job.wrap(adamw(model), model)
+
+    def look(_: int) -> None:
+        average.update_parameters(model.module)
+        job.record("copy", copy.deepcopy(model.module).state_dict())
+        job.record("optimizer", copy.deepcopy(optimizer.state_dict()))
+
+    train(job, model, optimizer, after_step=look)
+    job.record("average", average.state_dict())
+    job.record_state(model, optimizer)
+
+
+def resumed(job: HorovodJob) -> None:
+    """Saved on one rank in the middle, loaded into new objects there, broadcast, trained on."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=4)
+    file = io.BytesIO()
+    if job.rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+    job.unwrap(optimizer)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    if job.rank == 0:
+        loaded = torch.load(file, weights_only=True)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    job.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    job.hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(job, model, optimizer, first_step=4)
+    job.record_state(model, optimizer)
+
+
+def rolled_back(job: HorovodJob) -> None:
+    """Loaded into the very same objects, with a step still outstanding."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=3)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(job, model, optimizer, steps=2, first_step=3)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    train(job, model, optimizer, first_step=3)
+    job.record_state(model, optimizer)
+
+
+def scheduled(job: HorovodJob, name: str) -> None:
+    """A scheduler made between Horovod's optimizer and the wrapping."""
+    model = job.ddp(mlp())
+    optimizer = job.distributed(sgd(model), model)
+    scheduler = SCHEDULES[name](optimizer)
+    job.wrap_only(optimizer, model)
+    train(job, model, optimizer, after_step=lambda _: scheduler.step())
+    job.record_state(model, optimizer)
+
+
+def step_hooks(job: HorovodJob, made: str) -> None:
+    """Hooks of the user's on `step()`, which torch runs twice under Horovod."""
+    model = job.ddp(mlp())
+    optimizer = job.distributed(adamw(model), model)
+    first = next(model.parameters())
+
+    def warm_up(*_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.8
+        job.record("before", first)
+
+    if made == "after":
+        job.wrap_only(optimizer, model)
+    optimizer.register_step_pre_hook(warm_up)
+    optimizer.register_step_post_hook(lambda *_: job.record("after", first))
+    if made == "before":
+        job.wrap_only(optimizer, model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def unwrapped_in_the_middle(job: HorovodJob) -> None:
+    """Plain Horovod's own optimizer is back, in the middle of everything, and taken again."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model, horovod={"backward_passes_per_step": 2})
+    for part in range(4):
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                model(job.inputs(10 * part + 2 * step + micro)).square().mean().backward()
+            optimizer.step()
+        if part % 2 == 0:
+            job.unwrap(optimizer)
+        else:
+            job.wrap_only(optimizer, model)
+    job.record_state(model, optimizer)
+
+
+def unwrapped_between_backward_and_step(job: HorovodJob, groups: int | None, op: str) -> None:
+    """What has been reduced is not reduced again; what has been accumulated is not lost."""
+    model = job.ddp(mlp())
+    arguments = {"groups": groups, "op": getattr(job.hvd, op), "backward_passes_per_step": 2}
+    optimizer = job.wrap(adamw(model), model, horovod=arguments)
+    for step in range(8):
+        optimizer.zero_grad()
+        for micro in range(2):
+            model(job.inputs(2 * step + micro)).square().mean().backward()
+            if (step % 4 == 1 and micro == 0) or (step % 4 == 3 and micro == 1):
+                job.unwrap(optimizer)
+        optimizer.step()
+        if step % 2:
+            job.wrap_only(optimizer, model)
+    job.record_state(model, optimizer)
+
+
+def scaler_off(job: HorovodJob) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(job.inputs(step)).float().square().mean()
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def scaled(job: HorovodJob, fused: bool) -> None:
+    """`GradScaler` as Horovod documents it, with an overflow on one rank."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model, fused=fused), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        if step == 3 and job.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        job.record("scale", scaler.get_scale())
+    job.record_state(model, optimizer)
+
+
+def closure_that_only_looks(job: HorovodJob) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        loss = optimizer.step(lambda step=step: model(job.inputs(step)).square().mean())
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def joined_early(job: HorovodJob, early: int) -> None:
+    """One rank has fewer batches; it joins, and the other trains on with zeros from it."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+    if job.rank != early:
+        train(job, model, optimizer, first_step=3, steps=4)
+    last = job.hvd.join()
+    job.record("last to join", last)
+    job.hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    train(job, model, optimizer, first_step=7, steps=3)
+    job.record_state(model, optimizer)

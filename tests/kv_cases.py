@@ -1,0 +1,230 @@
+"""Run by mpirun on every rank: what the store over MPI does beyond the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from kv_training import OPTIMIZERS, batches, model_of
+from mpi4py import MPI
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PeerLost, PluginError, UnusedParameterError
+from bytesched.plugins import kvstore_training
+from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
+from bytesched.plugins.mpi_kvstore_loop import Message, Op
+from bytesched.plugins.mpi_kvstore_server import Server
+from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+
+TIMEOUT_S = 30.0
+
+#: what one case leaves for the next
+saved: dict[str, Any] = {}
+
+
+def raises(kind: type[Exception], call: Callable[[], object], text: str) -> None:
+    seen = ""
+    try:
+        call()
+    except kind as error:
+        seen = str(error)
+    assert text in seen, f"no {kind.__name__} with {text!r}, but {seen!r}"
+
+
+def optimizer_in_the_store() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S)
+    kv.set_optimizer("SGD", lr=0.5, momentum=0.9)
+    weight = torch.nn.Parameter(torch.arange(5.0))
+    kv.init("weight", weight)
+    kv.init("count", torch.zeros(1, dtype=torch.int64))
+    mine = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+    out = torch.empty(5)
+    for step in range(4):
+        if step == 2:
+            kv.set_hyperparameters(lr=0.25)
+            mine.param_groups[0]["lr"] = 0.25
+        gradients = [torch.full((5,), float(step + rank)) for rank in range(kv.num_workers)]
+        kv.pushpull("weight", gradients[kv.rank], out)
+        weight.grad = torch.stack(gradients).sum(0) / kv.num_workers
+        mine.step()
+        assert torch.equal(out, weight.detach()), (step, out, weight)
+    kv.pushpull("count", count := torch.ones(1, dtype=torch.int64))
+    assert count.item() == kv.num_workers, "what has no gradient is summed"
+    kv.close()
+
+
+def state_moves_to_another_store() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S)
+    kv.set_optimizer("Adam", lr=0.1)
+    kv.init("weight", torch.zeros(6, dtype=torch.float64))
+    out = torch.empty(6, dtype=torch.float64)
+    gradient = torch.arange(6, dtype=torch.float64)
+    for _ in range(3):
+        kv.pushpull("weight", gradient, out)
+    state = kv.get_state("weight")
+    kv.barrier()
+    kv.pushpull("weight", gradient, expected := torch.empty(6, dtype=torch.float64))
+    assert torch.equal(state["value"], out)
+    kv.set_state("weight", state)
+    kv.pushpull("weight", gradient, out)
+    assert torch.equal(out, expected)
+    kv.close()
+
+
+def an_asynchronous_store_waits_for_the_slowest() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, staleness=1)
+    kv.init("a", torch.zeros(3))
+    kv.init("b", torch.zeros(3))
+    if kv.rank == 0:
+        kv.pushpull("a", out := torch.ones(3))
+        assert out.tolist() == [1.0] * 3, "nobody else has pushed"
+        kv.push("a", torch.ones(3))
+        ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        kv.start_pull("a", out, ends.put)
+        # The same server has seen that pull when it answers this one.
+        kv.pull("b", torch.zeros(3))
+        assert ends.empty(), "two steps ahead of the slowest worker"
+        MPI.COMM_WORLD.Send(bytearray(1), 1)
+        assert ends.get(timeout=TIMEOUT_S) is None
+        assert out.tolist() == [12.0] * 3
+    else:
+        MPI.COMM_WORLD.Recv(bytearray(1), 0)
+        kv.push("a", torch.full((3,), 10.0))
+    kv.barrier()
+    kv.close()
+
+
+def sizes_change_over_mpi() -> None:
+    kv = ScheduledKVStore(
+        open_store(timeout_s=TIMEOUT_S), Config(timeout_s=TIMEOUT_S, partition_bytes=4096)
+    )
+    keys = {f"k{n}": torch.zeros(n * 300 + 1, dtype=torch.bfloat16) for n in range(6)}
+    for key, value in keys.items():
+        kv.init(key, value)
+    for step, partition_bytes in enumerate((4096, 4096, 512, 100_000)):
+        kv.resize(partition_bytes=partition_bytes)
+        for key, value in reversed(keys.items()):
+            kv.push(key, torch.full_like(value, step + kv.rank))
+        for key, value in keys.items():
+            kv.pull(key, value)
+        kv.wait()
+        expected = step * kv.num_workers + sum(range(kv.num_workers))
+        assert all(bool((value == expected).all()) for value in keys.values()), step
+    assert kv.stats()["chunks"] == 1
+    kv.close()
+
+
+def session_of(kv: MPIKVStore, kind: str, seed: int) -> tuple[nn.Module, Any, Any]:
+    model = model_of(seed)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    config = Config(timeout_s=TIMEOUT_S, partition_bytes=2048)
+    return model, optimizer, kvstore_training.attach(optimizer, model, kv, config)
+
+
+def steps_of(model: nn.Module, optimizer: Any, data: Any) -> None:
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def a_checkpoint_holds_the_state_of_the_store() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
+    data = batches(kv.rank)
+    model, optimizer, session = session_of(kv, "adamw", 0)
+    steps_of(model, optimizer, data[:4])
+    checkpoint = {key: value.clone() for key, value in model.state_dict().items()}
+    state = optimizer.state_dict()
+    assert state["state"][0]["exp_avg"].shape == (40, 6), state["state"].keys()
+    steps_of(model, optimizer, data[4:])
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(checkpoint)
+    optimizer.load_state_dict(state)
+    steps_of(model, optimizer, data[4:])
+    session.flush()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    saved.update(model=checkpoint, optimizer=state, expected=expected)
+    session.close()
+    kv.close()
+
+
+def another_job_resumes_from_the_checkpoint() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, updates=True, servers=1)
+    model, optimizer, session = session_of(kv, "adamw", 5)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    steps_of(model, optimizer, batches(kv.rank)[4:])
+    session.flush()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, saved["expected"][key]), key
+    session.close()
+    kv.close()
+
+
+def gradients_in_the_store_cannot_be_read() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
+    model, optimizer, session = session_of(kv, "sgd", 0)
+    inputs, targets = batches(kv.rank)[0]
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    raises(
+        PluginError,
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "the gradient of '0.weight' is in the store",
+    )
+    optimizer.step()
+    # A part of the model only.
+    next(model.children())(inputs).sum().backward()
+    raises(UnusedParameterError, optimizer.step, "4 parameters got no gradient")
+    session.close()
+    raises(PeerLost, kv.barrier, "gave up: UnusedParameterError")
+
+
+class _Silent:
+    """A loop and a transfer that only remember."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int]] = []
+        self.ends: list[Callable[[], None]] = []
+
+    def tell(self, rank: int, tag: int, message: Message) -> None:
+        pass
+
+    def receive(self, buffer: Any, rank: int, tag: int, then: Callable[[], None]) -> None:
+        then()
+
+    def take(self, rank: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
+        self.taken.append((message.key, rank))
+        self.ends.append(then)
+
+
+def most_complete_keys_are_served_first() -> None:
+    server, silent = Server([0, 1, 2], staleness=None, timeout_s=TIMEOUT_S), _Silent()
+    fake: Any = silent
+    server.serve(fake, fake)
+    for key in range(6):
+        what = '{"name": "k", "dtype": "float32", "shape": [2]}'
+        server.on_message(0, Message(Op.INIT, key, text=what))
+    for key in (5, 4, 3, 2, 1, 0):
+        server.on_message(0, Message(Op.PUSH, key, 1, 8, priority=-key))
+    server.on_message(1, Message(Op.PUSH, 5, 1, 8, priority=-5))
+    assert silent.taken == [(5, 0), (4, 0), (3, 0), (2, 0)]
+    for then in silent.ends[:3]:
+        then()
+    # Key 5 has one of three already; of the others 0 is more urgent than 1.
+    assert silent.taken[4:] == [(5, 1), (0, 0), (1, 0)], silent.taken
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        with contextlib.suppress(SystemExit):
+            globals()[name]()
+    print(f"rank {MPI.COMM_WORLD.rank}: done", flush=True)
+
+
+main()

@@ -1,0 +1,53 @@
+"""Run by mpirun on every rank: the contract over real processes, for one way of opening a store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from bytesched.config import Config
+from bytesched.kvstore import Key, KVStore
+from bytesched.kvstore_contract import KVStoreContract
+from bytesched.plugins.mpi_kvstore import open_store
+from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+
+
+class Suite(KVStoreContract):
+    def __init__(self, options: dict[str, Any], *, scheduled: bool) -> None:
+        self.options = options
+        self.scheduled = scheduled
+
+    def store(self) -> KVStore:
+        kv = open_store(timeout_s=20, **self.options)
+        if self.scheduled:
+            return ScheduledKVStore(kv, Config(timeout_s=20, partition_bytes=16))
+        return kv
+
+    def array(self, numbers: list[float]) -> Any:
+        return torch.tensor(numbers)
+
+    def numbers(self, array: Any) -> list[float]:
+        return [float(number) for number in array]
+
+    def wait(self, kv: KVStore, key: Key) -> None:
+        if isinstance(kv, ScheduledKVStore):
+            kv.wait(key)
+
+
+def main() -> None:
+    names = sorted(name for name in dir(Suite) if name.startswith("test_"))
+    for options in json.loads(sys.argv[1]):
+        scheduled = options.pop("scheduled", False)
+        for name in names:
+            # A server ends with it.
+            with contextlib.suppress(SystemExit):
+                getattr(Suite(options, scheduled=scheduled), name)()
+    print(f"rank {MPI.COMM_WORLD.rank}: {len(names)} passed", flush=True)
+
+
+main()

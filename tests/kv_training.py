@@ -1,0 +1,97 @@
+"""Run by mpirun on every rank: a torch model trained through a store, against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.plugins import kvstore_training
+from bytesched.plugins.mpi_kvstore import open_store
+
+STEPS = 8
+#: sums over the batch are taken in another order
+TOLERANCE = 1e-12
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
+    ).double()
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [
+        (
+            torch.randn(4, 6, generator=generator, dtype=torch.float64),
+            torch.randn(4, 3, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def train(model: nn.Module, optimizer: Any, data: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def alone(kind: str, workers: int) -> dict[str, Any]:
+    """The state after training in one process on the joined batches."""
+    model = model_of(0)
+    joined = [
+        (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+        for parts in zip(*(batches(rank) for rank in range(workers)), strict=True)
+    ]
+    train(model, OPTIMIZERS[kind](model.parameters()), joined)
+    return model.state_dict()
+
+
+def run(kind: str, options: dict[str, Any]) -> None:
+    kv = open_store(timeout_s=20, **options)
+    # Worker 0's parameters hold for all.
+    model = model_of(kv.rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    config = Config(timeout_s=20, partition_bytes=2048, credit_bytes=4096)
+    session = kvstore_training.attach(optimizer, model, kv, config)
+    train(model, optimizer, batches(kv.rank))
+    session.flush()
+    stats = session.stats()
+    assert stats["mode"] == ("store" if kv.updates else "cross"), stats
+    assert float(stats["chunks"]) > 4, stats
+    assert float(stats["barrier_crossed_steps"]) > 0, stats
+    expected = alone(kind, kv.num_workers)
+    for name, value in model.state_dict().items():
+        error = (value - expected[name]).abs().max().item()
+        assert error < TOLERANCE, (kind, name, error)
+    if kv.updates:
+        assert not optimizer.state, "the workers have no state of their own"
+    session.close()
+    kv.close()
+
+
+def main() -> None:
+    for options in json.loads(sys.argv[1]):
+        for kind in OPTIMIZERS:
+            with contextlib.suppress(SystemExit):
+                run(kind, options)
+    print(f"rank {MPI.COMM_WORLD.rank}: trained", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A tuner that never rests: other sizes, policies and orders, and no scheduling, all the time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from training import Job
+
+import bytesched.plugins as plugins
+from bytesched.config import Config
+from bytesched.plugins import session as sessions
+from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word, find_tuner
+
+SIZES = (64, 96, 256, 1000, 4096)
+
+
+class Restless:
+    """Changes what can be changed after every step or two."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(4)
+        self._facts: RunFacts
+        self.settings: list[Setting] = []
+        self.recordings = 0
+        self.durations_s: list[float] = []
+
+    def begin(self, facts: RunFacts) -> Word:
+        assert facts.probes
+        assert facts.world_size > 1
+        self._facts = facts
+        return self._next()
+
+    def word(self, steps: Steps) -> Word:
+        assert len(steps.durations_s) == self._word.next_in_steps
+        self.recordings += len(steps.recordings)
+        self.durations_s.extend(steps.durations_s)
+        return self._next()
+
+    def close(self) -> None:
+        pass
+
+    def _next(self) -> Word:
+        choose = self._random.choice
+        knobs, untuned = self._facts.knobs, self._facts.untuned
+        partition = choose(SIZES) if "partition_bytes" in knobs else untuned.partition_bytes
+        setting = Setting(
+            partition,
+            partition * choose((1, 2, 3, 8)),
+            choose(("priority", "fifo")) if "policy" in knobs else "priority",
+            choose(("leader", "replay", "auto")) if "order" in knobs else "auto",
+            choose((True, True, False)) if "enabled" in knobs else True,
+        )
+        self.settings.append(setting)
+        self._word = Word(setting, choose((1, 1, 2)))
+        return self._word
+
+
+class RestlessJob(Job):
+    """A job whose wrapped run is tuned all the time."""
+
+    def __init__(self, *, wrapped: bool, **fields: Any) -> None:
+        super().__init__(wrapped=wrapped, **fields)
+        self.tuners: list[Restless] = []
+        if wrapped:
+            self._fields |= {"tune": True}
+            _replace(lambda config: None, self._new_tuner)
+
+    def _new_tuner(self, config: Config) -> Tuner:
+        self.tuners.append(Restless())
+        return self.tuners[-1]
+
+    def close(self) -> None:
+        super().close()
+        _replace(find_tuner, find_tuner)
+        self.stats["settings"] = sum(len(set(tuner.settings)) for tuner in self.tuners)
+        self.stats["recordings"] = sum(tuner.recordings for tuner in self.tuners)
+
+
+def _replace(checked: Callable[[Config], object], made: Callable[[Config], object]) -> None:
+    """Who is asked for a tuner when an optimizer is wrapped, and when its session begins."""
+    vars(plugins)["find_tuner"] = checked
+    vars(sessions)["find_tuner"] = made

@@ -1,0 +1,392 @@
+"""Scripts that nobody has touched, run plainly and then under the watch of `bytesched run`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from training import STEPS, Job, adamw, differences, mlp, sgd, train
+
+import bytesched
+from bytesched import plugins
+from bytesched.watch import watch
+
+Case = Callable[[Job], None]
+
+
+def optimizer_after_ddp(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def optimizer_before_ddp(job: Job) -> None:
+    module = mlp()
+    optimizer = sgd(module)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3)
+    model = job.ddp(module)
+    train(job, model, optimizer, after_step=lambda _: schedule.step())
+    job.record_state(model, optimizer)
+
+
+def two_models(job: Job) -> None:
+    models = [job.ddp(mlp()), job.ddp(mlp())]
+    optimizers = [adamw(models[0]), sgd(models[1])]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(job.inputs(step)).square().mean().backward()
+            optimizer.step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        job.record_state(model, optimizer)
+
+
+def two_optimizers(job: Job) -> None:
+    """Each has one half of the model, and the second also something that is not in it."""
+    module = mlp()
+    temperature = nn.Parameter(torch.ones(()))
+    model = job.ddp(module)
+    parameters = list(module.parameters())
+    first = torch.optim.SGD(parameters[:3], lr=0.1)
+    second = torch.optim.AdamW([*parameters[3:], temperature], lr=0.01)
+    for step in range(STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        (model(job.inputs(step)).square().mean() * temperature).backward()
+        first.step()
+        second.step()
+    job.record_state(model, first, second)
+    job.record("temperature", temperature)
+
+
+def another_optimizer_is_never_used(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizers = [sgd(model), adamw(model)]
+    train(job, model, optimizers[1])
+    job.record_state(model, *optimizers)
+
+
+def a_new_optimizer_in_the_middle(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer: torch.optim.Optimizer = adamw(model)
+    train(job, model, optimizer)
+    optimizer = sgd(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def one_of_two_optimizers_is_replaced(job: Job) -> None:
+    model = job.ddp(mlp())
+    parameters = list(model.parameters())
+    first: torch.optim.Optimizer = torch.optim.SGD(parameters[:3], lr=0.1)
+    second = torch.optim.AdamW(parameters[3:], lr=0.01)
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            first = torch.optim.Adagrad(parameters[:3], lr=0.1)
+        first.zero_grad()
+        second.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        first.step()
+        second.step()
+    job.record_state(model, first, second)
+
+
+def optimizers_take_turns(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizers = [adamw(model), sgd(model)]
+    for step in range(2 * STEPS):
+        train(job, model, optimizers[step % 2], first_step=step, steps=1)
+    job.record_state(model, *optimizers)
+
+
+def ddp_made_again(job: Job) -> None:
+    module = mlp()
+    for _ in range(2):
+        model = job.ddp(module)
+        optimizer = adamw(module)
+        train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def optimizer_inside_an_optimizer(job: Job) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = job.ddp(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    train(job, model, optimizer)
+    job.record_state(model)
+
+
+class Proxy(torch.optim.Optimizer):
+    """An optimizer in name only, as trainers have them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def proxy_of_an_optimizer(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    train(job, model, Proxy(optimizer))
+    job.record_state(model, optimizer)
+
+
+def first_forward_in_no_sync(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(job.inputs(step)).square().mean().backward()
+        model(job.inputs(step + STEPS)).square().mean().backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def evaluated_counted_and_copied(job: Job) -> None:
+    """All this after the first step, so that the next forward pass is the one that counts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    train(job, model, optimizer, steps=1)
+    with torch.no_grad():
+        job.record("output", model(job.inputs(0)))
+    copied = copy.deepcopy(model.module)
+    with FlopCounterMode(display=False) as flops:
+        model(job.inputs(0))
+    job.record("flops", flops.get_total_flops())
+    torch.save(model, io.BytesIO())
+    job.record("wrapped", len(plugins._sessions(None)))
+    train(job, model, optimizer, first_step=1)
+    job.record_state(model, optimizer)
+    job.record("copy", copied.state_dict())
+
+
+def compiled_later(job: Job) -> None:
+    ddp = job.ddp(mlp())
+    model = torch.compile(ddp, backend="eager")
+    optimizer = sgd(ddp)
+    train(job, model, optimizer)
+    job.record_state(ddp, optimizer)
+
+
+def compiled_as_a_function(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+
+    @torch.compile(backend="eager")
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(job.inputs(step)).backward()
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def optimizer_compiled(job: Job) -> None:
+    """A compiled step rounds differently from the one that would be run in its place."""
+    model = job.ddp(mlp())
+    optimizer = adamw(model, lr=torch.tensor(0.01))
+
+    @torch.compile(backend="aot_eager")
+    def step() -> None:
+        optimizer.step()
+
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(number)).square().mean().backward()
+        step()
+    job.record_state(model)
+
+
+def wrapped_by_the_script(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    if job.wrapped:
+        bytesched.wrap(optimizer, model, policy="fifo")
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def wrapped_late_by_the_script(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    if job.wrapped:
+        bytesched.wrap(optimizer, model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def declined_by_the_script(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    if job.wrapped:
+        bytesched.wrap(optimizer, model, enabled=False)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def sparse_gradients(job: Job) -> None:
+    model = job.ddp(nn.Embedding(16, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.arange(4) + job.rank
+    train(job, model, optimizer, inputs=lambda _: inputs)
+    job.record_state(model)
+
+
+class Special(nn.Parameter):
+    """A parameter of the user's own class."""
+
+
+def special_parameters(job: Job) -> None:
+    module = nn.Linear(8, 4)
+    module.weight = Special(module.weight.detach())
+    model = job.ddp(module)
+    optimizer = sgd(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def inside_join(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    with model.join():
+        train(job, model, optimizer, steps=STEPS)
+        if job.rank:
+            train(job, model, optimizer, first_step=STEPS, steps=1)
+    job.record_state(model)
+
+
+def stepped_inside_backward(job: Job) -> None:
+    model = job.ddp(nn.Linear(8, 4))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers
+    ]
+    for step in range(STEPS):
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+    job.record_state(model)
+    for handle in handles:
+        handle.remove()
+
+
+def never_trained(job: Job) -> None:
+    model = job.ddp(mlp())
+    model(job.inputs(0)).square().mean().backward()
+    job.record("gradient", model.module[0].weight.grad)
+
+
+def no_ddp(job: Job) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        optimizer_after_ddp,
+        optimizer_before_ddp,
+        two_models,
+        two_optimizers,
+        another_optimizer_is_never_used,
+        a_new_optimizer_in_the_middle,
+        one_of_two_optimizers_is_replaced,
+        optimizers_take_turns,
+        ddp_made_again,
+        optimizer_inside_an_optimizer,
+        proxy_of_an_optimizer,
+        first_forward_in_no_sync,
+        evaluated_counted_and_copied,
+        compiled_later,
+        compiled_as_a_function,
+        optimizer_compiled,
+        wrapped_by_the_script,
+        wrapped_late_by_the_script,
+        declined_by_the_script,
+        sparse_gradients,
+        special_parameters,
+        inside_join,
+        stepped_inside_backward,
+        never_trained,
+        no_ddp,
+    )
+}
+
+
+class Said(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run_all(names: list[str]) -> None:
+    """Runs cases plainly, then watched, and prints a line of JSON about each."""
+    run_both_ways({name: CASES[name] for name in names}, Job)
+
+
+def run_both_ways(cases: dict[str, Case], kind: type[Job]) -> None:
+    plain = {name: _job(kind, case, wrapped=False) for name, case in cases.items()}
+    watch()
+    said = Said()
+    logging.getLogger("bytesched").addHandler(said)
+    for name, case in cases.items():
+        said.lines.clear()
+        job = _job(kind, case, wrapped=True)
+        modes = [session.stats()["mode"] for _, session in plugins._wrapped.values()]
+        found = [
+            line
+            for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)
+            for line in differences(expected, got, what)
+        ]
+        _forget()
+        print(json.dumps({"case": name, "modes": modes, "different": found, "said": said.lines}))
+        sys.stdout.flush()
+        kind.barrier()
+
+
+def _job(kind: type[Job], case: Case, *, wrapped: bool) -> Job:
+    job = kind(wrapped=wrapped)
+    case(job)
+    return job
+
+
+def _forget() -> None:
+    """As at the end of a script."""
+    from bytesched.plugins import intercept, watched
+
+    intercept._at_exit()
+    for session in plugins._sessions(None):
+        plugins.unwrap(session.root)
+    intercept._models.clear()
+    watched._said.clear()

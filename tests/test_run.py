@@ -1,0 +1,363 @@
+"""A script under `bytesched run` behaves as one that the interpreter runs by itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bytesched.config import child_environment
+
+OURS = ["-m", "bytesched", "run"]
+TIMEOUT_S = 60.0
+
+Ended = tuple[int, str, str]
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    flags: Sequence[str] = (),
+    stdin: str = "",
+    **variables: str | None,
+) -> Ended:
+    done = subprocess.run(
+        [sys.executable, *flags, *command],
+        cwd=folder,
+        env=child_environment({"PYTHONPATH": None, **variables}),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def both(command: Sequence[str], folder: Path, stdin: str = "", flags: Sequence[str] = ()) -> Ended:
+    """How a script ends, which is the same way under `bytesched run`."""
+    plain = run(command, folder, flags=flags, stdin=stdin)
+    assert run([*OURS, *command], folder, flags=flags, stdin=stdin) == plain
+    return plain
+
+
+def write(folder: Path, source: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+ENDINGS = {
+    "falls off": ("pass", 0),
+    "exit": ("import sys; sys.exit()", 0),
+    "exit with a number": ("import sys; sys.exit(3)", 3),
+    "exit with a text": ("import sys; sys.exit('no data')", 1),
+    "exit in a function": ("def main():\n    raise SystemExit(4)\nmain()", 4),
+    "hard exit": ("import os; print('lost', end=''); os._exit(7)", 7),
+    "error": ("def main():\n    return 1 / 0\n\nmain()", 1),
+    "chained errors": (
+        "try:\n    {}['key']\nexcept KeyError as error:\n    raise RuntimeError('new') from error",
+        1,
+    ),
+    "error in an error": ("try:\n    1 / 0\nfinally:\n    undefined", 1),
+    "own excepthook": (
+        """
+        import sys, traceback
+        def hook(kind, error, where):
+            print(kind.__name__, len(traceback.extract_tb(where)), where is error.__traceback__)
+        sys.excepthook = hook
+        [][1]
+        """,
+        1,
+    ),
+    "last error": (
+        """
+        import atexit, sys, traceback
+        def report():
+            print(len(traceback.extract_tb(sys.last_traceback)))
+            print(sys.excepthook is sys.__excepthook__)
+        atexit.register(report)
+        [][1]
+        """,
+        1,
+    ),
+    "syntax error": ("x = (", 1),
+    "import error": ("import nothing.of.this.name", 1),
+    "interrupt": ("print('on'); raise KeyboardInterrupt", -signal.SIGINT),
+    "SIGINT": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    "SIGTERM": ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "SIGINT with a finally": (
+        "import os, signal\ntry:\n    os.kill(os.getpid(), 2)\nfinally:\n    print('saved')",
+        -signal.SIGINT,
+    ),
+    "SIGTERM with a handler": (
+        """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        os.kill(os.getpid(), signal.SIGTERM)
+        """,
+        5,
+    ),
+    "closed pipe": ("import os\nos.close(1)\nprint('x', flush=True)", 1),
+    "thread outlives the script": (
+        """
+        import pickle, threading
+        class Item: pass
+        def late():
+            threading.main_thread().join()
+            print(type(pickle.loads(pickle.dumps(Item()))).__module__)
+        threading.Thread(target=late).start()
+        """,
+        0,
+    ),
+    "atexit": (
+        """
+        import atexit, pickle
+        class Item: pass
+        atexit.register(lambda: print(__name__, pickle.dumps(Item())))
+        """,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ends_the_same(tmp_path: Path, name: str) -> None:
+    source, code = ENDINGS[name]
+    write(tmp_path, source)
+    ended = both(["script.py"], tmp_path)
+    assert ended[0] == code, ended
+    assert "bytesched" not in ended[2]
+
+
+SURROUNDINGS = """
+import inspect, pickle, sys
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __cached__, type(__loader__))
+print(sorted(globals()), type(__builtins__), sys.modules["__main__"].__dict__ is globals())
+print(__spec__ and __spec__.name, sys.flags, inspect.currentframe().f_code.co_filename)
+class Item:
+    def method(self, x: int): pass
+print(Item.method.__annotations__)
+print(pickle.dumps(Item()), inspect.getsource(Item), __loader__.name)
+print(sys.stdin.read())
+import sibling
+"""
+
+
+@pytest.mark.parametrize(
+    "path", ["script.py", "./script.py", "../code/script.py", "sub/../script.py", "link.py"]
+)
+def test_sees_the_same(tmp_path: Path, path: str) -> None:
+    folder = tmp_path / "code"
+    write(folder, SURROUNDINGS)
+    write(folder, "print('sibling', __name__)", "sibling.py")
+    (folder / "sub").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "link.py").symlink_to("script.py")
+    arguments = ["--policy", "own", "--", "-m", "--off"]
+    code, said, _ = both([path, *arguments], folder, stdin="some data")
+    assert code == 0
+    for part in (str(arguments)[1:], "some data", "sibling"):
+        assert part in said
+    (elsewhere / "link.py").symlink_to(folder / path)
+    for other in (str(folder / path), "link.py"):
+        assert both([other, *arguments], elsewhere)[0] == 0
+
+
+@pytest.mark.parametrize("flags", [["-P"], ["-O", "-W", "error"], ["-I"], ["-X", "utf8"]])
+def test_sees_the_same_flags(tmp_path: Path, flags: list[str]) -> None:
+    write(tmp_path, SURROUNDINGS)
+    if flags == ["-P"] and sys.version_info < (3, 11):
+        pytest.skip("this Python has no -P")
+    both(["script.py"], tmp_path, flags=flags)
+
+
+def test_runs_modules_and_packages(tmp_path: Path) -> None:
+    write(tmp_path, SURROUNDINGS, "alone.py")
+    write(tmp_path, "", "package/__init__.py")
+    write(tmp_path, "print(__package__); from . import sibling; 1 / 0", "package/__main__.py")
+    write(tmp_path, SURROUNDINGS.replace("import s", "from . import s"), "package/part.py")
+    write(tmp_path, "print('sibling', __name__)", "package/sibling.py")
+    write(tmp_path, "print('sibling', __name__)", "sibling.py")
+    for module, code in (("alone", 0), ("package.part", 0), ("package", 1), ("missing", 1)):
+        assert both(["-m", module, "--off", "x"], tmp_path)[0] == code
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_child_processes(tmp_path: Path, method: str, how: str) -> None:
+    """Classes and functions of the script reach its children, whichever way they are started."""
+    write(
+        tmp_path,
+        """
+        import multiprocessing, sys
+        class Item:
+            def __init__(self, value): self.value = value
+        def work(item):
+            return Item(item.value + 1), __name__, sys.argv
+        if __name__ == "__main__":
+            with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+                for item, *rest in pool.map(work, [Item(1), Item(2)]):
+                    print(type(item) is Item, item.value, *rest)
+        """,
+    )
+    command = ["script.py"] if how == "script" else ["-m", "script"]
+    code, said, _ = both([*command, method], tmp_path)
+    assert code == 0
+    assert said.count("True") == 2
+
+
+def test_command_on_the_path(tmp_path: Path) -> None:
+    write(tmp_path, SURROUNDINGS)
+    write(tmp_path, "", "sibling.py")
+    command = str(Path(sys.executable).with_name("bytesched"))
+    for script in (["script.py", "x"], ["-m", "script", "x"]):
+        plain = run(script, tmp_path)
+        assert plain[0] == 0
+        assert run([command, "run", *script], tmp_path) == plain
+
+
+PRINT_SETTINGS = """
+import bytesched
+for name, value, origin in bytesched.Config.load().explain():
+    print(name, value, origin, sep="|")
+"""
+
+
+def settings(ended: Ended) -> dict[str, tuple[str, str]]:
+    assert ended[0] == 0, ended
+    rows = [line.split("|") for line in ended[1].splitlines()]
+    return {name: (value, origin) for name, value, origin in rows}
+
+
+def test_options_come_before_environment_and_file(tmp_path: Path) -> None:
+    write(tmp_path, PRINT_SETTINGS)
+    write(tmp_path, 'policy = "priority"\norder = "leader"\ntimeout_s = 9', "bytesched.toml")
+    options = ["--policy", "fifo", "--partition-bytes=1KiB", "--credit-bytes", "1MB"]
+    options += ["--timeline", "runs", "--set", "timeout_s=8", "--set", "timeout_s=7"]
+    got = settings(
+        run(
+            [*OURS, *options, "script.py"],
+            tmp_path,
+            BYTESCHED_POLICY="priority",
+            BYTESCHED_ORDER="replay",
+        )
+    )
+    assert got["policy"] == ("fifo", "command line")
+    assert got["partition_bytes"] == ("1024", "command line")
+    assert got["credit_bytes"] == ("1000000", "command line")
+    assert got["timeline"] == (str(tmp_path / "runs"), "command line")
+    assert got["timeout_s"] == ("7.0", "command line")
+    assert got["order"] == ("replay", "environment BYTESCHED_ORDER")
+    assert got["compression"] == ("none", "default")
+
+
+def test_options_reach_children(tmp_path: Path) -> None:
+    write(tmp_path, PRINT_SETTINGS, "child.py")
+    write(
+        tmp_path, "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)"
+    )
+    got = settings(run([*OURS, "--policy", "fifo", "script.py"], tmp_path))
+    assert got["policy"] == ("fifo", "environment BYTESCHED_POLICY")
+
+
+def test_off_turns_everything_off(tmp_path: Path) -> None:
+    write(tmp_path, "import sys\nprint(len(sys.meta_path))\n" + PRINT_SETTINGS)
+    first, _, rest = run([*OURS, "--off", "script.py"], tmp_path)[1].partition("\n")
+    assert settings((0, rest, ""))["enabled"] == ("False", "command line")
+    assert first == run(["script.py"], tmp_path)[1].partition("\n")[0]
+    assert int(first) + 1 == int(run([*OURS, "script.py"], tmp_path)[1].partition("\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--partition-bytes", "12x"], "partition_bytes = '12x' (command line): the unit"),
+        (["--partition-bytes", "2MB", "--credit-bytes", "1MB"], "credit_bytes = 1000000 is below"),
+        (["--policy", "fast"], "no policy 'fast'"),
+        (["--set", "polcy=fifo"], "did you mean policy?"),
+        (["--set", "policy"], "--set FIELD=VALUE"),
+        (["--timeout", "3"], "--timeout"),
+        ([], "script.py"),
+    ],
+)
+def test_nonsense_is_refused_before_the_script_starts(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    write(tmp_path, "print('started')")
+    script = ["script.py"] if options else []
+    code, out, err = run([*OURS, *options, *script], tmp_path)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("path", ["missing.py", "."])
+def test_what_cannot_be_opened(tmp_path: Path, path: str) -> None:
+    code, out, err = run([*OURS, path], tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith("bytesched run: can't open")
+    assert len(err.splitlines()) == 1
+
+
+def test_wrong_file_is_refused_as_well(tmp_path: Path) -> None:
+    write(tmp_path, "print('started')")
+    write(tmp_path, "policy = 3", "bytesched.toml")
+    assert run([*OURS, "script.py"], tmp_path)[:2] == (2, "")
+
+
+def test_imports_nothing_for_a_script_that_does_not(tmp_path: Path) -> None:
+    write(tmp_path, "import sys, json; print(*sorted({m.partition('.')[0] for m in sys.modules}))")
+    plain, ours = (run([*how, "script.py"], tmp_path)[1].split() for how in ([], OURS))
+    extra = set(ours) - set(plain) - sys.stdlib_module_names
+    assert {name for name in extra if not name.startswith("_")} == {"bytesched"}
+    assert not {"torch", "horovod", "multiprocessing"} & set(ours)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("HOROVOD_RANK", "HOROVOD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+    ],
+)
+def test_first_rank_says_when_there_was_nothing_to_schedule(
+    tmp_path: Path, rank: str, size: str
+) -> None:
+    write(tmp_path, "print('trained')")
+    local = rank.replace("RANK", "LOCAL_RANK").replace("PROCID", "LOCALID")
+    first, second = (
+        run([*OURS, "script.py"], tmp_path, **{rank: number, local: number, size: "2"})
+        for number in ("0", "1")
+    )
+    alone = run([*OURS, "script.py"], tmp_path)
+    assert [ended[0] for ended in (first, second, alone)] == [0, 0, 0]
+    assert first[2].startswith("bytesched: nothing to schedule")
+    assert second[2] == alone[2] == ""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a re-raised error keeps its traceback")
+def test_traceback_through_what_is_watched_has_no_frame_of_ours(tmp_path: Path) -> None:
+    for package in ("horovod", "horovod/torch"):
+        (tmp_path / package).mkdir()
+        write(tmp_path, "", f"{package}/__init__.py")
+    write(
+        tmp_path, "def DistributedOptimizer(x):\n    return 1 / x\n", "horovod/torch/optimizer.py"
+    )
+    write(
+        tmp_path,
+        "from horovod.torch.optimizer import DistributedOptimizer\nDistributedOptimizer(0)\n",
+    )
+    code, _, err = both(["script.py"], tmp_path)
+    assert code == 1
+    assert "ZeroDivisionError" in err

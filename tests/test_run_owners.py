@@ -1,0 +1,65 @@
+"""Which modules are found around parameters."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.plugins.owners import compiled_around, owners_of, parameter_ids
+
+
+class Unfinished(nn.Module):
+    """A module whose constructor never ran."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def around(module: nn.Module) -> list[type[nn.Module]]:
+    return sorted(map(type, owners_of(parameter_ids(module))), key=lambda kind: kind.__name__)
+
+
+def test_all_modules_around_all_parameters_are_found() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trainer, unfinished = nn.ModuleDict({"model": inner, "loss": nn.MSELoss()}), Unfinished()
+    assert around(inner) == [nn.ModuleDict, nn.Sequential]
+    assert around(inner[0]) == [nn.Linear, nn.ModuleDict, nn.Sequential]
+    assert around(nn.ModuleList([inner, nn.Linear(3, 3)])) == [nn.ModuleList]
+    del trainer, unfinished
+
+
+def test_frozen_parameters_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert around(model) == [nn.Linear, nn.Sequential]
+
+
+def test_parameters_of_nobody() -> None:
+    assert owners_of({id(nn.Parameter(torch.ones(1)))}) == []
+    assert owners_of(set()) == []
+
+
+def test_parameters_of_an_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    assert parameter_ids(torch.optim.SGD(model.parameters(), lr=1.0)) == parameter_ids(model)
+
+
+def test_scripted_modules_are_no_obstacle() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(scripted, nn.Linear(2, 2))
+    assert around(model) == [nn.Sequential]
+    assert compiled_around(model) == []
+
+
+def test_compiled_module_is_found() -> None:
+    model = nn.Linear(2, 2)
+    compiled: Any = torch.compile(model, backend="eager")
+    other = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert compiled_around(model) == [compiled]
+    assert compiled in owners_of(parameter_ids(model))
+    del other

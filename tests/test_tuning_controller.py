@@ -1,0 +1,226 @@
+"""The controller on a simulated cluster with a manual clock: what it finds, spends and survives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from tuning_cluster import Cluster, exact_step_s
+
+from bytesched.tunable import Setting
+from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
+from bytesched.tuning.fit import Link
+from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
+from bytesched.tuning.space import Limits, Range, Space
+
+MIB = 1 << 20
+SPACE = Space(Limits(Range(256 << 10, 8 * MIB), Range(0, 32 * MIB)))
+UNTUNED = Setting(8 * MIB, 32 * MIB)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    @property
+    def adopted(self) -> list[Adopted]:
+        return [report for report in self.reports if isinstance(report, Adopted)]
+
+    @property
+    def drifted(self) -> list[Drifted]:
+        return [report for report in self.reports if isinstance(report, Drifted)]
+
+    @property
+    def tried(self) -> list[Tried]:
+        return [report for report in self.reports if isinstance(report, Tried)]
+
+
+def controller_on(
+    cluster: Cluster,
+    *,
+    untuned: Setting = UNTUNED,
+    pace: Pace | None = None,
+    off: bool = True,
+    known: Setting | None = None,
+    space: Space = SPACE,
+    blind: bool = False,
+) -> tuple[Controller, Log]:
+    log = Log()
+
+    def search(adopted: Setting | None) -> Searcher:
+        first = [adopted] if adopted else []
+        return RandomSearch(space, first=first) if blind else BayesianSearch(space, first=first)
+
+    controller = Controller(
+        untuned,
+        can_switch_off=off,
+        search=search,
+        now_s=lambda: cluster.clock.now_s,
+        pace=pace,
+        report=log.reports.append,
+        known=known,
+    )
+    return controller, log
+
+
+def best_s(cluster: Cluster, more: Sequence[Setting] = ()) -> float:
+    settings = (*SPACE.settings, *more)
+    return min(exact_step_s(cluster.model, cluster.link, setting) for setting in settings)
+
+
+@pytest.mark.parametrize("model", ["gpt", "vgg", "resnet"])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_it_finds_what_is_nearly_the_best_within_its_budget(model: str, noise: float) -> None:
+    cluster = Cluster(model, noise=noise)
+    controller, log = controller_on(cluster)
+    cluster.drive(controller, 160)
+    (adopted,) = log.adopted
+    assert adopted.steps <= 150
+    assert exact_step_s(model, cluster.link, adopted.setting) <= 1.03 * best_s(cluster)
+    assert controller.turn.phase == "watch"
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"stragglers": 0.08},
+        {"evaluated_every": 10},
+        {"evaluated_every": 7, "stragglers": 0.05, "noise": 0.02},
+    ],
+    ids=["stragglers", "evaluation", "all"],
+)
+def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> None:
+    cluster = Cluster("vgg", seed=seed, **trouble)  # type: ignore[arg-type]
+    controller, log = controller_on(cluster)
+    cluster.drive(controller, 1500)
+    (adopted,) = log.adopted
+    assert not log.drifted
+    assert exact_step_s("vgg", cluster.link, adopted.setting) <= 1.05 * best_s(cluster)
+    assert set(cluster.history[150:]) == {adopted.setting}
+
+
+def test_the_worst_candidates_cost_the_fewest_steps() -> None:
+    cluster = Cluster()
+    controller, log = controller_on(cluster)
+    cluster.drive(controller, 150)
+    cut = [tried for tried in log.tried if tried.cut]
+    whole = [tried for tried in log.tried if tried.phase == "search" and not tried.cut]
+    assert cut
+    assert whole
+    assert max(len(tried.durations_s) for tried in cut) < min(len(t.durations_s) for t in whole)
+
+
+@pytest.mark.parametrize("late_step", [60, 400])
+def test_a_change_of_bandwidth_is_answered_once(late_step: int) -> None:
+    """In the middle of the search as well as long after it."""
+
+    def event(cluster: Cluster, step: int) -> None:
+        if step == late_step:
+            cluster.link = Link(4e-4, 40e6, 8e-4)
+
+    cluster = Cluster(noise=0.02, event=event)
+    controller, log = controller_on(cluster)
+    cluster.drive(controller, 4000)
+    assert len([drift for drift in log.drifted if drift.retunes]) <= 1
+    assert len(log.adopted) <= 2
+    last = log.adopted[-1].setting
+    assert exact_step_s("gpt", cluster.link, last) <= 1.04 * best_s(cluster)
+    assert len(set(cluster.history[-3000:])) == 1, "it oscillates"
+    if late_step == 400:
+        assert len(log.adopted) == 2
+
+
+def test_a_slow_phase_is_no_drift() -> None:
+    """An hour of somebody else's traffic ends by itself."""
+
+    def event(cluster: Cluster, step: int) -> None:
+        cluster.link = Link(4e-4, 60e6 if 500 <= step < 535 else 118e6, 8e-4)
+
+    cluster = Cluster(noise=0.02, event=event)
+    controller, log = controller_on(cluster, blind=True)
+    cluster.drive(controller, 1500)
+    assert log.adopted
+    assert not log.drifted
+
+
+def test_a_cluster_that_never_rests_is_tuned_at_most_so_often() -> None:
+    def event(cluster: Cluster, step: int) -> None:
+        cluster.link = Link(4e-4, 118e6 if step // 300 % 2 else 40e6, 8e-4)
+
+    cluster = Cluster(event=event)
+    pace = Pace(retune_every_s=2000.0)
+    controller, log = controller_on(cluster, pace=pace, blind=True)
+    cluster.drive(controller, 6000)
+    retunings = [drift for drift in log.drifted if drift.retunes]
+    assert retunings
+    assert len(retunings) <= 1 + cluster.clock.now_s / pace.retune_every_s
+    refused = [drift for drift in log.drifted if not drift.retunes]
+    assert len(refused) <= 2 * len(log.adopted), "it says the same again and again"
+
+
+@pytest.mark.parametrize("off_is_best", [False, True])
+def test_what_is_adopted_is_never_worse_than_untuned_or_off(off_is_best: bool) -> None:
+    """Also if the space holds nothing as good."""
+    cluster = Cluster("resnet", noise=0.01)
+    hopeless = Space(Limits(Range(16 * MIB, 16 * MIB)))
+    untuned = Setting(16 * MIB if off_is_best else MIB, 64 * MIB if off_is_best else 2 * MIB)
+    if off_is_best:
+        cluster.link = Link(0.0, 20e9)
+        untuned = Setting(64 << 10, 64 << 10)
+        cluster.link = Link(8e-3, 500e6)
+        hopeless = Space(Limits(Range(64 << 10, 64 << 10)))
+    controller, log = controller_on(cluster, untuned=untuned, space=hopeless)
+    cluster.drive(controller, 160)
+    off = Setting(untuned.partition_bytes, untuned.credit_bytes, enabled=False)
+    assert log.adopted[0].setting == (off if off_is_best else untuned)
+
+
+def test_without_a_knob_scheduling_is_never_off() -> None:
+    cluster = Cluster()
+    controller, _ = controller_on(cluster, off=False, blind=True)
+    cluster.drive(controller, 300)
+    assert all(setting.enabled for setting in cluster.history)
+
+
+def test_a_known_setting_takes_no_step_of_tuning() -> None:
+    known = Setting(MIB, 2 * MIB)
+    cluster = Cluster()
+    controller, log = controller_on(cluster, known=known)
+    cluster.drive(controller, 500)
+    assert set(cluster.history) == {known}
+    assert not log.reports
+
+
+@pytest.mark.parametrize("budget", [40, 60, 100, 150, 400])
+def test_the_budget_holds(budget: int) -> None:
+    cluster = Cluster("vgg", noise=0.05, stragglers=0.05)
+    controller, log = controller_on(cluster, pace=Pace(budget=budget), blind=True)
+    cluster.drive(controller, budget + 10)
+    (adopted,) = log.adopted
+    assert adopted.steps <= budget
+    assert [tried for tried in log.tried if tried.phase == "search"]
+    assert len(adopted.steps_s) >= 3
+
+
+def test_steps_without_a_time_do_not_stop_it() -> None:
+    cluster = Cluster()
+    controller, log = controller_on(cluster)
+    for _ in range(60):
+        controller.observe([math.nan] * controller.turn.steps)
+    assert controller.turn.setting == UNTUNED
+    assert len(log.adopted) == 1
+
+
+def test_the_same_steps_bring_the_same_turns() -> None:
+    def turns() -> list[Turn]:
+        cluster = Cluster(noise=0.02, seed=5)
+        controller, _ = controller_on(cluster)
+        seen = []
+        while controller.turn.phase != "watch":
+            seen.append(controller.turn)
+            controller.observe(cluster.run(controller.turn))
+        return seen
+
+    assert turns() == turns()

@@ -1,0 +1,222 @@
+"""What is remembered of a tuning, by whom it is found, and what cannot harm it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytesched.tunable import Setting
+from bytesched.tunefile import Fingerprint, Trial, TuningFile
+from bytesched.tuning.memory import Memory, cache_folder
+
+MIB = 1 << 20
+FINGERPRINT = Fingerprint(
+    "gloo", (2, 2), "cpu", "torch 2.13.0", "0.1.0", "abc", 40 * MIB, 1.2e8, 4e-4
+)
+UNTUNED = Setting(2 * MIB, 4 * MIB)
+TUNED = Setting(MIB, 3 * MIB)
+DONE = TuningFile(
+    FINGERPRINT,
+    UNTUNED,
+    TUNED,
+    "done",
+    (Trial(TUNED, "search", 400.0, (399.0, 401.0)), Trial(UNTUNED, "search", float("nan"), ())),
+    120,
+    400.0,
+    440.0,
+)
+RUNNING = replace(DONE, setting=None, state="running", step_ms=float("nan"))
+
+
+def test_it_is_found_again(tmp_path: Path) -> None:
+    memory = Memory(folder=tmp_path)
+    path = memory.save(DONE)
+    assert path is not None
+    assert path.parent == tmp_path
+    found, near = Memory(folder=tmp_path).find(FINGERPRINT)
+    assert found is not None
+    assert not near
+    assert found.setting == TUNED
+    assert found.trials[0] == DONE.trials[0]
+    assert found.saved_at
+    assert found.gain_pct == pytest.approx(100 * 40 / 440)
+
+
+@pytest.mark.parametrize(
+    ("change", "same", "near"),
+    [
+        ({"bytes_per_s": 1.6e8, "overhead_s": 3e-4}, True, False),
+        ({"bytes_per_s": 2.4e8}, False, False),
+        ({"overhead_s": 2e-2}, False, False),
+        ({"signature": "other"}, False, True),
+        ({"framework": "torch 2.14.0"}, False, True),
+        ({"version": "9.9"}, False, True),
+        ({"ranks_per_host": (4,)}, False, False),
+        ({"device": "NVIDIA H200"}, False, False),
+        ({"backend": "nccl"}, False, False),
+    ],
+)
+def test_what_is_the_same_case(
+    change: dict[str, object], same: bool, near: bool, tmp_path: Path
+) -> None:
+    memory = Memory(folder=tmp_path)
+    memory.save(DONE)
+    found, others = memory.find(replace(FINGERPRINT, **change))  # type: ignore[arg-type]
+    assert (found is not None, bool(others)) == (same, near)
+
+
+def test_one_file_per_case(tmp_path: Path) -> None:
+    memory = Memory(folder=tmp_path)
+    memory.save(DONE)
+    again = replace(DONE, fingerprint=replace(FINGERPRINT, bytes_per_s=1.3e8), setting=UNTUNED)
+    memory.save(again)
+    memory.save(replace(DONE, fingerprint=replace(FINGERPRINT, signature="other")))
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    found, _ = memory.find(FINGERPRINT)
+    assert found is not None
+    assert found.setting == UNTUNED
+
+
+def test_one_that_runs_is_kept_but_not_used(tmp_path: Path) -> None:
+    memory = Memory(folder=tmp_path)
+    memory.save(RUNNING)
+    assert [tuning.state for _, tuning in memory.entries()] == ["running"]
+    assert memory.find(FINGERPRINT) == (None, [])
+    memory.save(DONE)
+    memory.save(RUNNING)
+    assert [tuning.state for _, tuning in memory.entries()] == ["done"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, '{"format": "another"}', "\ud800"],
+)
+def test_a_foreign_file_is_named_and_left_alone(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
+    before = path.read_bytes()
+    memory = Memory(path)
+    assert memory.find(FINGERPRINT) == (None, [])
+    assert memory.save(DONE) is None
+    assert path.read_bytes() == before
+    assert str(path) in caplog.text
+
+
+def test_a_damaged_file_of_the_cache_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(folder=tmp_path)
+    path = memory.save(DONE)
+    assert path is not None
+    path.write_text(path.read_text()[:200])
+    assert Memory(folder=tmp_path).find(FINGERPRINT) == (None, [])
+    assert str(path) in caplog.text
+    assert memory.save(DONE) == path
+    found, _ = memory.find(FINGERPRINT)
+    assert found is not None
+
+
+@given(st.data())
+def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
+    content = DONE.to_json()
+    owner = data.draw(st.sampled_from([content, content["fingerprint"], content["setting"]]))
+    name = data.draw(st.sampled_from(sorted(set(owner) - {"step_ms", "untuned_ms", "off_ms"})))
+    owner[name] = data.draw(st.sampled_from([None, -1, "x" * 9, [], {}, [None], 1.5e400]))
+    try:
+        TuningFile.of(json.loads(json.dumps(content)))
+    except ValueError:
+        return
+    taken = isinstance(owner[name], str) or (name, owner[name]) == ("trials", [])
+    assert taken, f"{name} = {owner[name]!r} was taken"
+
+
+def test_what_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for memory in (Memory(folder=blocked / "below"), Memory(blocked / "below" / "x.json")):
+        assert memory.find(FINGERPRINT) == (None, [])
+        assert memory.save(DONE) is None
+    assert caplog.text.count("cannot be written") == 2
+
+
+def test_the_same_complaint_is_made_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.json").write_text("{")
+    memory = Memory(folder=tmp_path)
+    for _ in range(3):
+        memory.find(FINGERPRINT)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "bytesched" / "tuning"
+
+
+_WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_tuning_memory import DONE
+from bytesched.tuning.memory import Memory
+memory = Memory(folder=Path(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    assert memory.save(replace(DONE, steps=int(sys.argv[3])))
+"""
+
+
+def _writer(folder: Path, number: int) -> subprocess.Popen[str]:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(Path(__file__).parent), str(folder), str(number)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+@pytest.mark.procs
+def test_concurrent_jobs_and_kills_leave_a_whole_file(tmp_path: Path) -> None:
+    memory = Memory(folder=tmp_path)
+    path = memory.save(DONE)
+    assert path is not None
+    seen = set()
+    for round_number in range(4):
+        writers = [_writer(tmp_path, 2 * round_number + number) for number in (1, 2)]
+        try:
+            for _ in range(200):
+                seen.add(TuningFile.read(path).steps)
+        finally:
+            for writer in writers:
+                os.kill(writer.pid, signal.SIGKILL)
+                writer.wait(30)
+                assert writer.stdout is not None
+                writer.stdout.close()
+        TuningFile.read(path)
+    assert len(seen) > 1
+    assert memory.save(DONE) == path, "the lock of a killed job is still held"
+    assert [other.name for other in tmp_path.glob("*.json")] == [path.name]
+
+
+def test_the_line_to_paste() -> None:
+    assert DONE.paste() == "BYTESCHED_PARTITION_BYTES=1048576 BYTESCHED_CREDIT_BYTES=3145728"
+    off = replace(DONE, setting=replace(TUNED, enabled=False))
+    assert off.paste() == "BYTESCHED_ENABLED=0"
+    other = replace(DONE, setting=replace(TUNED, policy="fifo", order="replay"))
+    assert other.paste().endswith("BYTESCHED_POLICY=fifo BYTESCHED_ORDER=replay")
+    assert RUNNING.paste() == ""

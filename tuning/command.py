@@ -1,0 +1,253 @@
+"""`bytesched tune`: runs a training that tunes itself, and shows or forgets what was found."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from bytesched.config import LEAST_TUNE_STEPS, Config, child_environment
+from bytesched.errors import ConfigError
+from bytesched.tunable import find_tuner
+from bytesched.tunefile import TuningFile
+from bytesched.tuning.memory import Memory, cache_folder
+from bytesched.tuning.progress import Progress, progress_for
+
+LOOK_S = 0.25
+GRACE_S = 15.0
+#: steps of a bench beyond those of its tuning
+_MORE_STEPS = 10
+_EPILOG = """\
+The training's own script must call bytesched.wrap, or be started by 'bytesched run':
+
+  bytesched tune -- torchrun --nproc-per-node 2 train.py
+  bytesched tune --save mine.json --steps 200 -- torchrun ... train.py
+  bytesched tune --bench emulate:gpt -- --lab 2 --rate 1gbit
+  bytesched tune --show
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 if a setting was adopted, else that of the training, or 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    mine, rest = arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        mine, rest = arguments[:at], arguments[at + 1 :]
+    options = parser.parse_args(mine)
+    if options.show:
+        return _show()
+    if options.forget:
+        return _forget(options.forget)
+    config = Config(tune=True, tune_steps=options.steps, tune_space=options.space)
+    find_tuner(config)
+    command = _command(options, rest)
+    if not command:
+        parser.error("nothing to run: bytesched tune -- torchrun ... train.py, or --bench MODEL")
+    return _tune(command, config, options.save, stop=options.stop or bool(options.bench))
+
+
+def _command(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    if not options.bench:
+        return rest
+    kind, _, name = options.bench.rpartition(":")
+    if kind not in ("", "emulate"):
+        kind, name = "", options.bench
+    steps = str(int(options.steps) + _MORE_STEPS)
+    return [
+        sys.executable, "-m", "bytesched", "bench", f"--{kind or 'model'}", name, "--systems",
+        "bytesched", "--rounds", "1", "--warmup", "2", "--iterations", steps, *rest,
+    ]  # fmt: skip
+
+
+def _tune(command: list[str], config: Config, save: str, *, stop: bool) -> int:
+    """Runs `command` until it ends, or with `stop` until a setting is adopted."""
+    file = Path(save or cache_folder() / f"running-{os.getpid()}.json").absolute()
+    if save:
+        _check_target(file)
+    environment = child_environment(
+        {
+            "BYTESCHED_TUNE": "1",
+            "BYTESCHED_TUNE_FILE": str(file),
+            "BYTESCHED_TUNE_STEPS": str(config.tune_steps),
+            "BYTESCHED_TUNE_SPACE": config.tune_space,
+        }
+    )
+    before = _read(file)
+    try:
+        with progress_for(config.tune_steps) as progress:
+            code = _run(command, environment, file, progress, stop=stop, before=before)
+        tuning = _read(file)
+        if tuning is None or tuning.setting is None or tuning == before:
+            print(_unfinished(tuning, code), file=sys.stderr)
+            return code or 1
+        _report(tuning, file if save else _keep(tuning, file))
+        return 0 if stop else code
+    finally:
+        if not save:
+            file.unlink(missing_ok=True)
+            file.with_name(f".{file.name}.lock").unlink(missing_ok=True)
+
+
+def _keep(tuning: TuningFile, file: Path) -> Path | None:
+    """Moves a tuning to where it is looked for; where that is."""
+    # Its own place: else the memory would find this case in `file`, and write it there.
+    file.unlink()
+    return Memory().save(tuning)
+
+
+def _check_target(file: Path) -> None:
+    """Raises ConfigError if `file` is somebody else's, or can not be."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"--save {file}: there is no such folder")
+    try:
+        TuningFile.read(file)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--save {file} is {error}: name another file") from None
+
+
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    file: Path,
+    progress: Progress,
+    *,
+    stop: bool,
+    before: TuningFile | None,
+) -> int:
+    # A group of its own, so that a launcher ends together with its ranks.
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    printer = threading.Thread(target=_pass_on, args=(process, progress), daemon=True)
+    printer.start()
+    shown = before
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
+            tuning = _read(file)
+            if tuning is not None and tuning != shown:
+                shown = tuning
+                progress.show(tuning)
+            if process.returncode is not None:
+                printer.join(GRACE_S)
+                return process.returncode
+            if stop and shown is not before and shown is not None and shown.setting is not None:
+                return 0
+    finally:
+        _end(process)
+        printer.join(GRACE_S)
+
+
+def _pass_on(process: subprocess.Popen[str], progress: Progress) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            progress.pass_on(line)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends what was started, if it still runs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _read(file: Path) -> TuningFile | None:
+    try:
+        return TuningFile.read(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _unfinished(tuning: TuningFile | None, code: int) -> str:
+    ended = f"the command ended (exit code {code})"
+    if tuning is None:
+        return (
+            f"tune: {ended} and nothing was tuned: does the script call bytesched.wrap, on more "
+            "than one rank? Is the cluster's rank 0 on this machine?"
+        )
+    return f"tune: {ended} before the tuning did, after {tuning.steps} steps: let it train longer"
+
+
+def _report(tuning: TuningFile, file: Path | None) -> None:
+    print(f"\nadopted after {tuning.steps} steps: {tuning.setting}")
+    print(f"  {'tuned':<16}{tuning.step_ms:8.1f} ms")
+    print(f"  {'untuned':<16}{tuning.untuned_ms:8.1f} ms  ({tuning.untuned})")
+    if tuning.off_ms > 0:
+        print(f"  {'scheduling off':<16}{tuning.off_ms:8.1f} ms")
+    if file is not None:
+        print(f"saved in {file}; the next run with BYTESCHED_TUNE=1 begins with it")
+    print(f"to use it without tuning:\n  {tuning.paste()}")
+
+
+def _show() -> int:
+    entries = list(Memory().entries())
+    if not entries:
+        print(f"nothing is known yet ({cache_folder()})")
+    for path, tuning in entries:
+        fingerprint = tuning.fingerprint
+        ranks = "+".join(map(str, fingerprint.ranks_per_host))
+        print(
+            f"{path.stem}  {tuning.saved_at[:16]}  {fingerprint.backend}, {ranks} ranks on "
+            f"{fingerprint.device}, {fingerprint.bytes_per_s / 1e6:.0f} MB/s, model of "
+            f"{fingerprint.model_bytes / 2**20:.1f} MiB\n    {_told(tuning)}"
+        )
+    return 0
+
+
+def _told(tuning: TuningFile) -> str:
+    if tuning.setting is None:
+        return f"unfinished after {tuning.steps} steps"
+    return f"{tuning.setting}, {tuning.step_ms:.1f} ms ({tuning.gain_pct:.1f} % gained)"
+
+
+def _forget(which: str) -> int:
+    found = [path for path, _ in Memory().entries() if which in ("all", path.stem)]
+    if not found and which != "all":
+        raise ConfigError(f"--forget {which}: no such tuning; bytesched tune --show names them")
+    for path in found:
+        path.unlink(missing_ok=True)
+        path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+        print(f"forgotten: {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched tune",
+        usage="bytesched tune [options] -- COMMAND ...",
+        description="Find partition and credit sizes for this cluster while a training runs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--save", default="", metavar="FILE", help="instead of the user's cache folder")
+    add("--steps", default=150, metavar="N", help=f"most steps ({LEAST_TUNE_STEPS} or more; 150)")
+    add("--space", default="", metavar="TEXT", help='such as "partition_bytes=64KiB..4MiB"')
+    add("--bench", default="", metavar="MODEL", help="train a model of the bench, or emulate:MODEL")
+    add("--stop", action="store_true", help="end the command when a setting is adopted")
+    add("--show", action="store_true", help="list what is known")
+    add("--forget", default="", metavar="NAME", help="forget one of these, or all")
+    return parser

@@ -1,0 +1,77 @@
+"""Whether step time or bandwidth has moved for good since a setting was adopted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from bytesched.tuning.samples import spread, typical_s
+
+__all__ = ["Drift"]
+
+#: steps of a window, and windows in a row that must agree
+WINDOW_STEPS = 20
+_WINDOWS = 3
+#: a window that differs by less has not moved; nor has one within so many deviations
+_MOVED = 0.12
+_DEVIATIONS = 4.0
+#: bandwidth is measured from few bytes at times
+_BANDWIDTH_MOVED = 0.3
+
+
+class Drift:
+    """Watches steps in windows. What it compares with is given, or the first windows.
+
+    One window may hold a slow phase of the cluster; only several in a row that all moved, to the
+    same side, are a drift.
+    """
+
+    def __init__(self, step_s: float | None = None) -> None:
+        self._step_s = step_s
+        self._bytes_per_s: float | None = None
+        self._left_s: list[float] = []
+        self._windows: list[tuple[float, float]] = []
+        self._rates: list[float] = []
+
+    def observe(self, durations_s: Sequence[float], bytes_per_s: float = math.nan) -> str:
+        """Takes these steps, and what the link did meanwhile. What moved, in words; or nothing."""
+        self._left_s.extend(durations_s)
+        while len(self._left_s) >= WINDOW_STEPS:
+            window, self._left_s = self._left_s[:WINDOW_STEPS], self._left_s[WINDOW_STEPS:]
+            self._windows.append((typical_s(window), spread(window)))
+        if 0 < bytes_per_s < math.inf:
+            self._rates.append(bytes_per_s)
+        return self._step_time() or self._bandwidth()
+
+    def _step_time(self) -> str:
+        latest = self._windows[-_WINDOWS:]
+        if len(latest) < _WINDOWS:
+            return ""
+        if self._step_s is None:
+            self._step_s = median(step_s for step_s, _ in latest)
+            self._windows.clear()
+            return ""
+        before_s = self._step_s
+        moved = max(_MOVED, _DEVIATIONS * median(deviation for _, deviation in latest))
+        slower = all(step_s > (1 + moved) * before_s for step_s, _ in latest)
+        faster = all(step_s < before_s / (1 + moved) for step_s, _ in latest)
+        if not (slower or faster):
+            return ""
+        now_s = median(step_s for step_s, _ in latest)
+        return f"a step takes {1e3 * now_s:.4g} ms instead of {1e3 * before_s:.4g} ms"
+
+    def _bandwidth(self) -> str:
+        latest = self._rates[-_WINDOWS:]
+        if len(latest) < _WINDOWS:
+            return ""
+        if self._bytes_per_s is None:
+            self._bytes_per_s = median(latest)
+            self._rates.clear()
+            return ""
+        before = self._bytes_per_s
+        slower = all(rate < before / (1 + _BANDWIDTH_MOVED) for rate in latest)
+        faster = all(rate > before * (1 + _BANDWIDTH_MOVED) for rate in latest)
+        if not (slower or faster):
+            return ""
+        return f"the link carries {median(latest) / 1e6:.4g} MB/s instead of {before / 1e6:.4g}"

@@ -1,0 +1,125 @@
+"""The story of a tuning: told in the log as it happens, and kept in the memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bytesched.tunable import Setting
+from bytesched.tunefile import Fingerprint, Trial, TuningFile
+from bytesched.tuning.controller import Adopted, Drifted, Report, Tried
+from bytesched.tuning.memory import Memory
+
+__all__ = ["Logbook"]
+
+log = logging.getLogger("bytesched")
+
+#: the step times after the tuning end in the file after so many steps
+_WATCHED_STEPS = 20_000
+
+
+class Logbook:
+    """Writes down one run's tunings.
+
+    Args:
+        memory: where they are kept.
+        fingerprint: what they are good for.
+        untuned: what they are compared with.
+    """
+
+    def __init__(self, memory: Memory, fingerprint: Fingerprint, untuned: Setting) -> None:
+        self._memory = memory
+        self._begun = TuningFile(fingerprint, untuned, None, "running", (), 0)
+        self._done: TuningFile | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._trials: list[Trial] = []
+        self._steps = self._watched_steps = self._tried = 0
+        self._best: tuple[Setting, float] | None = None
+        self._untuned_s = math.nan
+
+    def note(self, report: Report, *, more_trials: int = 0) -> None:
+        """Something happened; about `more_trials` will follow."""
+        if isinstance(report, Tried):
+            self._note_trial(report, more_trials)
+        elif isinstance(report, Adopted):
+            self._note_adopted(report)
+        else:
+            self._note_drift(report)
+
+    def watched(self, setting: Setting, durations_s: Sequence[float]) -> None:
+        """Steps after the tuning; kept with the file when it is closed."""
+        if self._done is not None and self._watched_steps < _WATCHED_STEPS:
+            self._watched_steps += len(durations_s)
+            self._trials.append(Trial(setting, "watch", math.nan, _ms(durations_s)))
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._done is not None and self._watched_steps:
+            self._memory.save(replace(self._done, trials=tuple(self._trials)))
+
+    def _note_trial(self, tried: Tried, more_trials: int) -> None:
+        self._steps += len(tried.durations_s)
+        self._trials.append(
+            Trial(
+                tried.setting,
+                tried.phase,
+                1e3 * tried.step_s,
+                _ms(tried.durations_s),
+                tried.cut,
+            )
+        )
+        if tried.phase == "guard":
+            return
+        if self._best is None or tried.step_s < self._best[1]:
+            self._best = tried.setting, tried.step_s
+        if tried.phase == "baseline":
+            self._untuned_s = tried.step_s
+            log.info("tuning: untuned, %s: %.1f ms", tried.setting, 1e3 * tried.step_s)
+        else:
+            self._tried += 1
+            log.info(
+                "tuning: trial %d of about %d: %s: %.1f ms%s; best %.1f ms (%+.1f %%)",
+                self._tried,
+                self._tried + more_trials,
+                tried.setting,
+                1e3 * tried.step_s,
+                ", cut short" if tried.cut else "",
+                1e3 * self._best[1],
+                100 * (self._best[1] / self._untuned_s - 1),
+            )
+        self._memory.save(replace(self._begun, trials=tuple(self._trials), steps=self._steps))
+
+    def _note_adopted(self, adopted: Adopted) -> None:
+        untuned = self._begun.untuned
+        times_ms = {s: 1e3 * step_s for s, step_s in adopted.steps_s.items()}
+        off_ms = [step_ms for s, step_ms in times_ms.items() if not s.enabled]
+        self._done = replace(
+            self._begun,
+            setting=adopted.setting,
+            state="done",
+            trials=tuple(self._trials),
+            steps=adopted.steps,
+            step_ms=times_ms.get(adopted.setting, math.nan),
+            untuned_ms=times_ms.get(untuned, math.nan),
+            off_ms=off_ms[0] if off_ms else math.nan,
+        )
+        path = self._memory.save(self._done)
+        gain = f"{self._done.gain_pct:+.1f} % gained" if adopted.setting != untuned else "untuned"
+        saved = f"; saved in {path}" if path is not None else ""
+        log.info("tuning: done in %d steps: %s, %s%s", adopted.steps, adopted.setting, gain, saved)
+        log.info("tuning: to fix it: %s", self._done.paste())
+
+    def _note_drift(self, drifted: Drifted) -> None:
+        if drifted.retunes:
+            self._begin()
+            log.info("tuning: %s: tuning again", drifted.what)
+        else:
+            log.info("tuning: %s; it was tuned shortly before, so not again yet", drifted.what)
+
+
+def _ms(durations_s: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * duration_s for duration_s in durations_s if 0 < duration_s < math.inf)

@@ -1,0 +1,143 @@
+"""Tuned settings on disk: a file per cluster and model, found again by what is in it.
+
+Nothing here ends a training: what cannot be read or written is named in a warning and left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from bytesched.errors import ConfigError
+from bytesched.tunefile import Fingerprint, TuningFile
+
+__all__ = ["Memory", "cache_folder"]
+
+log = logging.getLogger("bytesched")
+
+_LOCK_TIMEOUT_S = 10.0
+
+
+def cache_folder() -> Path:
+    """Where tunings lie if no file is named. ConfigError if platformdirs is not installed."""
+    try:
+        from platformdirs import user_cache_path
+    except ImportError as error:
+        raise ConfigError("tuning needs platformdirs: pip install 'bytesched[tune]'") from error
+    return user_cache_path("bytesched") / "tuning"
+
+
+class Memory:
+    """What is known about clusters.
+
+    Args:
+        file: reads and writes this file only; empty: a folder with one per fingerprint.
+        folder: that folder, if it is not the user's cache folder.
+    """
+
+    def __init__(self, file: str | Path = "", *, folder: Path | None = None) -> None:
+        self._file = Path(file) if file else None
+        self._folder = folder or (cache_folder() if self._file is None else Path())
+        self._complained: set[str] = set()
+
+    def find(self, fingerprint: Fingerprint) -> tuple[TuningFile | None, list[TuningFile]]:
+        """The tuning of this very case, if it was finished, and others of the same cluster."""
+        near = [
+            known
+            for _, known in self.entries()
+            if known.fingerprint.is_same_cluster(fingerprint) and known.state == "done"
+        ]
+        same = [known for known in near if known.fingerprint.is_same(fingerprint)]
+        same.sort(key=lambda known: known.saved_at)
+        return (same[-1] if same else None), [known for known in near if known not in same]
+
+    def entries(self) -> Iterator[tuple[Path, TuningFile]]:
+        """Every file that can be read, and what is in it."""
+        for path in self._paths():
+            try:
+                yield path, TuningFile.read(path)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                self._complain(path, f"is ignored: {error}")
+
+    def path_of(self, fingerprint: Fingerprint) -> Path:
+        """Where a tuning of this case belongs."""
+        if self._file is not None:
+            return self._file
+        for path, known in self.entries():
+            if known.fingerprint.is_same(fingerprint):
+                return path
+        rate = f"{fingerprint.bytes_per_s:.1e}".replace("+", "")
+        return self._folder / f"{fingerprint.name}-{rate}.json"
+
+    def save(self, tuning: TuningFile) -> Path | None:
+        """Writes a tuning in one piece; where it is now, or None if it could not be written.
+
+        A finished tuning of the same case is not replaced by one that is still running.
+        """
+        try:
+            path = self.path_of(tuning.fingerprint)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path):
+                return path if self._write(path, tuning) else None
+        except OSError as error:
+            where = self._file or self._folder
+            self._complain(where, f"cannot be written: {error.strerror or error}")
+        return None
+
+    def _write(self, path: Path, tuning: TuningFile) -> bool:
+        try:
+            known = TuningFile.read(path)
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            if self._file is not None:
+                # Whatever it is, the user named it and would miss it.
+                self._complain(path, f"is left alone: {error}")
+                return False
+        else:
+            same = known.fingerprint.is_same(tuning.fingerprint)
+            if same and known.state == "done" and tuning.state != "done":
+                return True
+        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        scratch = path.with_name(f".{path.name}.new")
+        with scratch.open("w", encoding="utf-8") as file:
+            json.dump(replace(tuning, saved_at=now).to_json(), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+        return True
+
+    def _paths(self) -> list[Path]:
+        if self._file is not None:
+            return [self._file]
+        try:
+            return sorted(self._folder.glob("*.json"))
+        except OSError as error:
+            self._complain(self._folder, f"cannot be read: {error.strerror or error}")
+            return []
+
+    def _complain(self, path: Path, what: str) -> None:
+        if (message := f"tuning: {path} {what}") not in self._complained:
+            self._complained.add(message)
+            log.warning("%s", message)
+
+
+def _locked(path: Path) -> AbstractContextManager[object]:
+    """One writer at a time; TimeoutError, which is an OSError, if another does not let go."""
+    try:
+        from filelock import FileLock
+    except ImportError as error:
+        raise ConfigError("tuning needs filelock: pip install 'bytesched[tune]'") from error
+    lock: AbstractContextManager[object] = FileLock(
+        path.with_name(f".{path.name}.lock"), timeout=_LOCK_TIMEOUT_S
+    )
+    return lock

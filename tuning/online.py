@@ -1,0 +1,177 @@
+"""The tuner of a training run: what is measured goes in, rank 0's word comes out."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import bytesched
+from bytesched.config import Config
+from bytesched.errors import ConfigError
+from bytesched.tunable import Recording, RunFacts, Setting, Steps, Word
+from bytesched.tunefile import Fingerprint, TuningFile
+from bytesched.tuning.controller import Controller, Pace, Report
+from bytesched.tuning.fit import Link, fit_probes, with_sends
+from bytesched.tuning.logbook import Logbook
+from bytesched.tuning.memory import Memory
+from bytesched.tuning.model import IterationModel, median_recording, seed_bytes, seeded_space
+from bytesched.tuning.search import BayesianSearch, Searcher
+from bytesched.tuning.space import Limits
+
+__all__ = ["OnlineTuner", "tuner_of"]
+
+log = logging.getLogger("bytesched")
+
+_NEEDED = ("numpy", "skopt", "platformdirs", "filelock")
+_SEED = 0
+#: the most promising settings of the model, which are tried before the search has its say
+_FIRST_TRIALS = 3
+
+
+def tuner_of(config: Config) -> OnlineTuner:
+    """The tuner that `config` describes.
+
+    Raises `ConfigError` if there is nothing to tune, or a package is missing.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"tuning needs {', '.join(missing)}, not installed: pip install 'bytesched[tune]'"
+        )
+    return OnlineTuner(Limits.of(config), steps=config.tune_steps, memory=Memory(config.tune_file))
+
+
+class OnlineTuner:
+    """Puts link, model, searcher, controller and memory together (see tunable.Tuner).
+
+    Args:
+        limits: what may be tried.
+        memory: what is known, and where it is kept.
+        steps: the most that one tuning takes.
+        now_s: reads the time.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        memory: Memory,
+        steps: int = 150,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._memory = memory
+        self._pace = Pace(budget=steps)
+        self._now_s = now_s
+        self._recordings: list[Recording] = []
+        self._bytes_per_s = math.nan
+        self._near: list[Setting] = []
+        # - from the beginning on
+        self._facts: RunFacts
+        self._link: Link
+        self._logbook: Logbook
+        self._controller: Controller
+
+    def begin(self, facts: RunFacts) -> Word:
+        """The first word: what is known of this cluster, or the untuned setting."""
+        self._facts = facts
+        self._link = fit_probes(facts.probes)
+        fingerprint = _fingerprint(facts, self._link)
+        self._logbook = Logbook(self._memory, fingerprint, facts.untuned)
+        self._limits = self._limits.within(facts.knobs)
+        self._controller = Controller(
+            facts.untuned,
+            can_switch_off="enabled" in facts.knobs,
+            search=self._searcher,
+            now_s=self._now_s,
+            pace=self._pace,
+            report=self._reported,
+            known=self._known(fingerprint),
+        )
+        return self._word()
+
+    def word(self, steps: Steps) -> Word:
+        """The next word."""
+        self._recordings.extend(steps.recordings)
+        self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
+        turn = self._controller.turn
+        self._controller.observe(steps.durations_s, self._bytes_per_s)
+        if turn.phase == "watch":
+            self._logbook.watched(turn.setting, steps.durations_s[turn.dropped :])
+        return self._word()
+
+    def close(self) -> None:
+        """Training is over."""
+        self._logbook.close()
+
+    def _word(self) -> Word:
+        return Word(self._controller.turn.setting, self._controller.turn.steps)
+
+    def _known(self, fingerprint: Fingerprint) -> Setting | None:
+        """The setting to begin and stay with, if this case is known or leaves no choice."""
+        same, near = self._memory.find(fingerprint)
+        self._near = [_adopted(tuning) for tuning in near if _adopted(tuning).enabled]
+        if same is not None:
+            setting = _adopted(same)
+            allowed = self._limits.allow(setting)
+            if setting == same.untuned and not self._limits.allow(self._facts.untuned):
+                # What is untuned lies outside of where to look, now as it did then.
+                allowed = self._limits.keep(setting)
+            if allowed and (setting.enabled or self._can_switch_off):
+                log.info("tuning: known cluster, tuned %s: %s", same.saved_at[:10], setting)
+                return setting
+            self._near.append(setting)
+        space = seeded_space(self._limits, self._facts, self._link)
+        if len(space) == 1 or self._facts.model_bytes <= space.limits.partition.low_bytes:
+            log.info("tuning: the model is one chunk, whatever the sizes: nothing to tune")
+            return self._facts.untuned
+        log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
+        return None
+
+    @property
+    def _can_switch_off(self) -> bool:
+        return "enabled" in self._facts.knobs
+
+    def _searcher(self, adopted: Setting | None) -> Searcher:
+        """The search, now that the baseline is measured and iterations are recorded."""
+        recording = median_recording(self._recordings)
+        link = with_sends(self._link, recording.sends if recording is not None else ())
+        if adopted is not None and self._bytes_per_s > 0:
+            # Something has drifted since the link was probed.
+            link = replace(link, bytes_per_s=self._bytes_per_s)
+        space = seeded_space(self._limits, self._facts, link)
+        seed = max(seed_bytes(self._facts, link), space.settings[0].partition_bytes)
+        wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
+        first = [*([adopted] if adopted is not None else []), *self._near, space.nearest(wanted)]
+        if recording is not None:
+            model = IterationModel(recording, link)
+            space = model.promising(space, self._facts.untuned)
+            first.extend(model.first_trials(space, _FIRST_TRIALS))
+        log.info("tuning: %r", space)
+        return BayesianSearch(space, seed=_SEED, first=first)
+
+    def _reported(self, report: Report) -> None:
+        self._logbook.note(report, more_trials=self._controller.more_trials)
+
+
+def _adopted(tuning: TuningFile) -> Setting:
+    assert tuning.setting is not None, "a tuning that was found is finished"
+    return tuning.setting
+
+
+def _fingerprint(facts: RunFacts, link: Link) -> Fingerprint:
+    return Fingerprint(
+        backend=facts.backend,
+        ranks_per_host=facts.ranks_per_host,
+        device=facts.device,
+        framework=facts.framework,
+        version=bytesched.__version__,
+        signature=facts.signature,
+        model_bytes=facts.model_bytes,
+        bytes_per_s=float(f"{link.bytes_per_s:.1e}"),
+        overhead_s=float(f"{link.overhead_s:.1e}"),
+    )

@@ -1,0 +1,38 @@
+"""Step times that stand for a setting: what a straggler, a checkpoint or an evaluation adds is not
+the setting's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median, median_low
+
+__all__ = ["spread", "typical_s"]
+
+#: a step that takes so many times the typical one has done something else as well
+_OUTLIER = 1.25
+
+
+def typical_s(durations_s: Sequence[float]) -> float:
+    """The median of the steps that are no outliers; NaN if there are none."""
+    kept = _kept(durations_s)
+    return median(kept) if kept else math.nan
+
+
+def spread(durations_s: Sequence[float]) -> float:
+    """Median deviation of the steps that are no outliers, as a share of the typical step."""
+    kept = _kept(durations_s)
+    if not kept:
+        return 0.0
+    middle_s = median(kept)
+    return median(abs(duration_s - middle_s) for duration_s in kept) / middle_s
+
+
+def _kept(durations_s: Sequence[float]) -> list[float]:
+    measured = [duration_s for duration_s in durations_s if 0 < duration_s < math.inf]
+    if not measured:
+        return []
+    # Outliers are late, so that of two steps the lower one is typical.
+    limit_s = _OUTLIER * median_low(measured)
+    return [duration_s for duration_s in measured if duration_s <= limit_s]
