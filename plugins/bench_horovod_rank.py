@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -13,6 +11,7 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.plugins.bench_block import SEED, train
 from bytesched.plugins.bench_models import build
+from bytesched.plugins.leaving import leave_after
 from bytesched.plugins.systems import set_up
 
 
@@ -44,5 +43,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Nothing is left to be done, and the interpreter would take its time to end.
-    os._exit(main(sys.argv[1:]))
+    leave_after(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from bytesched.plugins.compute_times import (
     measure_update,
     record_profile,
 )
+from bytesched.plugins.leaving import leave_after
 from bytesched.plugins.systems import HOROVOD, MIB, make_optimizer, set_up
 from bytesched.profile import Profile, parse_profile
 
@@ -294,8 +294,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    sys.stdout.flush()
-    # Threads of torch's process group outlive it; on a busy machine one of them now and then
-    # aborts a process that ends in the ordinary way.
-    os._exit(exit_code)
+    leave_after(main)

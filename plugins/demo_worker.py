@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 from bytesched.plugins.bench_models import GPT, NextToken
+from bytesched.plugins.leaving import leave_after
 from bytesched.plugins.systems import set_up
 from bytesched.plugins.traced_ddp import trace_ddp
 
@@ -171,4 +172,4 @@ def tell(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_after(main)

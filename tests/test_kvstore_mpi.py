@@ -167,8 +167,8 @@ def test_faults_are_named_on_every_survivor(name: str, tmp_path: Path) -> None:
 
 def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None:
     flags = ("--with-ft", "mpi")
-    code, output = mpirun(3, "kv_faults.py", "worker_killed", str(tmp_path), flags=flags)
-    assert code != 0, output
+    # What mpirun itself returns then is its own affair: it may end well after a tolerated death.
+    _, output = mpirun(3, "kv_faults.py", "worker_killed", str(tmp_path), flags=flags)
     for rank in (0, 2):
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert seen["error"] == "PeerLost", (rank, seen, output)
