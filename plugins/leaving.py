@@ -17,7 +17,7 @@ def leave_after(main: Callable[[list[str]], int]) -> NoReturn:
     try:
         exit_code = main(sys.argv[1:])
     except Exception:  # noqa: BLE001 - it is printed as the interpreter would
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
