@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -137,6 +138,7 @@ def nobody_else_pushes() -> None:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(20 * TIMEOUT_S, exit=True)
     name, folder = sys.argv[1:3]
     began_s = time.monotonic()
     seen = {"error": "", "text": ""}
