@@ -87,7 +87,10 @@ def chosen_sizes(
         if credit_bytes:
             partition_bytes = min(partition_bytes, credit_bytes)
     if not credit_bytes:
-        window = PROBE_WINDOW + round((_BUSY_WINDOW - PROBE_WINDOW) * busy)
+        # A link that is silent between two chunks has one under way and finds the next announced:
+        # a third would only stand before what is more urgent.
+        late = busy if hides_overhead else 0.0
+        window = PROBE_WINDOW + round((_BUSY_WINDOW - PROBE_WINDOW) * late)
         credit_bytes = window * partition_bytes
     return partition_bytes, credit_bytes
 

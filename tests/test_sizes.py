@@ -91,14 +91,15 @@ def test_one_probe_is_enough(count: int) -> None:
     assert busy == (partition_bytes, 4 * partition_bytes)
 
 
-def test_a_link_that_is_silent_between_chunks_follows_the_bound() -> None:
+@pytest.mark.parametrize("cpu_load", [0.0, 1.0])
+def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float) -> None:
     """Horovod negotiates between two operations: sqrt(θBS/(k+1)), with θ from the probes."""
 
     def measure(nbytes: int) -> Probe:
         return Probe(nbytes, nbytes / (1.2e-3 + nbytes / 118e6))
 
     partition_bytes, credit_bytes = chosen_sizes(
-        probe_sizes(measure), model_bytes=25 * MIB, cpu_load=0.0, hides_overhead=False
+        probe_sizes(measure), model_bytes=25 * MIB, cpu_load=cpu_load, hides_overhead=False
     )
     assert partition_bytes == pytest.approx((1.2e-3 * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
     assert credit_bytes == 2 * partition_bytes
