@@ -16,31 +16,23 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from bytesched.config import Config, horovod_variable
+from bytesched.config import Config
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
-from bytesched.order import Leading, ReadyQueue
+from bytesched.plugins.horovod_order import Negotiated
 from bytesched.plugins.horovod_transport import HorovodTransport
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.peers import Agreement
+from bytesched.plugins.retuning import WORD
 from bytesched.plugins.streams import Streams
 from bytesched.plugins.warmup import WARM_UP
-from bytesched.policy import named_policy
-from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
-from bytesched.tunable import Setting
 
 __all__ = ["HorovodFailed", "HorovodPeerLost", "HorovodPeers", "HorovodTimeout"]
 
 log = logging.getLogger("bytesched")
 
-#: Ranks that do not choose announce whatever is ready.
-_NO_LIMIT: Final = 1 << 62
-
 #: between two looks at an operation that the user's thread waits for
 _LOOK_S: Final = 5e-4
-
-#: operations that Horovod remembers if nothing else is said
-_CACHE_CAPACITY: Final = 1024
 
 #: Powers of two that double precision is scaled by, so that chunks differ.
 _POWERS: Final = 512
@@ -96,9 +88,11 @@ class HorovodPeers:
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._name = name
         self._keys: dict[str, int] = {}
+        #: the session's chunks, in a list that is theirs whenever the plan is cut again
         self._chunks: Sequence[CommTask] = ()
-        #: what chunks are sent in, by index
-        self._dtypes: dict[int, torch.dtype] = {}
+        self._packer: Packer
+        #: rank 0 has a word between two steps
+        self._tuned = False
         #: indices of the chunks that this rank has announced and that are not reduced
         self._announced: set[int] = set()
         self._aborted = False
@@ -116,10 +110,13 @@ class HorovodPeers:
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> int:
         self._announced.add(chunk.index)
-        self._dtypes[chunk.index] = packed.dtype
         divisor = self.size if self._op == hvd.Average else 1
         scale = _unfused(self._first + chunk.index, packed.dtype, self._scale, divisor)
-        return self._start(packed, self._chunk_name(chunk), self._op, scale)
+        return self._start(packed, self.chunk_name(chunk), self._op, scale)
+
+    def chunk_name(self, chunk: CommTask) -> str:
+        """What Horovod calls ``chunk``; a chunk of another cut has another name or is the same."""
+        return f"{self._name}.{chunk.index:04d}.{chunk.name}.{chunk.nbytes}"
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank."""
@@ -208,13 +205,13 @@ class HorovodPeers:
         return kind(what, task=task, rank=self.rank)
 
     def transport(self, packer: Packer, streams: Streams) -> HorovodTransport:
+        self._packer = packer
         return HorovodTransport(self, packer, streams)
 
     def agreement(self, chunks: Sequence[CommTask], config: Config) -> Agreement:
         self._chunks = chunks
-        if self.rank == 0:
-            _check_cache(len(chunks))
-        return _Negotiated(self.rank, config)
+        self._tuned = config.tune
+        return Negotiated(self, self._packer, chunks, config)
 
     def timeout(self, message: str, story: Callable[[], str]) -> SchedulerTimeout:
         return HorovodTimeout(message, rank=self.rank, story=story().splitlines())
@@ -230,13 +227,14 @@ class HorovodPeers:
         self._aborted = True
         if not self._chunks:
             self._announce_nothing(f"{self._name}.{WARM_UP}", torch.int64)
+        if self._tuned:
+            self._announce_nothing(f"{self._name}.{WORD}", torch.int64)
         for chunk in self._chunks:
             if chunk.index not in self._announced:
                 self._announce_end(chunk)
 
     def _announce_end(self, chunk: CommTask) -> None:
-        dtype = self._dtypes.get(chunk.index, torch.float32)
-        self._announce_nothing(self._chunk_name(chunk), dtype)
+        self._announce_nothing(self.chunk_name(chunk), self._packer.memory(chunk).dtype)
 
     def _announce_nothing(self, name: str, dtype: torch.dtype) -> None:
         nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
@@ -248,9 +246,6 @@ class HorovodPeers:
             # A backward pass was interrupted, and the other ranks wait for the rest of it.
             self.abort()
 
-    def _chunk_name(self, chunk: CommTask) -> str:
-        return f"{self._name}.{chunk.index:04d}.{chunk.name}"
-
     def _start(self, tensor: torch.Tensor, name: str, op: int, scale: tuple[float, float]) -> int:
         handle: int = hvd.allreduce_async_(
             tensor,
@@ -261,66 +256,6 @@ class HorovodPeers:
             process_set=self._process_set,
         )
         return handle
-
-
-class _Negotiated:
-    """Rank 0 chooses by announcing; the others announce all they have (see peers.Agreement).
-
-    Horovod runs an operation when every rank has announced it, so that nothing else need be
-    said. Among operations that are announced at once it takes those first that it saw first
-    (response_cache.cc): the warm-up shows it all chunks in the order of their priority.
-    """
-
-    order = "negotiated"
-
-    def __init__(self, rank: int, config: Config) -> None:
-        self._rank = rank
-        self._policy = config.policy
-        self._scheduler: Scheduler
-
-    def queue(self) -> ReadyQueue:
-        return Leading(named_policy(self._policy))
-
-    def window_bytes(self, credit_bytes: int) -> int:
-        return _NO_LIMIT if self._rank else credit_bytes
-
-    def bind(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def ready(self) -> None:
-        pass
-
-    def announce(self, chunks: Sequence[CommTask]) -> None:
-        pass
-
-    def round_ends(self) -> None:
-        pass
-
-    def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        if setting.policy != self._policy:
-            self._policy = setting.policy
-            self._scheduler.use_queue(self.queue())
-
-    def close(self) -> None:
-        pass
-
-
-def _check_cache(chunks: int) -> None:
-    """Warns if Horovod does not remember so many operations from one step to the next."""
-    said = horovod_variable("CACHE_CAPACITY")
-    try:
-        capacity = int(said) if said else _CACHE_CAPACITY
-    except ValueError:
-        # As Horovod reads it.
-        capacity = 0
-    if 0 <= capacity < chunks:
-        log.warning(
-            "HOROVOD_CACHE_CAPACITY = %d is less than %d chunks: Horovod negotiates them anew in "
-            "every step, which takes long, and forgets their order; set it to %d or more",
-            capacity,
-            chunks,
-            2 * chunks,
-        )
 
 
 def _unfused(

@@ -48,6 +48,11 @@ class Packer:
             for buffer in self._plan.buffers
         ]
 
+    def memory(self, chunk: CommTask) -> torch.Tensor:
+        """The tensor that ``pack`` fills, as it is."""
+        wire = self._wires[chunk.index]
+        return self._plan.buffers[chunk.index] if wire is None else wire
+
     @torch.no_grad()
     def pack(self, chunk: CommTask) -> torch.Tensor:
         """The tensor to reduce for ``chunk``."""

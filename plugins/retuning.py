@@ -17,13 +17,15 @@ from bytesched.plugins.settling import Settling
 from bytesched.scheduler import Scheduler
 from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word
 
-__all__ = ["Retuning"]
+__all__ = ["WORD", "Retuning"]
 
 log = logging.getLogger("bytesched")
 
+#: the key of the sum that carries a word
+WORD = "the word of rank 0"
+
 #: steps until the next word of a tuner that has failed
 _NEVER = 1 << 40
-_KEY = "the word of rank 0"
 
 
 class Retuning:
@@ -135,13 +137,13 @@ class Retuning:
         return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks, recordings)
 
     def _agreed(self, ask: Callable[[Tuner], Word], otherwise: Setting) -> Setting:
-        word = Word(otherwise, _NEVER)
+        numbers = Word(otherwise, _NEVER).numbers()
         if self._tuner is not None:
             try:
-                word = ask(self._tuner)
+                numbers = ask(self._tuner).numbers()
             except Exception:
                 log.exception("tuning has failed and ends; training goes on with %s", otherwise)
                 self._tuner = None
-        self._word = Word.of(from_leader(self._peers, word.numbers(), self._device, _KEY))
+        self._word = Word.of(from_leader(self._peers, numbers, self._device, WORD))
         self._left = self._word.next_in_steps
         return self._word.setting

@@ -17,6 +17,7 @@ from horovod_training import HorovodJob
 from looks import weight
 from peer_scripts import as_lists, footprint
 from rank_worker import signals
+from restless_horovod import ScriptedHorovodJob
 from torch import Tensor, nn
 from training import adamw, frozen, mlp, sgd, train
 
@@ -29,6 +30,7 @@ from bytesched.plugins.streams import Streams
 from bytesched.task import CommTask
 from bytesched.testing import PluginContract, TrainingRun
 from bytesched.transport import Transport
+from bytesched.tunable import Setting
 
 #: transports made so far; the same on all ranks
 _made = itertools.count()
@@ -211,9 +213,17 @@ def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
     return told
 
 
-def caught(moment: str, who: int) -> dict[str, Any]:
+def job_to_fail(*, tuned: bool) -> HorovodJob:
+    """A wrapped job; tuned, rank 0 has a word before every step, and it is another cut."""
+    if not tuned:
+        return HorovodJob(wrapped=True, timeout_s=20)
+    turns = [(Setting(256 << step % 2, 1024), 1) for step in range(10)]
+    return ScriptedHorovodJob(wrapped=True, timeout_s=20, turns=turns)
+
+
+def caught(moment: str, who: int, tuned: bool) -> dict[str, Any]:
     """Rank `who` catches an error of its own in the middle of a step, and never trains again."""
-    job = HorovodJob(wrapped=True, timeout_s=20)
+    job = job_to_fail(tuned=tuned)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
     boom = False
@@ -241,9 +251,9 @@ def caught(moment: str, who: int) -> dict[str, Any]:
     return told
 
 
-def failed_update(who: int) -> dict[str, Any]:
+def failed_update(who: int, tuned: bool) -> dict[str, Any]:
     """The update of one layer raises on rank `who`, which lives on until the others know."""
-    job = HorovodJob(wrapped=True, timeout_s=20)
+    job = job_to_fail(tuned=tuned)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
 

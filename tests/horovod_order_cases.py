@@ -10,9 +10,14 @@ from typing import Any
 
 import horovod.torch as hvd
 from horovod_training import HorovodJob
+from restless_horovod import ScriptedHorovodJob
 from training import mlp, sgd
 
+from bytesched.tunable import Setting
+
 STEPS = 6
+#: Horovod's own choice among all chunks, of one cut and then, in the last step alone, of another
+_CUT_AGAIN = ((Setting(1024, 1 << 30), STEPS - 2), (Setting(256, 1 << 30), 1))
 #: what a phase trains with; the first without bytesched
 PHASES: tuple[dict[str, Any] | None, ...] = (
     None,
@@ -20,13 +25,15 @@ PHASES: tuple[dict[str, Any] | None, ...] = (
     {"partition_bytes": 256, "credit_bytes": 256},
     # all at a time: their order is Horovod's own choice among what is announced
     {"partition_bytes": 256, "credit_bytes": 1 << 30},
+    {"turns": _CUT_AGAIN},
 )
 
 
 def train_in_phases() -> None:
     """In the last step of each phase rank 1 begins backward when rank 0 is through with it."""
     for fields in PHASES:
-        job = HorovodJob(wrapped=fields is not None, **fields or {})
+        kind = ScriptedHorovodJob if fields and "turns" in fields else HorovodJob
+        job = kind(wrapped=fields is not None, **fields or {})
         model = mlp()
         names = [(f"plain.{name}", p) for name, p in model.named_parameters()]
         optimizer = job.wrap(sgd(model), model, names=names)
@@ -68,7 +75,11 @@ class HorovodTimeline:
             for what, name, cycle in self._began
             if what == "ALLREDUCE" and name.startswith(prefix)
         ]
-        last = reduced[-len({name for name, _ in reduced}) :]
+        last: list[tuple[str, int]] = []
+        for name, cycle in reversed(reduced):
+            if name in (later for later, _ in last):
+                break
+            last.insert(0, (name, cycle))
         return [
             [name for name, _ in group]
             for _, group in itertools.groupby(last, key=operator.itemgetter(1))

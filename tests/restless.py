@@ -1,9 +1,9 @@
-"""A tuner that never rests: other sizes, policies and orders, and no scheduling, all the time."""
+"""Jobs whose tuner is a test's own: one that never rests, and one that does as it is told."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from training import Job
@@ -57,23 +57,69 @@ class Restless:
         return self._word
 
 
-class RestlessJob(Job):
+class Scripted:
+    """Passes through given settings, each with its number of steps, and stays with the last."""
+
+    def __init__(self, turns: Sequence[tuple[Setting, int]]) -> None:
+        self._turns = list(turns)
+
+    def begin(self, facts: RunFacts) -> Word:
+        return self._next()
+
+    def word(self, steps: Steps) -> Word:
+        return self._next()
+
+    def close(self) -> None:
+        pass
+
+    def _next(self) -> Word:
+        setting, steps = self._turns.pop(0)
+        return Word(setting, steps if self._turns else 1 << 30)
+
+
+class TunedJob(Job):
+    """A job whose wrapped run has a tuner of ours."""
+
+    def __init__(self, *, wrapped: bool, **fields: Any) -> None:
+        super().__init__(wrapped=wrapped, **fields)
+        if wrapped:
+            self._fields |= {"tune": True}
+            _replace(lambda config: None, self.new_tuner)
+
+    def new_tuner(self, config: Config) -> Tuner:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        super().close()
+        _replace(find_tuner, find_tuner)
+
+
+class ScriptedJob(TunedJob):
+    """A job whose wrapped run passes through ``turns``."""
+
+    def __init__(
+        self, *, wrapped: bool, turns: Sequence[tuple[Setting, int]] = (), **fields: Any
+    ) -> None:
+        super().__init__(wrapped=wrapped, **fields)
+        self._turns = turns
+
+    def new_tuner(self, config: Config) -> Tuner:
+        return Scripted(self._turns)
+
+
+class RestlessJob(TunedJob):
     """A job whose wrapped run is tuned all the time."""
 
     def __init__(self, *, wrapped: bool, **fields: Any) -> None:
         super().__init__(wrapped=wrapped, **fields)
         self.tuners: list[Restless] = []
-        if wrapped:
-            self._fields |= {"tune": True}
-            _replace(lambda config: None, self._new_tuner)
 
-    def _new_tuner(self, config: Config) -> Tuner:
+    def new_tuner(self, config: Config) -> Tuner:
         self.tuners.append(Restless())
         return self.tuners[-1]
 
     def close(self) -> None:
         super().close()
-        _replace(find_tuner, find_tuner)
         self.stats["settings"] = sum(len(set(tuner.settings)) for tuner in self.tuners)
         self.stats["recordings"] = sum(tuner.recordings for tuner in self.tuners)
 

@@ -97,12 +97,21 @@ def test_sparse_gradients_that_nothing_announced(
             check_gave_up(told, who[0])
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("moment", ["now", "next_forward"])
+@pytest.mark.parametrize(
+    ("moment", "who", "tuned"),
+    [
+        ("now", 0, False),
+        ("now", 1, False),
+        ("next_forward", 0, False),
+        ("next_forward", 1, False),
+        # Then what is announced are the chunks of the latest cut.
+        ("now", 1, True),
+    ],
+)
 def test_the_others_hear_of_a_caught_error(
-    own_pool: HorovodRanks, cases: ModuleType, moment: str, who: int
+    own_pool: HorovodRanks, cases: ModuleType, moment: str, who: int, tuned: bool
 ) -> None:
-    told = own_pool.run(cases.caught, moment, who)
+    told = own_pool.run(cases.caught, moment, who, tuned)
     assert told[who]["kinds"][0] == "ArithmeticError"
     if moment == "next_forward":
         assert told[who]["again"]["kinds"][0] == "PluginError"
@@ -110,10 +119,11 @@ def test_the_others_hear_of_a_caught_error(
 
 
 @pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("tuned", [False, True], ids=["", "while they wait for a word"])
 def test_the_others_hear_of_a_failed_update(
-    own_pool: HorovodRanks, cases: ModuleType, who: int
+    own_pool: HorovodRanks, cases: ModuleType, who: int, tuned: bool
 ) -> None:
-    told = own_pool.run(cases.failed_update, who)
+    told = own_pool.run(cases.failed_update, who, tuned)
     assert told[who]["kinds"][0] == "RuntimeError"
     assert "size of tensor" in told[who]["message"]
     check_gave_up(told[1 - who], who)

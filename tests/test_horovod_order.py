@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Pools = Callable[[int], "HorovodRanks"]
 pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
-#: names of the operations of each phase: plain, few chunks at a time, all at a time
-PHASES = ("plain.", "bytesched.0.0", "bytesched.1.0")
+#: names of the operations of each phase: plain, few chunks at a time, all at a time, cut again
+PHASES = ("plain.", "bytesched.0.0", "bytesched.1.0", "bytesched.2.0")
 
 
 @pytest.fixture(params=["gloo", "mpi"])
@@ -42,12 +42,16 @@ def timeline(kind: Kind, path: Path, **env: str) -> tuple[HorovodTimeline, str]:
 def test_chunks_are_reduced_in_order_of_priority(kind: Kind, tmp_path: Path) -> None:
     # In a long cycle Horovod finds many chunks, and has a choice.
     found, said = timeline(kind, tmp_path / "timeline", HOROVOD_CYCLE_TIME="10")
-    plain, few_at_a_time, all_at_once = (found.last_step(phase) for phase in PHASES)
+    plain, few_at_a_time, *all_at_once = (found.last_step(phase) for phase in PHASES)
     check_few_at_a_time(few_at_a_time)
-    # The names begin with the chunks' numbers, which are their priorities.
-    assert all(names == sorted(names) for names in all_at_once)
-    assert max(map(len, all_at_once)) >= 3
-    assert [found.copies(phase) for phase in PHASES[1:]] == [0, 0]
+    for cycles in all_at_once:
+        # The names begin with the chunks' numbers, which are their priorities.
+        assert all(names == sorted(names) for names in cycles)
+        assert max(map(len, cycles)) >= 3
+    # Of the same chunks, each once, although the second of these began with fewer.
+    sent = [sorted(name[len("bytesched.n") :] for name in itertools.chain(*c)) for c in all_at_once]
+    assert sent[0] == sent[1]
+    assert [found.copies(phase) for phase in PHASES[1:]] == [0, 0, 0]
     assert "CACHE_CAPACITY" not in said
     # Or this test could not fail.
     assert any(names != sorted(names) for names in plain)

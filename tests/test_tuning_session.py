@@ -203,20 +203,26 @@ def test_what_is_measured_is_what_happened(two_ranks: Ranks, tmp_path: Path) -> 
 
 
 class Failing:
-    """Gives up at the second word."""
+    """Gives up at the second word, or says one that nobody understands."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
 
     def begin(self, facts: RunFacts) -> Word:
+        self._untuned = facts.untuned
         return Word(facts.untuned, 2)
 
     def word(self, steps: Steps) -> Word:
-        raise ArithmeticError("no idea")
+        if self._silent:
+            raise ArithmeticError("no idea")
+        return Word(replace(self._untuned, policy="hurry"), 2)
 
     def close(self) -> None:
         raise ArithmeticError("nor at the end")
 
 
-def failed() -> Sequence[float]:
-    vars(sessions)["find_tuner"] = lambda config: Failing()
+def failed(silent: bool) -> Sequence[float]:
+    vars(sessions)["find_tuner"] = lambda config: Failing(silent=silent)
     try:
         job = Job(wrapped=True)
         model = job.ddp(nn.Linear(8, 4))
@@ -235,5 +241,6 @@ def failed() -> Sequence[float]:
     return losses
 
 
-def test_a_tuner_that_fails_does_not_end_the_training(two_ranks: Ranks) -> None:
-    assert all(len(losses) == 6 for losses in two_ranks.run(failed))
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_tuner_that_fails_does_not_end_the_training(two_ranks: Ranks, silent: bool) -> None:
+    assert all(len(losses) == 6 for losses in two_ranks.run(failed, silent))
