@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,6 +192,9 @@ class Session:
             knobs=self._peers.knobs | self._changing.knobs,
         )
         plan = warm.reduce(self._first_use.order(), find_unused=self._rounds.find_unused)
+        config = self._config
+        if self._retuning is not None:
+            config = replace(config, policy=warm.setting.policy, order=warm.setting.order)
         if self._rounds.find_unused is None:
             self._rounds.find_unused = warm.unused
         self._settling = Settling(plan, self._progress, self._streams, self._meter)
@@ -198,7 +202,7 @@ class Session:
         self._sending = Sending(
             plan,
             self._peers.transport(warm.packer, self._streams),
-            self._peers.agreement(plan.chunks, self._config),
+            self._peers.agreement(plan.chunks, config),
             credit_bytes=warm.credit_bytes,
             progress=self._progress,
             updater=self._updater,
@@ -231,7 +235,7 @@ class Session:
                 plan,
                 warm.partition_bytes / 1024,
                 warm.credit_bytes / 1024,
-                self._config.policy,
+                config.policy,
                 self.mode,
             )
 

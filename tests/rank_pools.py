@@ -36,6 +36,11 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    yield from pool(3)
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     yield from pool(4)
 

@@ -1,0 +1,128 @@
+"""What must be true after other sizes than before: gates, followers and a replayed order."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from ranks import Ranks, address_of
+from restless import ScriptedJob
+from torch import Tensor, nn
+from training import Job, compare, sgd
+
+import bytesched
+from bytesched.plugins.pending import is_held
+from bytesched.tunable import Setting
+
+WIDTH = 8
+#: bytes of each of its gradients
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+class Watched(nn.Linear):
+    """Remembers at which calls its weight was still pending, which only Python code would see."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.pending: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pending.append(is_held(cast(nn.Parameter, self.weight)))
+        return super().forward(x)
+
+
+class Sums(nn.Module):
+    """Its gradients are whole numbers that no order of adding them rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Watched() for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+def whole_numbers(job: Job, step: int) -> Tensor:
+    """Multiples of 12, so that the mean over up to four ranks is a whole number as well."""
+    return job.inputs(step, 2, WIDTH).mul(8).round().mul(12)
+
+
+def changing(job: Job, steps: int) -> None:
+    """Training; what was pending, and how the ranks agreed, goes to the figures."""
+    sums = Sums()
+    model = job.ddp(sums)
+    optimizer = job.wrap(sgd(model, lr=2.0**-10), model)
+    held, orders, sizes = [], [], []
+    for step in range(steps):
+        held.append(any(is_held(parameter) for parameter in sums.parameters()))
+        optimizer.zero_grad()
+        loss = model(whole_numbers(job, step))
+        loss.backward()
+        optimizer.step()
+        job.record(f"loss {step}", loss)
+        if job.wrapped:
+            stats = bytesched.stats(optimizer)
+            orders.append(str(stats["order"]))
+            sizes.append(str(stats["partition_bytes"]))
+    job.record_state(model, optimizer)
+    passed = [any(calls) for calls in zip(*(layer.pending for layer in sums.layers), strict=True)]
+    figures: dict[str, Any] = {
+        "held": "".join("-h"[now] for now in held),
+        "passed": "".join("-p"[now] for now in passed),
+        "orders": " ".join(orders),
+        "sizes": " ".join(sizes),
+    }
+    job.stats |= figures
+
+
+def check(ranks: Ranks, steps: int, *turns: tuple[Setting, int]) -> list[dict[str, Any]]:
+    """The values are those of plain DDP, to the last bit; the figures of every rank."""
+    outcomes = ranks.run(
+        compare, address_of(changing), (steps,), {"turns": turns}, 0.0, ScriptedJob
+    )
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+    return [figures for _, figures in outcomes]
+
+
+def setting(layers: float, order: str = "leader") -> Setting:
+    """Partitions of so many layers, two of which may be in flight."""
+    partition_bytes = int(layers * LAYER_BYTES)
+    return Setting(partition_bytes, 2 * partition_bytes, order=order)
+
+
+@pytest.mark.parametrize("then", [0.3, 2])
+def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float) -> None:
+    """From one bundle per layer to several per layer, and to several layers in one."""
+    for figures in check(two_ranks, 12, (setting(1), 4), (setting(then), 1)):
+        assert figures["sizes"].split()[-1] == str(int(then * LAYER_BYTES))
+        # Nothing reads a weight between step() and forward, where the gates alone release it.
+        assert "h" in figures["held"][6:]
+        # In the first pass the order of first use is observed, by the same means.
+        assert "p" not in figures["passed"][1:]
+
+
+@pytest.mark.parametrize("sizes", [(0.3, 2, 0.7), (100, 0.3, 1)], ids=str)
+def test_followers_count_the_chunks_of_the_new_cut(
+    three_ranks: Ranks, sizes: tuple[float, ...]
+) -> None:
+    """A follower that counts others would hear the end of an iteration too early, or never."""
+    turns = [(setting(size), 3) for size in sizes]
+    for figures in check(three_ranks, 12, *turns):
+        assert set(figures["orders"].split()) == {"leader"}
+        assert len(set(figures["sizes"].split())) == len(sizes)
+
+
+@pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])
+def test_sizes_change_while_an_order_is_replayed(pool: str, request: pytest.FixtureRequest) -> None:
+    """Each cut is led until its own order has settled; then replaying ends with another cut."""
+    ranks: Ranks = request.getfixturevalue(pool)
+    # So few chunks that any order of theirs has settled after five rounds.
+    turns = [(setting(size, "replay"), 9) for size in (3, 100, 6)]
+    turns.append((setting(6, "leader"), 1))
+    for figures in check(ranks, 32, *turns):
+        led = [orders.split() for orders in figures["orders"].split("replay")]
+        assert sum(map(bool, led)) == 4, figures["orders"]
+        assert figures["orders"].split()[-1] == "leader"
+        assert len(set(figures["sizes"].split())) == 3
