@@ -123,7 +123,9 @@ class TuningFile:
 
     @property
     def gain_pct(self) -> float:
-        """How much less time a step takes than untuned; NaN if nothing was adopted."""
+        """How much less time a step takes than untuned; NaN if that is not known."""
+        if not self.untuned_ms:
+            return math.nan
         return 100 * (1 - self.step_ms / self.untuned_ms)
 
     def paste(self) -> str:

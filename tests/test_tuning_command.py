@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from test_tuning_memory import DONE, RUNNING
 from bytesched import cli, report
 from bytesched.tunable import Setting
 from bytesched.tunefile import Trial, TuningFile
+from bytesched.tuning.command import TERMINATED
 from bytesched.tuning.memory import Memory
 
 WRITER = """
@@ -77,6 +81,18 @@ def test_a_run_that_ends_early(
 
 def test_it_can_end_the_run_when_it_is_done() -> None:
     assert tune("memory.save(DONE); time.sleep(600)", "--stop") == 0
+
+
+def test_what_it_started_ends_with_it() -> None:
+    training = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "bytesched", "tune", "--", sys.executable, "-c", training]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tuning:
+        assert tuning.stdout is not None
+        child = int(tuning.stdout.readline())
+        tuning.send_signal(signal.SIGTERM)
+        assert tuning.wait(20) == TERMINATED
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 @pytest.mark.parametrize(

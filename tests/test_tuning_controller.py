@@ -164,17 +164,30 @@ def test_a_cluster_that_never_rests_is_tuned_at_most_so_often() -> None:
 def test_what_is_adopted_is_never_worse_than_untuned_or_off(off_is_best: bool) -> None:
     """Also if the space holds nothing as good."""
     cluster = Cluster("resnet", noise=0.01)
-    hopeless = Space(Limits(Range(16 * MIB, 16 * MIB)))
-    untuned = Setting(16 * MIB if off_is_best else MIB, 64 * MIB if off_is_best else 2 * MIB)
+    untuned, hopeless_bytes = Setting(MIB, 2 * MIB), 16 * MIB
     if off_is_best:
-        cluster.link = Link(0.0, 20e9)
-        untuned = Setting(64 << 10, 64 << 10)
         cluster.link = Link(8e-3, 500e6)
-        hopeless = Space(Limits(Range(64 << 10, 64 << 10)))
+        untuned, hopeless_bytes = Setting(64 << 10, 64 << 10), 64 << 10
+    hopeless = Space(Limits(Range(hopeless_bytes, hopeless_bytes)))
     controller, log = controller_on(cluster, untuned=untuned, space=hopeless)
     cluster.drive(controller, 160)
     off = Setting(untuned.partition_bytes, untuned.credit_bytes, enabled=False)
     assert log.adopted[0].setting == (off if off_is_best else untuned)
+
+
+def test_an_order_is_measured_when_it_is_replayed() -> None:
+    """Until it has settled, rank 0 leads; what is dropped then is not dropped twice."""
+    limits = Limits(Range(MIB, MIB), Range(2 * MIB, 2 * MIB), orders=("leader", "replay"))
+    cluster = Cluster()
+    controller, _ = controller_on(
+        cluster, untuned=Setting(MIB, 2 * MIB, order="leader"), space=Space(limits), off=False
+    )
+    dropped: dict[str, list[int]] = {"leader": [], "replay": []}
+    while controller.turn.phase != "guard":
+        if controller.turn.phase == "search":
+            dropped[controller.turn.setting.order].append(controller.turn.dropped)
+        controller.observe(cluster.run(controller.turn))
+    assert dropped == {"leader": [], "replay": [6, 1]}
 
 
 def test_without_a_knob_scheduling_is_never_off() -> None:
@@ -202,6 +215,15 @@ def test_the_budget_holds(budget: int) -> None:
     assert adopted.steps <= budget
     assert [tried for tried in log.tried if tried.phase == "search"]
     assert len(adopted.steps_s) >= 3
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool) -> None:
+    for budget in range(40, 200):
+        cluster = Cluster("resnet", noise=0.05, seed=budget)
+        controller, log = controller_on(cluster, pace=Pace(budget=budget), off=off, blind=True)
+        cluster.drive(controller, budget + 10)
+        assert log.adopted[0].steps <= budget
 
 
 def test_steps_without_a_time_do_not_stop_it() -> None:

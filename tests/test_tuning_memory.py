@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -50,6 +51,7 @@ def test_it_is_found_again(tmp_path: Path) -> None:
     assert found.trials[0] == DONE.trials[0]
     assert found.saved_at
     assert found.gain_pct == pytest.approx(100 * 40 / 440)
+    assert math.isnan(replace(DONE, untuned_ms=0.0).gain_pct)
 
 
 @pytest.mark.parametrize(

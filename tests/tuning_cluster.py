@@ -96,7 +96,9 @@ class Cluster:
         while True:
             durations_s = tuple(self.step_s(word.setting) for _ in range(word.next_in_steps))
             recordings = (self.recording(word.setting),)
-            word = tuner.word(Steps(durations_s, recordings=recordings))
+            sent_bytes = len(durations_s) * profile(self.model).nbytes
+            busy_s = sent_bytes / self.link.bytes_per_s
+            word = tuner.word(Steps(durations_s, busy_s, sent_bytes, recordings=recordings))
             yield word
 
     def best_step_s(self, settings: tuple[Setting, ...]) -> float:

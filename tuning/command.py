@@ -19,6 +19,7 @@ from bytesched.tunefile import TuningFile
 from bytesched.tuning.memory import Memory, cache_folder
 from bytesched.tuning.progress import Progress, progress_for
 
+TERMINATED = 143
 LOOK_S = 0.25
 GRACE_S = 15.0
 #: steps of a bench beyond those of its tuning
@@ -81,6 +82,8 @@ def _tune(command: list[str], config: Config, save: str, *, stop: bool) -> int:
         }
     )
     before = _read(file)
+    # Without a handler, what was started would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         with progress_for(config.tune_steps) as progress:
             code = _run(command, environment, file, progress, stop=stop, before=before)

@@ -43,10 +43,12 @@ class Pace:
 
     #: of one tuning, from the first turn until something is adopted; never exceeded
     budget: int = 150
-    #: dropped after the model was wrapped; after a change; after scheduling went off or on
+    #: dropped after the model was wrapped; at the begin of a turn; after scheduling went off or on;
+    #: until an order has settled and is replayed
     warm_drop: int = 2
     drop: int = 1
     off_drop: int = 2
+    replay_drop: int = 6
     #: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
     baseline: int = 6
     least: int = 2
@@ -150,7 +152,8 @@ class Controller:
         self._retuned_s = -math.inf
         #: steps of the tuning under way, or of the last one
         self.steps = 0
-        self._drop = self.pace.warm_drop
+        #: of the turn before this one
+        self._before: Setting | None = None
         self._life = self._live()
         #: what to run now
         self.turn = next(self._life)
@@ -239,8 +242,7 @@ class Controller:
         guard = Guard([self._untuned, *tried[: self._finalists], *others])
         while len(guard) < self.pace.most_rounds:
             turns = guard.turns()
-            needed = sum(self._drop_of(setting) + self.pace.guard for setting in turns)
-            if len(turns) < 2 or self.steps + needed > self.pace.budget:
+            if len(turns) < 2 or self.steps + self._steps_of(turns) > self.pace.budget:
                 break
             if len(guard) >= self.pace.least_rounds and guard.is_certain():
                 break
@@ -280,13 +282,28 @@ class Controller:
 
     def _measure(self, setting: Setting, samples: int, phase: str) -> _Running[float]:
         """Runs a turn; its typical step."""
-        dropped = max(self._drop, self._drop_of(setting))
-        self._drop = self._drop_of(setting)
+        dropped = self._dropped(self._before, setting)
+        self._before = setting
         self._samples_s = yield Turn(setting, dropped + samples, dropped, phase)
         return typical_s(self._samples_s)
 
-    def _drop_of(self, setting: Setting) -> int:
-        return self.pace.drop if setting.enabled else self.pace.off_drop
+    def _steps_of(self, turns: Sequence[Setting]) -> int:
+        """What a round of the guard takes, if it begins now."""
+        steps, before = 0, self._before
+        for setting in turns:
+            steps += self._dropped(before, setting) + self.pace.guard
+            before = setting
+        return steps
+
+    def _dropped(self, before: Setting | None, setting: Setting) -> int:
+        """Steps of a turn under `setting` that do not count, after one under `before`."""
+        pace = self.pace
+        drop = pace.warm_drop if before is None else pace.drop
+        if before is not None and setting.enabled is not before.enabled:
+            drop = max(drop, pace.off_drop)
+        if setting.enabled and setting.order == "replay" and setting != before:
+            drop = max(drop, pace.replay_drop)
+        return drop
 
     @property
     def _finalists(self) -> int:
@@ -296,4 +313,7 @@ class Controller:
 
     def _round_steps(self, candidates: int) -> int:
         steps = (1 + candidates) * (self.pace.drop + self.pace.guard)
-        return steps + (self.pace.off_drop + self.pace.guard if self._off is not None else 0)
+        if self._off is None:
+            return steps
+        # What comes after it, in this round or the next, begins with as many that do not count.
+        return steps + 2 * self.pace.off_drop - self.pace.drop + self.pace.guard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -31,8 +32,8 @@ class Drift:
         self._step_s = step_s
         self._bytes_per_s: float | None = None
         self._left_s: list[float] = []
-        self._windows: list[tuple[float, float]] = []
-        self._rates: list[float] = []
+        self._windows: deque[tuple[float, float]] = deque(maxlen=_WINDOWS)
+        self._rates: deque[float] = deque(maxlen=_WINDOWS)
 
     def observe(self, durations_s: Sequence[float], bytes_per_s: float = math.nan) -> str:
         """Takes these steps, and what the link did meanwhile. What moved, in words; or nothing."""
@@ -45,7 +46,7 @@ class Drift:
         return self._step_time() or self._bandwidth()
 
     def _step_time(self) -> str:
-        latest = self._windows[-_WINDOWS:]
+        latest = list(self._windows)
         if len(latest) < _WINDOWS:
             return ""
         if self._step_s is None:
@@ -62,7 +63,7 @@ class Drift:
         return f"a step takes {1e3 * now_s:.4g} ms instead of {1e3 * before_s:.4g} ms"
 
     def _bandwidth(self) -> str:
-        latest = self._rates[-_WINDOWS:]
+        latest = list(self._rates)
         if len(latest) < _WINDOWS:
             return ""
         if self._bytes_per_s is None:

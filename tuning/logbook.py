@@ -35,6 +35,10 @@ class Logbook:
         self._done: TuningFile | None = None
         self._begin()
 
+    def moves_to(self, fingerprint: Fingerprint) -> None:
+        """What is found from now on is good for `fingerprint`."""
+        self._begun = replace(self._begun, fingerprint=fingerprint)
+
     def _begin(self) -> None:
         self._trials: list[Trial] = []
         self._steps = self._watched_steps = self._tried = 0

@@ -69,6 +69,8 @@ class OnlineTuner:
         self._now_s = now_s
         self._recordings: list[Recording] = []
         self._bytes_per_s = math.nan
+        #: of the untuned setting, when it was measured first
+        self._first_bytes_per_s = math.nan
         self._near: list[Setting] = []
         # - from the beginning on
         self._facts: RunFacts
@@ -140,9 +142,12 @@ class OnlineTuner:
         """The search, now that the baseline is measured and iterations are recorded."""
         recording = median_recording(self._recordings)
         link = with_sends(self._link, recording.sends if recording is not None else ())
-        if adopted is not None and self._bytes_per_s > 0:
+        if adopted is None:
+            self._first_bytes_per_s = self._bytes_per_s
+        elif self._bytes_per_s > 0:
             # Something has drifted since the link was probed.
             link = replace(link, bytes_per_s=self._bytes_per_s)
+            self._logbook.moves_to(_fingerprint(self._facts, self._drifted()))
         space = seeded_space(self._limits, self._facts, link)
         seed = max(seed_bytes(self._facts, link), space.settings[0].partition_bytes)
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
@@ -153,6 +158,13 @@ class OnlineTuner:
             first.extend(model.first_trials(space, _FIRST_TRIALS))
         log.info("tuning: %r", space)
         return BayesianSearch(space, seed=_SEED, first=first)
+
+    def _drifted(self) -> Link:
+        """The link as probes would find it now: what is carried has changed by as much."""
+        factor = self._bytes_per_s / self._first_bytes_per_s
+        if not factor > 0:
+            return self._link
+        return replace(self._link, bytes_per_s=factor * self._link.bytes_per_s)
 
     def _reported(self, report: Report) -> None:
         self._logbook.note(report, more_trials=self._controller.more_trials)
