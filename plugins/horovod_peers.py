@@ -88,9 +88,8 @@ class HorovodPeers:
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._name = name
         self._keys: dict[str, int] = {}
-        #: the session's chunks, in a list that is theirs whenever the plan is cut again
+        #: those of the session's plan, a list that holds others after a new cut
         self._chunks: Sequence[CommTask] = ()
-        self._packer: Packer
         #: rank 0 has a word between two steps
         self._tuned = False
         #: indices of the chunks that this rank has announced and that are not reduced
@@ -98,6 +97,8 @@ class HorovodPeers:
         self._aborted = False
         #: where its indices begin, so that chunks of two sessions differ as well
         self._first = crc32(name.encode()) % 1024 << 12
+        # - with the transport
+        self._packer: Packer
 
     def sum(self, tensor: torch.Tensor, key: str) -> int:
         name = f"{self._name}.{key}"
