@@ -11,6 +11,7 @@ from tuning_cluster import Cluster, exact_step_s
 from bytesched.tunable import Setting
 from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
 from bytesched.tuning.fit import Link
+from bytesched.tuning.samples import spread, typical_s
 from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
 from bytesched.tuning.space import Limits, Range, Space
 
@@ -99,6 +100,13 @@ def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> Non
     assert not log.drifted
     assert exact_step_s("vgg", cluster.link, adopted.setting) <= 1.05 * best_s(cluster)
     assert set(cluster.history[150:]) == {adopted.setting}
+
+
+def test_most_of_a_few_steps_may_be_outliers() -> None:
+    assert typical_s([1.6, 0.39, 1.53, 1.56, 0.4]) == pytest.approx(0.395)
+    assert typical_s([0.41, 0.4, 0.42]) == 0.41
+    assert spread([1.6, 0.4, 1.5, 0.4]) == 0
+    assert math.isnan(typical_s([math.nan, 0.0, math.inf]))
 
 
 def test_the_worst_candidates_cost_the_fewest_steps() -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median, median_low
+from statistics import median
 
 __all__ = ["spread", "typical_s"]
 
-#: a step that takes so many times the typical one has done something else as well
+#: a step that takes so many times one of the faster ones has done something else as well
 _OUTLIER = 1.25
+#: those are up to this share of all steps: of a few, most may be outliers
+_FASTER = 0.25
 
 
 def typical_s(durations_s: Sequence[float]) -> float:
@@ -30,9 +32,9 @@ def spread(durations_s: Sequence[float]) -> float:
 
 
 def _kept(durations_s: Sequence[float]) -> list[float]:
-    measured = [duration_s for duration_s in durations_s if 0 < duration_s < math.inf]
+    measured = sorted(duration_s for duration_s in durations_s if 0 < duration_s < math.inf)
     if not measured:
         return []
-    # Outliers are late, so that of two steps the lower one is typical.
-    limit_s = _OUTLIER * median_low(measured)
+    # Outliers are late, so that only the end of the list is theirs.
+    limit_s = _OUTLIER * measured[int(_FASTER * (len(measured) - 1))]
     return [duration_s for duration_s in measured if duration_s <= limit_s]
