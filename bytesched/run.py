@@ -32,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
+    program, *rest = arguments.command
+    if program == "--":
+        program, *rest = rest
     try:
         set_on_command_line(arguments.settings)
         config = Config.load()
@@ -41,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
     log.show(config.log_level, rank_view().rank)
     if arguments.is_module:
         _prepare(config)
-        run_module(arguments.program, arguments.rest)
+        run_module(program, rest)
         return 0
     try:
-        code = compiled(arguments.program)
+        code = compiled(program)
     except OSError as error:
-        parser.exit(CANNOT_START, f"bytesched run: can't open {arguments.program!r}: {error}\n")
+        parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
     _prepare(config)
-    run_file(arguments.program, code, arguments.rest)
+    run_file(program, code, rest)
     return 0
 
 
@@ -118,8 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
     )
-    parser.add_argument("program", metavar="script.py", help="what to run")
+    # Not REMAINDER, which loses a -- that is the first of the script's own arguments.
     parser.add_argument(
-        "rest", metavar="arguments", nargs=argparse.REMAINDER, help="its own arguments"
+        "command",
+        metavar="script.py",
+        nargs=argparse.PARSER,
+        help="what to run, and its own arguments",
     )
     return parser
