@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 
 from bytesched.checks import Check
 from bytesched.config import child_environment, horovod_variable
+from bytesched.horovod_settings import CACHE_CAPACITY, autotunes, cache_capacity, is_number, number
 
 __all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings", "version"]
 
@@ -22,9 +22,7 @@ LAUNCHERS = ("horovodrun", "mpirun")
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 FUSION_BYTES = 128 << 20
 CYCLE_MS = 1.0
-CACHE_CAPACITY = 1024
 STALL_WARNING_S = 60
-_NUMBER = re.compile(r"\s*[+-]?\d+(\.\d*)?")
 
 
 def version() -> str:
@@ -67,14 +65,14 @@ def settings() -> list[Check]:
 
 
 def _autotune() -> Check:
-    if _number("AUTOTUNE", 0) <= 0:
+    if not autotunes():
         return Check("horovod autotune", "ok", "off; bytesched chooses its own sizes")
     fix = "unset HOROVOD_AUTOTUNE to have bytesched schedule"
     return Check("horovod autotune", "warn", "on: bytesched leaves the optimizer as it is", fix)
 
 
 def _fusion() -> Check:
-    size_bytes = int(_number("FUSION_THRESHOLD", FUSION_BYTES))
+    size_bytes = int(number("FUSION_THRESHOLD", FUSION_BYTES))
     size = f"{size_bytes / (1 << 20):g} MiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
     what = f"up to {size}" if size_bytes > 0 else "off"
     detail = f"{what}{_origin('FUSION_THRESHOLD')}; bytesched's chunks stay apart at any threshold"
@@ -82,13 +80,13 @@ def _fusion() -> Check:
 
 
 def _cycle() -> Check:
-    cycle_ms = _number("CYCLE_TIME", CYCLE_MS)
+    cycle_ms = number("CYCLE_TIME", CYCLE_MS)
     detail = f"every {cycle_ms:g} ms{_origin('CYCLE_TIME')}; bytesched leaves it"
     return _read_as("CYCLE_TIME", f"{cycle_ms:g} ms", "horovod cycle", detail)
 
 
 def _cache() -> Check:
-    capacity = int(_number("CACHE_CAPACITY", CACHE_CAPACITY))
+    capacity = cache_capacity()
     if capacity <= 0:
         detail = f"off{_origin('CACHE_CAPACITY')}: chunks go in the order of their submission"
         return _read_as("CACHE_CAPACITY", "0", "horovod cache", detail)
@@ -112,10 +110,10 @@ def _timeline() -> Check:
 
 
 def _stalls() -> Check:
-    if _number("STALL_CHECK_DISABLE", 0) > 0:
+    if number("STALL_CHECK_DISABLE", 0) > 0:
         return Check("horovod stall check", "ok", "off; bytesched's timeout_s stands")
-    warning_s = _number("STALL_CHECK_TIME_SECONDS", STALL_WARNING_S)
-    shutdown_s = _number("STALL_SHUTDOWN_TIME_SECONDS", 0)
+    warning_s = number("STALL_CHECK_TIME_SECONDS", STALL_WARNING_S)
+    shutdown_s = number("STALL_SHUTDOWN_TIME_SECONDS", 0)
     end = f"ends after {shutdown_s:g} s" if shutdown_s >= warning_s else "does not end"
     detail = f"warns after {warning_s:g} s, {end}; bytesched's timeout_s stands beside it"
     return Check("horovod stall check", "ok", detail)
@@ -133,19 +131,10 @@ def _restarts() -> list[Check]:
 
 def _read_as(name: str, value: str, check: str, detail: str) -> Check:
     """A warning if what is set is not the number that Horovod takes it for."""
-    text = horovod_variable(name)
-    if not text or _NUMBER.fullmatch(text.rstrip()):
+    if is_number(name):
         return Check(check, "ok", detail)
-    fix = f"HOROVOD_{name}={text} is read as {value}: write a plain number"
+    fix = f"HOROVOD_{name}={horovod_variable(name)} is read as {value}: write a plain number"
     return Check(check, "warn", detail, fix)
-
-
-def _number(name: str, default: float) -> float:
-    text = horovod_variable(name)
-    if not text:
-        return default
-    found = _NUMBER.match(text)
-    return float(found.group()) if found else 0.0
 
 
 def _origin(name: str) -> str:

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.c10d import Group
-from bytesched.plugins.control import LedOrder
+from bytesched.plugins.led_order import LedOrder
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.peers import Agreement
 from bytesched.plugins.streams import Streams

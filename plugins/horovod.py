@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import bytesched
-from bytesched.config import Config, horovod_variable
+from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.horovod_settings import autotunes, is_elastic
 from bytesched.log import show
 from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
@@ -70,7 +71,7 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
         return "gradients are neither averaged nor summed"
     if shell._compression not in _WIRES:
         return f"{shell._compression.__name__} may need a tensor as a whole"
-    if horovod_variable("AUTOTUNE") not in ("", "0"):
+    if autotunes():
         return "HOROVOD_AUTOTUNE is on, and would tune against our own sizes"
     if config.compression == "bf16":
         return "Horovod cannot reduce bf16"
@@ -92,7 +93,7 @@ def begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 ) -> Session | Elastic | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
-    if config.enabled and horovod_variable("ELASTIC") == "1":
+    if config.enabled and is_elastic():
         return Elastic(optimizer, model, partial(_begin, optimizer, model, config))
     return _begin(optimizer, model, config)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from horovod.torch import mpi_ops
 
-from bytesched.config import horovod_variable
+from bytesched.horovod_settings import is_elastic
 from bytesched.plugins.session import Session
 
 __all__ = ["watch_endings"]
@@ -72,8 +72,7 @@ class _Watch:
                 log.exception("the last step could not be applied before hvd.shutdown()")
         failed = self._failed or any(session.error is not None for session in self._sessions)
         # Elastic Horovod goes on after a failure, and has limits of its own.
-        elastic = horovod_variable("ELASTIC") == "1"
-        with _limited(self._ending_s) if failed and not elastic else contextlib.nullcontext():
+        with _limited(self._ending_s) if failed and not is_elastic() else contextlib.nullcontext():
             return original()
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from bytesched.config import Config, horovod_variable
+from bytesched.config import Config
+from bytesched.horovod_settings import CACHE_CAPACITY, cache_capacity
 from bytesched.order import Leading, ReadyQueue
 from bytesched.plugins.packing import Packer
 from bytesched.policy import named_policy
@@ -25,9 +26,6 @@ log = logging.getLogger("bytesched")
 
 #: Ranks that do not choose announce whatever is ready.
 _NO_LIMIT: Final = 1 << 62
-
-#: operations that Horovod remembers if nothing else is said
-_CACHE_CAPACITY: Final = 1024
 
 
 class Negotiated:
@@ -95,7 +93,7 @@ class Negotiated:
 
     def _remember(self, names: tuple[str, ...]) -> None:
         # Horovod forgets what it ran longest ago. What is forgotten here is shown again.
-        if sum(map(len, self._seen)) + len(names) > _CACHE_CAPACITY:
+        if sum(map(len, self._seen)) + len(names) > CACHE_CAPACITY:
             self._seen.clear()
         self._seen.add(names)
 
@@ -105,12 +103,7 @@ class Negotiated:
 
 def _check_cache(chunks: int) -> None:
     """Warns if Horovod does not remember so many operations from one step to the next."""
-    said = horovod_variable("CACHE_CAPACITY")
-    try:
-        capacity = int(said) if said else _CACHE_CAPACITY
-    except ValueError:
-        # As Horovod reads it.
-        capacity = 0
+    capacity = cache_capacity()
     if 0 <= capacity < chunks:
         log.warning(
             "HOROVOD_CACHE_CAPACITY = %d is less than %d chunks: Horovod negotiates them anew in "

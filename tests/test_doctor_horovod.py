@@ -42,6 +42,7 @@ def test_defaults_are_horovods(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("AUTOTUNE", "1", "autotune", "warn", "leaves the optimizer as it is"),
         ("AUTOTUNE", "0", "autotune", "ok", "off"),
+        ("AUTOTUNE", "false", "autotune", "ok", "off"),
         ("FUSION_THRESHOLD", "0", "fusion", "ok", "off (HOROVOD_FUSION_THRESHOLD)"),
         ("FUSION_THRESHOLD", "1048576", "fusion", "ok", "up to 1 MiB"),
         ("FUSION_THRESHOLD", "64MB", "fusion", "warn", "up to 64 B"),
