@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from bytesched.after_import import after_import
@@ -20,12 +21,13 @@ _INTERCEPT = "bytesched.plugins.intercept"
 def watch() -> None:
     """Notice, from now on, every DistributedDataParallel and every Horovod optimizer.
 
-    The same goes for processes that `multiprocessing` starts afresh.
+    The same goes for processes that `multiprocessing` or `horovod.run` starts afresh.
     """
     after_import(
         {
             "torch.nn.modules.module": _watch_ddp,
             "horovod.torch.optimizer": _watch_horovod,
+            "horovod.runner": _watch_horovod_run,
             "multiprocessing.spawn": _watch_children,
         }
     )
@@ -69,6 +71,34 @@ def _watch_horovod(module: Any) -> None:
         package.DistributedOptimizer = DistributedOptimizer
 
 
+def _watch_horovod_run(module: Any) -> None:
+    start = module.run
+
+    @functools.wraps(start)
+    def run(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return start(_Watching(func), *args, **kwargs)
+
+    module.run = run
+
+
+class _Watching:
+    """A function that, pickled and called in another process, is watched there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # In this order: what the function refers to is imported while it is unpickled.
+        return _second, (_Watcher(), self._function)
+
+
+def _second(_: object, function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 def _watch_children(module: Any) -> None:
     prepare = module.get_preparation_data
 
@@ -81,7 +111,7 @@ def _watch_children(module: Any) -> None:
 
 
 class _Watcher:
-    """Unpickled in a child process, it watches there."""
+    """Unpickled in another process, it watches there."""
 
     def __reduce__(self) -> Any:
         return watch, ()

@@ -162,7 +162,7 @@ def test_sees_the_same(tmp_path: Path, path: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (folder / "link.py").symlink_to("script.py")
-    arguments = ["--policy", "own", "--", "-m", "--off"]
+    arguments = ["--", "--policy", "own", "--", "-m", "--off"]
     code, said, _ = both([path, *arguments], folder, stdin="some data")
     assert code == 0
     for part in (str(arguments)[1:], "some data", "sibling"):
@@ -188,7 +188,14 @@ def test_runs_modules_and_packages(tmp_path: Path) -> None:
     write(tmp_path, "print('sibling', __name__)", "package/sibling.py")
     write(tmp_path, "print('sibling', __name__)", "sibling.py")
     for module, code in (("alone", 0), ("package.part", 0), ("package", 1), ("missing", 1)):
-        assert both(["-m", module, "--off", "x"], tmp_path)[0] == code
+        for arguments in (["--off", "x"], ["--", "--off"]):
+            assert both(["-m", module, *arguments], tmp_path)[0] == code
+
+
+def test_two_dashes_before_the_script_are_ours(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; print(sys.argv)")
+    ended = run([*OURS, "--policy", "fifo", "--", "script.py", "--", "x"], tmp_path)
+    assert ended == (0, "['script.py', '--', 'x']\n", "")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -361,3 +368,34 @@ def test_traceback_through_what_is_watched_has_no_frame_of_ours(tmp_path: Path) 
     code, _, err = both(["script.py"], tmp_path)
     assert code == 1
     assert "ZeroDivisionError" in err
+
+
+def test_ranks_that_horovod_run_starts_are_watched(tmp_path: Path) -> None:
+    """They unpickle the function, by value or by name, and never see the command line."""
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    write(tmp_path, "from horovod.runner import run\n", "horovod/__init__.py")
+    write(
+        tmp_path,
+        """
+        import pickle, subprocess, sys
+        RANK = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]))(2)"
+        def run(func, num_proc):
+            for _ in range(num_proc):
+                subprocess.run([sys.executable, "-c", RANK, pickle.dumps(func).hex()], check=True)
+        """,
+        "horovod/runner.py",
+    )
+    write(tmp_path, "", "horovod/torch/__init__.py")
+    write(tmp_path, "def DistributedOptimizer(x): ...\n", "horovod/torch/optimizer.py")
+    write(
+        tmp_path,
+        """
+        from horovod.torch.optimizer import DistributedOptimizer
+        def work(number):
+            print(number, hasattr(DistributedOptimizer, "__wrapped__"))
+        """,
+        "training.py",
+    )
+    write(tmp_path, "import horovod, training\nhorovod.run(training.work, num_proc=2)\n")
+    assert run(["script.py"], tmp_path)[:2] == (0, "2 False\n" * 2)
+    assert run([*OURS, "script.py"], tmp_path)[:2] == (0, "2 True\n" * 2)
