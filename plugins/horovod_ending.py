@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from horovod.torch import mpi_ops
 
+from bytesched.errors import PluginError
 from bytesched.horovod_settings import is_elastic
 from bytesched.plugins.session import Session
 
@@ -40,24 +41,37 @@ class _Watch:
 
     def __init__(self) -> None:
         self._sessions: list[Session] = []
+        #: of these, those whose ranks agree on sizes from time to time
+        self._tuned: set[Session] = set()
         self._failed = False
         self._ending_s = _ENDING_S
 
-    def add(self, session: Session, timeout_s: float) -> None:
+    def add(self, session: Session, timeout_s: float, *, tunes: bool) -> None:
         self._sessions.append(session)
+        if tunes:
+            self._tuned.add(session)
         self._ending_s = min(timeout_s, _ENDING_S)
-        for (owner, name), original in _originals.items():
-            setattr(owner, name, partial(self._shut_down, original))
-        setattr(*_JOIN, partial(self._join, _originals[_JOIN]))
+        for call, original in _originals.items():
+            ending = self._join if call == _JOIN else self._shut_down
+            setattr(*call, partial(ending, original))
 
     def remove(self, session: Session) -> None:
         self._sessions.remove(session)
+        self._tuned.discard(session)
         self._failed = self._failed or session.error is not None
         if not self._sessions and not self._failed:
             for (owner, name), original in _originals.items():
                 setattr(owner, name, original)
 
     def _join(self, original: Callable[..., Any], *args: Any) -> Any:
+        for session in self._tuned:
+            # Words come after so many steps, and a rank that has joined counts none.
+            error = PluginError(
+                "hvd.join() with tune on: the ranks would no longer agree on when sizes change. "
+                "Turn tune off, or give every rank as many batches"
+            )
+            session.fail(error)
+            raise error
         for session in self._sessions:
             session.flush()
         return original(*args)
@@ -95,10 +109,11 @@ def _limited(seconds: float) -> Iterator[None]:
 _watch: Final = _Watch()
 
 
-def watch_endings(session: Session, timeout_s: float) -> Callable[[], None]:
+def watch_endings(session: Session, timeout_s: float, *, tunes: bool) -> Callable[[], None]:
     """Horovod is not shut down or joined before ``session`` is flushed; returns the way back.
 
-    After an error of ``session`` the shutdown ends within ``timeout_s``, or the process does.
+    Not joined at all if it ``tunes``. After an error of ``session`` the shutdown ends within
+    ``timeout_s``, or the process does.
     """
-    _watch.add(session, timeout_s)
+    _watch.add(session, timeout_s, tunes=tunes)
     return partial(_watch.remove, session)

@@ -23,6 +23,7 @@ from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
 from bytesched.contracts import TransportContract
+from bytesched.plugins.horovod import ScheduledOptimizer
 from bytesched.plugins.horovod_peers import HorovodPeers
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.plan import Plan, Slot
@@ -375,6 +376,36 @@ def joined_in_the_first_step(early: int) -> dict[str, Any]:
     hvd.join()
     refusal(job.close)
     return told
+
+
+def joined_while_tuned(early: int) -> dict[str, Any]:
+    """Rank `early` has fewer batches, and sizes change all the time."""
+    job = job_to_fail(tuned=True)
+    model = mlp()
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=3)
+
+    def run() -> None:
+        if job.rank != early:
+            train(job, model, optimizer, first_step=3, steps=6)
+            bytesched.flush()
+        hvd.join()
+
+    told = refusal(run)
+    refusal(job.close)
+    return told
+
+
+def wrapped_by_class_name() -> tuple[bool, str]:
+    """Whether ByteScheduler's own name returns what it was given, and the mode it trains in."""
+    job = HorovodJob(wrapped=True)
+    model = job.ddp(mlp())
+    optimizer = job.distributed(sgd(model), model)
+    is_same = ScheduledOptimizer(optimizer, model, partition_bytes=256) is optimizer
+    train(job, model, optimizer, steps=2)
+    mode = str(bytesched.stats(optimizer)["mode"])
+    bytesched.unwrap(optimizer)
+    return is_same, mode
 
 
 def weights_after_closures() -> Any:

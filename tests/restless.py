@@ -90,8 +90,10 @@ class TunedJob(Job):
         raise NotImplementedError
 
     def close(self) -> None:
-        super().close()
-        _replace(find_tuner, find_tuner)
+        try:
+            super().close()
+        finally:
+            _replace(find_tuner, find_tuner)
 
 
 class ScriptedJob(TunedJob):

@@ -144,6 +144,15 @@ def test_joined_in_the_first_step(hvd_gloo: Pools, cases: ModuleType, early: int
     assert "1 of 2 ranks have joined" in told[1 - early]["message"]
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_joined_while_tuned(own_pool: HorovodRanks, cases: ModuleType, early: int) -> None:
+    """Rank 0's word would be a sum of zeros, or rank 1 would not hear it."""
+    told = own_pool.run(cases.joined_while_tuned, early)
+    assert told[early]["kinds"][0] == "PluginError"
+    assert "hvd.join() with tune on" in told[early]["message"]
+    check_gave_up(told[1 - early], early)
+
+
 LEFT = {
     "bf16": "Horovod cannot reduce bf16",
     "compressor": "Rounded may need a tensor as a whole",
@@ -168,6 +177,10 @@ def test_backward_of_a_forward_before_the_step(own_pool: HorovodRanks, cases: Mo
     for told in own_pool.run(cases.backward_of_an_older_forward):
         assert told["kinds"][0] == "PluginError"
         assert "the forward pass ran before step()" in told["message"]
+
+
+def test_wrapped_by_class_name(hvd_gloo: Pools, cases: ModuleType) -> None:
+    assert hvd_gloo(2).run(cases.wrapped_by_class_name) == [(True, "cross")] * 2
 
 
 def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None:

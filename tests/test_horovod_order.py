@@ -95,6 +95,6 @@ def test_no_two_chunks_have_the_same_factors() -> None:
         assert len(set(factors)) == 2000
         singles = torch.tensor(factors, dtype=torch.float64).float()
         assert (singles == torch.tensor(factor / size, dtype=torch.float64).float()).all()
-    doubles = {unfused(index, torch.float64, (0.5, 2.0), 3) for index in range(500)}
+    doubles = {_unfused(index, torch.float64, (0.5, 2.0), 3) for index in range(500)}
     assert len(doubles) == 500
     assert {before * after for before, after in doubles} == {1.0}
