@@ -148,7 +148,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         static_graph=False,
         observers=observers_of(peers, config),
     )
-    carrier = Shell(shell, session, slots, updating_class(optimizer))
+    carrier = Shell(shell, session, slots, peers, updating_class(optimizer))
     can_stop = not has_compiled(model) and config.compression == _WIRES[shell._compression]
     session.take_over(carrier.take_over, can_stop=can_stop)
     session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))

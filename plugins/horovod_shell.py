@@ -13,6 +13,7 @@ import horovod.torch as hvd
 import torch
 
 from bytesched.errors import PluginError
+from bytesched.plugins.horovod_peers import HorovodPeers
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 
@@ -28,6 +29,7 @@ class Shell:
     Args:
         optimizer: the optimizer.
         session: what reduces ``slots``. Other parameters stay with Horovod.
+        peers: what the session reduces with.
         kind: the class beneath Horovod's.
     """
 
@@ -36,10 +38,12 @@ class Shell:
         optimizer: Any,
         session: Session,
         slots: Sequence[Slot],
+        peers: HorovodPeers,
         kind: type[torch.optim.Optimizer],
     ) -> None:
         self._optimizer = optimizer
         self._session = session
+        self._peers = peers
         self._slots = {slot.parameter: slot for slot in slots}
         self._kind = kind
         self._rounds = 0
@@ -112,11 +116,31 @@ class Shell:
             self._session.wait_reduced()
 
     def _synchronize_others(self) -> None:
-        for handle, _ in list(self._optimizer._handles.values()):
-            # What Horovod's own method would spin for.
-            while isinstance(handle, int) and not hvd.poll(handle):
+        deadline = time.monotonic() + self._peers.timeout_s
+        for handle in self._others_under_way():
+            # What Horovod's own method would spin for, without a limit.
+            while not self._peers.is_done(handle):
+                if self._session.error is not None:
+                    raise self._session.error.with_traceback(None)
+                if time.monotonic() > deadline:
+                    limit = f"waited {self._peers.timeout_s:g} s for what Horovod reduces itself"
+                    error = self._peers.timeout(f"{limit}, sparse gradients for one", str)
+                    self._session.fail(error)
+                    raise error
                 time.sleep(_LOOK_S)
         self._horovods_synchronize(self._optimizer)
+
+    def _others_under_way(self) -> list[int]:
+        """Horovod's handles of its own operations."""
+        found: list[int] = []
+        for handle, _ in self._optimizer._handles.values():
+            if isinstance(handle, int):
+                found.append(handle)
+            elif inspect.isfunction(handle):
+                # sparse_allreduce_async: indices and values are gathered, each with a handle.
+                inside = inspect.getclosurevars(handle).nonlocals
+                found += [inside[name] for name in inside if name.endswith("_handle")]
+        return found
 
     def _forget_handles(self) -> None:
         """Our parameters are as they were before backward."""

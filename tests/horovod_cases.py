@@ -106,14 +106,31 @@ def transport_contract(name: str) -> None:
     hvd.barrier()
 
 
+class Words(nn.Module):
+    """A sparse gradient, which stays with Horovod, behind dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.table(tokens))
+
+
+def tokens(step: int) -> Tensor:
+    """A batch for `Words`."""
+    return torch.arange(6) + step % 3
+
+
 def cpu_while_waiting(how: str, seconds: float) -> float:
     """CPU seconds that rank 0 burns while it waits `seconds` for rank 1's backward pass."""
-    job = HorovodJob(wrapped=how != "plain", timeout_s=30)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(sgd(model), model)
-    train(job, model, optimizer, steps=3)
+    job = HorovodJob(wrapped=True, timeout_s=30)
+    model = job.ddp(Words() if how == "sparse" else mlp())
+    inputs = tokens if how == "sparse" else job.inputs
+    optimizer = job.wrap(sgd(model, momentum=0.0), model)
+    train(job, model, optimizer, steps=3, inputs=inputs)
     optimizer.zero_grad()
-    loss = model(job.inputs(3)).square().mean()
+    loss = model(inputs(3)).square().mean()
     if job.rank:
         signals().wait("go")
         loss.backward()
@@ -136,6 +153,21 @@ def cpu_while_waiting(how: str, seconds: float) -> float:
             optimizer.step()
     job.close()
     return burnt_s
+
+
+def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
+    """The other rank has reduced all but its sparse gradient, which it keeps from rank `who`."""
+    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else 25)
+    model = Words()
+    optimizer = job.wrap(sgd(model, momentum=0.0), model)
+    train(job, model, optimizer, steps=3, inputs=tokens)
+    if job.rank != who:
+        model.table.weight.register_hook(lambda grad: signals().wait("timed out"))
+    told = refusal(lambda: train(job, model, optimizer, steps=1, inputs=tokens))
+    signals().set("timed out")
+    refusal(job.close)
+    hvd.barrier()
+    return told
 
 
 def refusal(do: Callable[[], object]) -> dict[str, Any]:

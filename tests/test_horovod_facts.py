@@ -54,7 +54,7 @@ def test_transport_contract(hvd_gloo: Pools, cases: ModuleType, name: str) -> No
     hvd_gloo(2).run(cases.transport_contract, name)
 
 
-@pytest.mark.parametrize("how", ["synchronize", "read"])
+@pytest.mark.parametrize("how", ["synchronize", "read", "sparse"])
 def test_waiting_takes_no_cpu(hvd_gloo: Pools, cases: ModuleType, how: str) -> None:
     """Horovod's own `synchronize` asks without a pause."""
     seconds = 1.0
@@ -134,6 +134,15 @@ def test_the_others_hear_of_a_timeout(own_pool: HorovodRanks, cases: ModuleType,
     told = own_pool.run(cases.gave_up_waiting, who)
     assert told[who]["kinds"][0] == "HorovodTimeout"
     check_gave_up(told[1 - who], who)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_waiting_for_sparse_gradients_ends(
+    own_pool: HorovodRanks, cases: ModuleType, who: int
+) -> None:
+    told = own_pool.run(cases.gave_up_waiting_for_sparse, who)[who]
+    assert told["kinds"][0] == "HorovodTimeout"
+    assert "waited 4 s for what Horovod reduces itself" in told["message"]
 
 
 @pytest.mark.parametrize("early", [0, 1])
