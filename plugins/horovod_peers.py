@@ -38,7 +38,7 @@ _LOOK_S: Final = 5e-4
 _POWERS: Final = 512
 
 #: What a rank that gives up announces instead of a chunk: its shape is that of no chunk.
-_GAVE_UP: Final = re.compile(r"shape of \[1, 1, (\d+)\]|\[1, 1, (\d+)\]")
+_GAVE_UP: Final = re.compile(r"\[1, 1, (\d+)\]")
 
 
 class HorovodFailed(TransportError, HorovodInternalError):  # type: ignore[misc]
@@ -190,7 +190,7 @@ class HorovodPeers:
         gave_up = _GAVE_UP.search(text)
         if gave_up is not None:
             kind = HorovodPeerLost
-            culprit = int(gave_up.group(1) or gave_up.group(2)) - 1
+            culprit = int(gave_up.group(1)) - 1
             what = f"rank {culprit} gave up; see its own log for the reason"
         elif "has been cleared" in text:
             what = f"this rank shut Horovod down before it was complete ({text})"

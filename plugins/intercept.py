@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from bytesched import plugins
+from bytesched.horovod_settings import is_elastic
 from bytesched.plugins.owners import parameter_ids
 from bytesched.plugins.watched import Watched, WatchedDdp, WatchedHorovod, wrap
 
@@ -47,7 +48,8 @@ def horovod_optimizer_made(optimizer: torch.optim.Optimizer) -> None:
     """``hvd.DistributedOptimizer`` has returned ``optimizer``."""
     model = WatchedHorovod(optimizer)
     _watch(model, model.parameters())
-    model.arm()
+    if is_elastic():
+        model.arm()
 
 
 def _watch(model: Watched, parameters: set[int]) -> None:

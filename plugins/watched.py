@@ -237,7 +237,8 @@ class WatchedDdp(Watched):
 class WatchedHorovod(Watched):
     """What an optimizer of Horovod's updates; its model is the module around all of that.
 
-    It is wrapped in its first iteration: an elastic rank that joins others has to be like them.
+    It is wrapped after its first ``step()``: before, a rank may call it alone, and a wrap is
+    collective. In an elastic run in its first forward pass: who joins others has to be like them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,6 +30,17 @@ def usual(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def called_by_one_rank(job: Job) -> None:
+    """As to print a summary of the model, before there is anything to train with."""
+    model = mlp()
+    optimizer = distributed(adamw(model), model)
+    if hvd.rank() == 0:
+        job.record("outputs", model(job.inputs(0)))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 class Trainer(nn.Module):
     """Holds the model, and is not called itself."""
 
@@ -136,6 +147,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         usual,
+        called_by_one_rank,
         inside_a_trainer,
         two_models,
         clipped_and_accumulated,

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.procs
 
 MODES = {
     "usual": ["cross"],
+    "called_by_one_rank": ["cross"],
     "inside_a_trainer": ["cross"],
     "two_models": ["cross", "cross"],
     "clipped_and_accumulated": ["cross"],
