@@ -1,7 +1,7 @@
 """A Horovod script that knows nothing of bytesched: a small network learns made-up digits.
 
-horovodrun -np 2 python examples/horovod_mnist.py
-horovodrun -np 2 python -m bytesched run examples/horovod_mnist.py   # the same weights
+horovodrun --gloo -np 2 python examples/horovod_mnist.py
+horovodrun --gloo -np 2 python -m bytesched run examples/horovod_mnist.py   # the same weights
 Under mpirun likewise: mpirun -np 2 python -m bytesched run examples/horovod_mnist.py
 """
 
