@@ -410,15 +410,15 @@ def joined_in_the_first_step(early: int) -> dict[str, Any]:
     return told
 
 
-def joined_while_tuned(early: int) -> dict[str, Any]:
-    """Rank `early` has fewer batches, and sizes change all the time."""
+def joined_while_tuned() -> dict[str, Any]:
+    """Rank 0 has fewer batches, and sizes change all the time."""
     job = job_to_fail(tuned=True)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=3)
 
     def run() -> None:
-        if job.rank != early:
+        if job.rank:
             train(job, model, optimizer, first_step=3, steps=6)
             bytesched.flush()
         hvd.join()

@@ -153,13 +153,14 @@ def test_joined_in_the_first_step(hvd_gloo: Pools, cases: ModuleType, early: int
     assert "1 of 2 ranks have joined" in told[1 - early]["message"]
 
 
-@pytest.mark.parametrize("early", [0, 1])
-def test_joined_while_tuned(own_pool: HorovodRanks, cases: ModuleType, early: int) -> None:
-    """Rank 0's word would be a sum of zeros, or rank 1 would not hear it."""
-    told = own_pool.run(cases.joined_while_tuned, early)
-    assert told[early]["kinds"][0] == "PluginError"
-    assert "hvd.join() with tune on" in told[early]["message"]
-    check_gave_up(told[1 - early], early)
+def test_joined_while_tuned(own_pool: HorovodRanks, cases: ModuleType) -> None:
+    """Otherwise, rank 0's word would be a sum of zeros."""
+    early, other = own_pool.run(cases.joined_while_tuned)
+    assert early["kinds"][0] == "PluginError"
+    assert "hvd.join() with tune on" in early["message"]
+    # It waits for the word, or for a chunk.
+    assert "HorovodInternalError" in other["kinds"]
+    assert other["seconds"] < 25
 
 
 LEFT = {
