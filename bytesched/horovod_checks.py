@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +25,8 @@ AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 FUSION_BYTES = 128 << 20
 CYCLE_MS = 1.0
 STALL_WARNING_S = 60
+#: what mpirun gets to tell its version
+TIMEOUT_S = 10.0
 
 
 def version() -> str:
@@ -53,6 +57,11 @@ def launchers() -> list[Check]:
             continue
         if not shutil.which(name, path=_path()):
             fix = f"it is not on the PATH: call it in full, or add {Path(found).parent}"
+        elif name == "horovodrun" and _open_mpi_release() >= 5:
+            fix = (
+                "beside Open MPI 5 or newer, a Horovod that was built with MPI needs horovodrun "
+                "--gloo, or --binding-args='--bind-to none --map-by slot'"
+            )
         elif name == "mpirun" and os.geteuid() == 0 and not _root_may_run():
             fix = f"as root, Open MPI's runs with {'=1 '.join(AS_ROOT)}=1 only"
         checks.append(Check(name, "ok", found, fix))
@@ -139,6 +148,21 @@ def _read_as(name: str, value: str, check: str, detail: str) -> Check:
 
 def _origin(name: str) -> str:
     return f" (HOROVOD_{name})" if horovod_variable(name) else ""
+
+
+def _open_mpi_release() -> int:
+    """The first number of the version of Open MPI; 0 if there is none, or it does not say."""
+    mpirun = launcher("mpirun")
+    if not mpirun:
+        return 0
+    try:
+        said = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = re.search(r"Open MPI\) (\d+)", said)
+    return int(found.group(1)) if found else 0
 
 
 def _root_may_run() -> bool:

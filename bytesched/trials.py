@@ -85,7 +85,7 @@ def horovod(timeout_s: float) -> list[Check]:
     """Ask Horovod what it was built with, and try each of its controllers that can be launched."""
     [built] = _run_workers([["horovod"]], timeout_s)
     if isinstance(built, str):
-        fix = "rebuild it against this torch (see the README, Installing)"
+        fix = "rebuild it against this torch (see the README, Install)"
         return [Check("horovod build", "warn", built, fix)]
     controllers = [name for name in LAUNCHES if built[name]]
     operations = [name for name, there in built.items() if there]

@@ -102,6 +102,19 @@ def test_launcher_is_found_beside_python_and_on_the_path(
     assert _only(horovod_checks.launchers(), "mpirun") == Check("mpirun", "absent", "not found")
 
 
+@pytest.mark.parametrize(("release", "needs_help"), [("4.1.6", False), ("5.0.11", True)])
+def test_horovodrun_beside_open_mpi_5(
+    release: str, needs_help: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its -bind-to is not known there any more."""
+    for name in ("horovodrun", "mpirun"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho 'mpirun (Open MPI) {release}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ("--gloo" in _only(horovod_checks.launchers(), "horovodrun").fix) == needs_help
+
+
 def test_without_horovod_there_is_no_section(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("backends", "loopback", "training"):
         monkeypatch.setattr(trials, name, lambda _: [Check("x", "ok", "")])
@@ -124,7 +137,7 @@ def test_broken_horovod_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
             "horovod build",
             "warn",
             "exit code 1: ImportError: torch",
-            "rebuild it against this torch (see the README, Installing)",
+            "rebuild it against this torch (see the README, Install)",
         )
     ]
 
