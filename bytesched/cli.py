@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
     "trace": Command("bytesched.timeline", "merge the timelines of all ranks, or sum them up"),
+    "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),
     "report": Command("bytesched.report", "draw timelines and measurements"),
     "doctor": Command("bytesched.doctor", "check versions, backends, ranks and the network"),
 }

@@ -29,6 +29,8 @@ class LayerProfile:
     forward_ms: float
     backward_ms: float
     shapes: tuple[tuple[int, ...], ...]
+    #: what the next layer reads, of one sample; 0 if that is not known
+    output_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +45,8 @@ class Profile:
     name: str
     description: str
     layers: tuple[LayerProfile, ...]
+    #: samples that its times are for; 0 if that is not known
+    batch: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +85,12 @@ class Profile:
                 "forward_ms": round(layer.forward_ms, 4),
                 "backward_ms": round(layer.backward_ms, 4),
                 "shapes": [list(shape) for shape in layer.shapes],
+                **({"output_bytes": layer.output_bytes} if layer.output_bytes else {}),
             }
             for layer in self.layers
         ]
-        return {"name": self.name, "description": self.description, "layers": layers}
+        batch = {"batch": self.batch} if self.batch else {}
+        return {"name": self.name, "description": self.description, **batch, "layers": layers}
 
     def save(self, path: str) -> None:
         """Write the profile, one line per layer."""
@@ -130,7 +136,10 @@ def parse_profile(content: object, origin: str) -> Profile:
         for index, layer in enumerate(content["layers"])
     )
     profile = Profile(
-        str(content.get("name", Path(origin).stem)), str(content.get("description", "")), layers
+        str(content.get("name", Path(origin).stem)),
+        str(content.get("description", "")),
+        layers,
+        _whole_number(content, "batch", f"profile {origin}"),
     )
     if profile.nbytes == 0:
         raise ConfigError(f"profile {origin}: no layer has parameters, so nothing would be sent")
@@ -154,7 +163,16 @@ def _parse_layer(content: object, where: str) -> LayerProfile:
     if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
         raise ConfigError(f"{where}: shapes is {shapes!r}, expected lists of positive sizes")
     name = str(content.get("name", where.rpartition(" ")[2]))
-    return LayerProfile(name, times[0], times[1], tuple(map(tuple, shapes)))
+    output_bytes = _whole_number(content, "output_bytes", where)
+    return LayerProfile(name, times[0], times[1], tuple(map(tuple, shapes)), output_bytes)
+
+
+def _whole_number(content: dict[str, Any], field: str, where: str) -> int:
+    """A field that may be left out, which is 0."""
+    value = content.get(field, 0)
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{where}: {field} is {value!r}, expected a whole number")
+    return value
 
 
 def _is_shape(shape: object) -> bool:

@@ -160,18 +160,54 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
     before = [*released[1:], 0.0]
     released[0] = times.backward_s
     shapes = {name: tuple(p.shape) for name, p in workload.model.named_parameters()}
+    batch, read_bytes = _read_bytes(workload)
+    # What a layer hands on is what the next one reads; the last one's is small.
+    output_bytes = [read_bytes.get(module, 0) for module in [*order[1:], "no module"]]
     layers = tuple(
         LayerProfile(
             module or "model",
             1e3 * max(0.0, end - start),
             1e3 * max(0.0, release - earlier),
             tuple(shapes[name] for name in owned[module]),
+            nbytes,
         )
-        for module, start, end, release, earlier in zip(
-            order, starts, ends, released, before, strict=True
+        for module, start, end, release, earlier, nbytes in zip(
+            order, starts, ends, released, before, output_bytes, strict=True
         )
     )
-    return Profile(name, f"Recorded from {name}, one CPU core.", layers)
+    return Profile(name, f"Recorded from {name}, one CPU core.", layers, batch)
+
+
+def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
+    """The batch size, and bytes of one sample that each module reads when it is first called.
+
+    The batch size is the first dimension of what the model is called with; 0 if it is not called
+    with a tensor.
+    """
+    nbytes: dict[str, int] = {}
+    batches: list[int] = []
+
+    def note(name: str, args: tuple[object, ...]) -> None:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if not name:
+            batches.extend(tensor.shape[0] for tensor in tensors if tensor.dim())
+        nbytes.setdefault(name, sum(tensor.nbytes for tensor in tensors))
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda _, args: note(name, args)
+
+    handles = [
+        module.register_forward_pre_hook(hook(name))
+        for name, module in workload.model.named_modules()
+    ]
+    try:
+        workload.loss(workload.model, 0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not batches:
+        return 0, {}
+    return batches[0], {name: total // batches[0] for name, total in nbytes.items()}
 
 
 def _stamp(name: str, stamps: dict[str, float]) -> Callable[..., None]:

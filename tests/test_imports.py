@@ -106,6 +106,23 @@ def test_tuning_knows_no_plugin_and_no_framework(path: Path) -> None:
         assert not name.startswith("bytesched.plugins")
 
 
+@pytest.mark.parametrize("path", _sources("bytesched/burst"), ids=lambda path: path.stem)
+def test_the_planner_knows_no_plugin_and_no_framework(path: Path) -> None:
+    for name, _ in _imports(path):
+        assert name.split(".")[0] not in FRAMEWORKS
+        assert not name.startswith(("bytesched.plugins", "bytesched.tuning"))
+
+
+@pytest.mark.parametrize("folder", ["bytesched", "plugins", "tuning"])
+def test_nothing_imports_the_bursts(folder: str) -> None:
+    for path in _sources(folder):
+        assert not {
+            name
+            for name, _ in _imports(path)
+            if name.startswith(("bytesched.burst", "bytesched.plugins.burst"))
+        }, path
+
+
 @pytest.mark.parametrize("path", _sources("plugins"), ids=lambda path: path.stem)
 def test_plugins_know_neither_tuning_nor_commands(path: Path) -> None:
     names = {name for name, _ in _imports(path)}

@@ -19,7 +19,13 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"bytesched": "bytesched", "bytesched.plugins": "plugins", "bytesched.tuning": "tuning"}
+FOLDERS = {
+    "bytesched": "bytesched",
+    "bytesched.burst": "bytesched/burst",
+    "bytesched.plugins": "plugins",
+    "bytesched.plugins.burst": "plugins/burst",
+    "bytesched.tuning": "tuning",
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,12 @@ def test_link_points_home(name: str) -> None:
     assert link.resolve() == ROOT / name
 
 
+def _package_of(path: Path) -> str:
+    """The folder of the innermost package around a file."""
+    folders = [ROOT / folder for folder in FOLDERS.values()]
+    return str(next(p for p in path.parents if p in folders).relative_to(ROOT))
+
+
 def test_every_file_beside_the_code_is_packaged(project: dict[str, Any]) -> None:
     data = project["tool"]["setuptools"]["package-data"]
     for package, folder in FOLDERS.items():
@@ -57,6 +69,7 @@ def test_every_file_beside_the_code_is_packaged(project: dict[str, Any]) -> None
             if path.is_file()
             and path.suffix not in {".py", ".pyc"}
             and not any(parent.is_symlink() for parent in path.parents)
+            and _package_of(path) == folder
         }
         packaged = {p for glob in data.get(package, []) for p in (ROOT / folder).glob(glob)}
         assert wanted == packaged, package

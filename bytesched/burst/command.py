@@ -1,0 +1,219 @@
+"""`bytesched burst`: how many devices each layer gets, and what is left for another job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytesched.burst.compare import (
+    Point,
+    burst_curve,
+    burst_point,
+    data_parallel,
+    static_partitions,
+)
+from bytesched.burst.cost import Cluster, Place, Plan, Task
+from bytesched.burst.graph import Chain, Layer, load_graph, shipped_graphs
+from bytesched.burst.picture import draw_plan
+from bytesched.burst.planfile import plan_to_json
+from bytesched.burst.search import Found, fastest_plan
+from bytesched.errors import ConfigError
+from bytesched.lab import parse_rate
+
+__all__ = ["main"]
+
+MOST_DEVICES = 64
+EPILOG = """\
+  bytesched burst plan --profile vgg16 --gpus 8 --amplification 2.0 --bandwidth 100gbit
+  bytesched bench --model vgg --batch 32 --record b32.json    # the same for 16, 8, 4
+  bytesched burst plan --profile b32.json b16.json b8.json b4.json --gpus 8 --json plan.json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make a plan, show it and write it; 0 when that went well."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        _check(options)
+        task = _task(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    found = fastest_plan(task)
+    step_ns = round(1e3 * options.background_us)
+    points = [
+        data_parallel(task, task.graph.widths(task.cluster.devices)[-1], "data parallel"),
+        *static_partitions(task),
+        burst_point(task, f"burst {options.amplification:g}", found.schedule, step_ns),
+    ]
+    curve = list(burst_curve(task, step_ns)) if options.curve else []
+    print("\n".join(_table(task, found)))
+    print("\n".join(_comparison(task, points)))
+    if options.json:
+        content = _result(task, found, points, curve)
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        print(f"json: {options.json}")
+    if options.png:
+        draw_plan(task, found, points, curve, Path(options.png))
+        print(f"png: {options.png}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not 1 <= options.gpus <= MOST_DEVICES:
+        raise ConfigError(f"--gpus {options.gpus}: from 1 to {MOST_DEVICES}")
+    if options.batch < 0:
+        raise ConfigError(f"--batch {options.batch}: at least 0")
+    for name in ("latency_us", "background_us"):
+        value = getattr(options, name)
+        least = 0.0 if name == "latency_us" else 0.001
+        if not least <= value <= 1e6:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {value:g}: from {least:g} to 1000000 microseconds")
+    if not 1 <= options.amplification <= 1e3:
+        raise ConfigError(
+            f"--amplification {options.amplification:g}: from 1, which one device takes, to 1000"
+        )
+    for name in ("json", "png"):
+        path = getattr(options, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such folder")
+
+
+def _task(options: argparse.Namespace) -> Task:
+    graph = load_graph(options.profile, batch=options.batch, fixed_share=options.fixed_share)
+    bytes_per_s = parse_rate(options.bandwidth) / 8
+    cluster = Cluster(options.gpus, bytes_per_s, options.latency_us / 1e6)
+    return Task(graph, cluster, options.amplification)
+
+
+def _rows(chain: Chain, plan: Plan, depth: int = 0) -> Iterator[tuple[str, str, int]]:
+    """Name, devices and indentation of every item."""
+    for item, placed in zip(chain, plan, strict=True):
+        if isinstance(item, Layer):
+            assert isinstance(placed, Place)
+            yield item.name, _devices(placed), depth
+            continue
+        assert not isinstance(placed, Place)
+        for number, (branch, places) in enumerate(
+            zip(item.branches, placed.branches, strict=True), 1
+        ):
+            rows = list(_rows(branch, places, depth + 1))
+            yield f"{item.name}, branch {number}", "" if rows else "shortcut", depth
+            yield from rows
+        yield f"{item.name}, join", _devices(placed.join), depth
+
+
+def _devices(place: Place) -> str:
+    if place.width == 1:
+        return f"device {place.first}"
+    return f"devices {place.first} to {place.first + place.width - 1}"
+
+
+def _table(task: Task, found: Found) -> Iterator[str]:
+    graph, timeline = task.graph, found.schedule
+    rows = list(_rows(graph.chain, found.plan))
+    width = max(len(name) + 2 * depth for name, _, depth in rows)
+    for name, devices, depth in rows:
+        yield f"{'  ' * depth + name:<{width}}  {devices}".rstrip()
+    yield ""
+    one_ms = graph.single_device_ns / 1e6
+    yield f"{graph.name}, batch {graph.batch}: {one_ms:.2f} ms on one device"
+    yield (
+        f"planned: {timeline.time_ns / 1e6:.2f} ms, of which "
+        f"{(timeline.time_ns - timeline.computed_ns) / 1e6:.2f} ms wait for gradients; "
+        f"amplification {timeline.device_ns / graph.single_device_ns:.2f}"
+    )
+    yield ""
+
+
+def _comparison(task: Task, points: Sequence[Point]) -> Iterator[str]:
+    """Throughput of both jobs; the last point is the plan."""
+    plain = points[0]
+    yield f"{'':<16}{'ms':>9}{'foreground':>12}{'background':>12}{'total':>8}{'vs plain':>10}"
+    for point in points:
+        yield (
+            f"{point.label:<16}{point.time_ns / 1e6:>9.2f}{point.foreground:>12.2f}"
+            f"{point.background:>12.2f}{point.total:>8.2f}{point.total / plain.total:>9.2f}x"
+        )
+    yield (
+        f"In devices, of {task.cluster.devices}. The background is what fits into the gaps of the "
+        "plan, before what sharing a device costs."
+    )
+
+
+def _result(
+    task: Task, found: Found, points: Sequence[Point], curve: Sequence[Point]
+) -> dict[str, Any]:
+    return {
+        "model": task.graph.name,
+        "batch": task.graph.batch,
+        "devices": task.cluster.devices,
+        "bytes_per_s": task.cluster.bytes_per_s,
+        "latency_us": task.cluster.latency_s * 1e6,
+        "amplification_limit": task.amplification,
+        "amplification": found.schedule.device_ns / task.graph.single_device_ns,
+        "single_device_ms": task.graph.single_device_ns / 1e6,
+        "iteration_ms": found.schedule.time_ns / 1e6,
+        "compared": [point.to_json() for point in points],
+        "curve": [point.to_json() for point in curve],
+        "plan": plan_to_json(task.graph.chain, found.plan),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched burst",
+        description="Give every layer as many devices as it scales to, and find what is left.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    plan = verbs.add_parser(
+        "plan",
+        help="the number of devices for every layer",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = plan.add_argument
+    shipped = ", ".join(shipped_graphs())
+    add(
+        "--profile",
+        nargs="+",
+        required=True,
+        metavar="PROFILE",
+        help=f"{shipped}, a file with several batch sizes, or files of `bench --record`",
+    )
+    add("--gpus", type=int, default=8, metavar="N", help="devices (default %(default)s)")
+    add(
+        "--amplification",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="device-seconds over those of one device, at most (default %(default)s)",
+    )
+    add(
+        "--bandwidth", default="100gbit", metavar="RATE", help="of each device's link (%(default)s)"
+    )
+    add("--latency-us", type=float, default=30.0, metavar="US", help="of a move (%(default)s)")
+    add("--batch", type=int, default=0, metavar="N", help="global (default: the largest measured)")
+    add(
+        "--fixed-share",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="of a layer's time that does not shrink with the batch, where only one batch size "
+        "was measured (default %(default)s)",
+    )
+    add(
+        "--background-us",
+        type=float,
+        default=250.0,
+        metavar="US",
+        help="of one background step: only whole ones count (default %(default)s)",
+    )
+    add("--curve", action="store_true", help="plan for other amplifications as well")
+    add("--json", metavar="FILE", help="write the plan, for the runtime")
+    add("--png", metavar="FILE", help="write a picture of the plan")
+    return parser
