@@ -6,6 +6,7 @@
     ├── ConfigError              a field, variable or file says something impossible
     ├── PluginError              this use is not supported, or a framework is missing
     │   └── UnusedParameterError a parameter got no gradient and nobody said that this may happen
+    ├── BackgroundError          a background step raised, or did not return
     ├── MismatchError            the ranks disagree on model, plan or configuration
     ├── SchedulerClosed          used after close
     ├── InvalidTransition        a task was told something that its state does not allow
@@ -35,6 +36,10 @@ class PluginError(BytesschedError):
 
 class UnusedParameterError(PluginError):
     """A parameter took no part in the loss, and unused parameters were not declared."""
+
+
+class BackgroundError(BytesschedError):
+    """A background step raised, or did not return in time; the foreground goes on without it."""
 
 
 class MismatchError(BytesschedError):

@@ -1,0 +1,7 @@
+"""Bursts: runs the plans of `bytesched.burst`, and another job in the gaps that they leave."""
+
+from bytesched.plugins.burst.background import Background
+from bytesched.plugins.burst.branched import Branched
+from bytesched.plugins.burst.runtime import Burst
+
+__all__ = ["Background", "Branched", "Burst"]

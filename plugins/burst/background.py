@@ -1,0 +1,186 @@
+"""Background: another job in the gaps in which a rank waits for others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import monotonic, perf_counter_ns
+from types import TracebackType
+
+import torch
+
+from bytesched.burst.admission import Admission
+from bytesched.errors import BackgroundError
+from bytesched.observe import Observers
+
+__all__ = ["Background"]
+
+log = logging.getLogger("bytesched")
+
+_PATIENCE_S = 5.0
+
+
+class Background:
+    """Runs ``step_fn()`` again and again, on a thread of its own, while the foreground waits.
+
+    A step begins only where it is predicted to end before the foreground is needed (see
+    `bytesched.burst.admission`), and on CUDA runs on a stream of its own, of which one step at a
+    time is queued. What goes wrong in it stays with it: the foreground goes on, ``check()`` and
+    ``close()`` raise.
+
+    The step shares the process: it must not draw from torch's default generator, nor change what
+    is global.
+
+    Args:
+        step_fn: one step of the job; the shorter, the more gaps it fits into.
+        slowdown_limit: share of the iteration time that the foreground may lose.
+        step_timeout_s: a step that takes longer is taken for stuck.
+        device: the CUDA device that the steps run on, if they do.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[], object],
+        *,
+        slowdown_limit: float = 0.05,
+        step_timeout_s: float = 60.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._step_fn = step_fn
+        self._timeout_s = step_timeout_s
+        self._device = device
+        self._admission = Admission(slowdown_limit)
+        self._changed = threading.Condition()
+        self._paused = self._closed = False
+        self._running_since_s: float | None = None
+        self._error: BackgroundError | None = None
+        self.observers = Observers()
+        #: totals
+        self.steps = 0
+        self.busy_ns = 0
+        self._thread = threading.Thread(target=self._run, name="bytesched-background", daemon=True)
+        self._thread.start()
+
+    # -- the foreground's thread -------------------------------------------------------
+
+    def iteration_begins(self) -> None:
+        """The foreground begins its next iteration."""
+        with self._changed:
+            self._admission.iteration_begins(perf_counter_ns())
+            self._find_stuck()
+
+    @contextmanager
+    def gap(self, name: str) -> Iterator[None]:
+        """Around a wait of the foreground; waits of one name recur in every iteration."""
+        with self._changed:
+            self._admission.gap_begins(name, perf_counter_ns())
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._admission.gap_ends(perf_counter_ns())
+
+    # -- any thread --------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """From now on no step begins."""
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Steps may begin again."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def slowdown(self) -> float:
+        """What the foreground loses, as a share of its iteration time; 0 if unknown."""
+        with self._changed:
+            return self._admission.slowdown
+
+    def check(self) -> None:
+        """Raises `BackgroundError` if a step has raised, or does not return."""
+        with self._changed:
+            self._find_stuck()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Returns when the step under way has ended; raises as ``check()``. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(self._timeout_s if self._error is None else _PATIENCE_S)
+        self.check()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    def _find_stuck(self) -> None:
+        since_s = self._running_since_s
+        if self._error is None and since_s is not None and monotonic() - since_s > self._timeout_s:
+            self._error = BackgroundError(
+                f"background step {self.steps} has not returned for {self._timeout_s:g} s; no "
+                "other begins. Raise step_timeout_s if it was only slow"
+            )
+            log.error("%s", self._error)
+
+    # -- the thread of the background --------------------------------------------------
+
+    def _may_begin(self) -> bool:
+        return not self._paused and self._admission.fits(perf_counter_ns())
+
+    def _run(self) -> None:
+        stream = self._stream()
+        while True:
+            with self._changed:
+                # What does not fit now will not fit later in this gap: the next one notifies.
+                self._changed.wait_for(lambda: self._closed or self._may_begin())
+                if self._closed or self._error is not None:
+                    return
+                self._running_since_s = monotonic()
+            began_ns = perf_counter_ns()
+            try:
+                with stream:
+                    self._step_fn()
+                    if self._device is not None:
+                        torch.cuda.current_stream(self._device).synchronize()
+            except Exception as error:
+                log.exception("background step %d raised; the foreground goes on", self.steps)
+                self._error = BackgroundError(
+                    f"background step {self.steps} raised {type(error).__name__}: {error}"
+                )
+                self._error.__cause__ = error
+                return
+            finally:
+                self._running_since_s = None
+            ended_ns = perf_counter_ns()
+            with self._changed:
+                self._admission.step_took(ended_ns - began_ns)
+                self.steps += 1
+                self.busy_ns += ended_ns - began_ns
+            if self.observers:
+                self.observers.on_span("background", f"step {self.steps}", began_ns, ended_ns)
+
+    def _stream(self) -> AbstractContextManager[object]:
+        if self._device is None:
+            return nullcontext()
+        # The lowest priority there is; with ones of higher priority the foreground goes first.
+        return torch.cuda.stream(torch.cuda.Stream(self._device, priority=0))

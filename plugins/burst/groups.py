@@ -1,0 +1,98 @@
+"""The gradients of the layers on one set of ranks: a session of the core's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytesched.burst.cost import Place
+from bytesched.config import Config
+from bytesched.observe import Observer, Observers
+from bytesched.plugins.agree import agree, statements
+from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.c10d_peers import C10dPeers
+from bytesched.plugins.plan import Slot
+from bytesched.plugins.session import Session
+from bytesched.plugins.update import why_not_deferred
+
+__all__ = ["SharedObserver", "broadcast_from", "open_session"]
+
+
+class SharedObserver(Observer):
+    """Hands on what several sessions of one rank see; they do not close it.
+
+    Flows are left out: tasks of different sessions have the same numbers.
+    """
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        self._observers.on_span(track, name, start_ns, end_ns, args)
+
+    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
+        pass
+
+
+def open_session(
+    root: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    place: Place,
+    base: dist.ProcessGroup,
+    config: Config,
+    observers: Observers,
+    name: str,
+) -> Session:
+    """A session that averages gradients over the ranks of a place; collective among them.
+
+    Args:
+        root: the module whose call is a forward pass.
+        named: the parameters that are on this place.
+        base: the process group of these ranks.
+    """
+    label = f"{name}.{place.first}-{place.width}"
+    slots = [Slot(parameter_name, parameter) for parameter_name, parameter in named]
+    data = open_group(base, "gloo", name=f"{label}/data", timeout_s=config.timeout_s)
+    control = open_group(base, "gloo", name=f"{label}/control", timeout_s=config.timeout_s)
+    agree(statements(slots, optimizer, config), data.rank, data.gather_text)
+    session = Session(
+        root,
+        slots,
+        config,
+        peers=C10dPeers(data, control),
+        sync=lambda: True,
+        find_unused=False,
+        static_graph=False,
+        observers=observers,
+    )
+    try:
+        why = why_not_deferred(optimizer, type(optimizer))
+        session.add_optimizer(optimizer, type(optimizer), cross=config.cross_barrier and not why)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def broadcast_from(group: Group, rank: int, tensors: Iterable[torch.Tensor], task: str) -> None:
+    """Gives every rank what `rank` has; collective."""
+    for tensor in itertools.chain(tensors):
+        dense = tensor.detach().contiguous()
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = rank
+        group.wait(group.backend.broadcast([dense], options), task=task)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)

@@ -1,0 +1,281 @@
+"""Moves: the samples of a batch from the ranks that have them to the ranks that need them.
+
+Each move is a CommTask of a scheduler, forward and backward. Its sends and receives are posted
+together and have a tag of their own, so that the ranks need not agree on an order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bytesched.burst.cost import Place
+from bytesched.core import SchedulerCore
+from bytesched.errors import BytesschedError, SchedulerClosed, SchedulerTimeout
+from bytesched.observe import Observers
+from bytesched.order import Leading
+from bytesched.plugins.c10d import Group
+from bytesched.policy import Priority
+from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
+from bytesched.transport import Done
+
+__all__ = ["Move", "Moves", "move", "samples_at"]
+
+#: the training thread waits for each move: none is held back for others
+_NO_LIMIT = 1 << 62
+
+
+def samples_at(place: Place, device: int, batch: int) -> range:
+    """The samples of a batch that a device has; none if it is elsewhere."""
+    if device not in place.devices:
+        return range(0)
+    return range(device - place.first, batch, place.width)
+
+
+@dataclass(eq=False)
+class Move:
+    """One way of samples, on one rank: what it sends to whom, and gets from whom."""
+
+    name: str
+    #: on all ranks; also the tag of its messages
+    index: int
+    #: rank -> positions in what this rank has, in the order of samples
+    sends: dict[int, Tensor]
+    #: rank -> positions in what this rank will have
+    receives: dict[int, Tensor]
+    #: positions before and after of the samples that stay
+    stays: tuple[Tensor, Tensor]
+    #: samples that this rank will have
+    samples: int
+    task: CommTask | None = None
+    #: the task is under way
+    busy: bool = False
+    outgoing: dict[int, Tensor] = field(default_factory=dict)
+    incoming: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def between(
+        cls, source: Place, target: Place, batch: int, rank: int, *, name: str, index: int
+    ) -> Move:
+        """The part of `rank` in bringing a batch from one place to another."""
+        before = {s: i for i, s in enumerate(samples_at(source, rank, batch))}
+        after = {s: i for i, s in enumerate(samples_at(target, rank, batch))}
+        sends: dict[int, list[int]] = {}
+        receives: dict[int, list[int]] = {}
+        stay: list[tuple[int, int]] = []
+        for sample in range(batch):
+            here = source.first + sample % source.width
+            there = target.first + sample % target.width
+            if here == there == rank:
+                stay.append((before[sample], after[sample]))
+            elif here == rank:
+                sends.setdefault(there, []).append(before[sample])
+            elif there == rank:
+                receives.setdefault(here, []).append(after[sample])
+        return cls(
+            name,
+            index,
+            {peer: torch.tensor(places) for peer, places in sends.items()},
+            {peer: torch.tensor(places) for peer, places in receives.items()},
+            (torch.tensor([a for a, _ in stay]), torch.tensor([b for _, b in stay])),
+            len(after),
+        )
+
+    def nbytes(self, sample_bytes: int) -> int:
+        """Bytes that this rank sends and receives."""
+        places = [*self.sends.values(), *self.receives.values()]
+        return sample_bytes * sum(len(positions) for positions in places)
+
+
+class Moves:
+    """All moves of this rank, on a group of their own.
+
+    Args:
+        group: nobody else issues on it.
+        observers: told about queue, send and wait spans.
+    """
+
+    def __init__(self, group: Group, observers: Observers) -> None:
+        self._group = group
+        self._observers = observers
+        self._changed = threading.Condition()
+        self._by_index: dict[int, Move] = {}
+        self._sent: queue.SimpleQueue[tuple[CommTask, list[Any], Done] | None] = queue.SimpleQueue()
+        self._closed = False
+        #: around the wait for a move; the name is the move's
+        self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        #: totals
+        self.bytes = 0
+        self.wait_ns = 0
+        self._waiter = threading.Thread(target=self._wait, name="bytesched-moves", daemon=True)
+        self._waiter.start()
+        self._scheduler = Scheduler(
+            SchedulerCore(Leading(Priority()), credit_bytes=_NO_LIMIT),
+            self,
+            on_finish=self._finished,
+            on_error=self.fail,
+            observers=observers,
+        )
+
+    # -- the training thread -----------------------------------------------------------
+
+    def run(self, move: Move, x: Tensor) -> Tensor:
+        """What this rank has after the move; it waits only for what it gets itself."""
+        self.check()
+        sample_bytes = x.element_size() * x[:1].numel() if len(x) else 0
+        shape = x.shape[1:]
+        if not sample_bytes:
+            sample_bytes = x.element_size() * max(1, shape.numel())
+        moved = x.new_empty((move.samples, *shape))
+        before, after = move.stays
+        if len(before):
+            moved[after] = x[before]
+        if not move.sends and not move.receives:
+            return moved
+        # What it sent last time has long been read, but must have been.
+        self._until(move, lambda: not move.busy)
+        nbytes = move.nbytes(sample_bytes)
+        if move.task is None or move.task.nbytes != nbytes:
+            move.task = CommTask(move.name, start_at=0, stop_at=nbytes, priority=move.index)
+            move.task.index = move.index
+            self._by_index[move.index] = move
+        move.outgoing = {peer: x[positions] for peer, positions in move.sends.items()}
+        move.incoming = {
+            peer: x.new_empty((len(positions), *shape)) for peer, positions in move.receives.items()
+        }
+        move.busy = True
+        self.bytes += nbytes
+        move.task.notify_ready()
+        self._scheduler.notify_ready(move.task)
+        if move.receives:
+            began_ns = perf_counter_ns()
+            with self.idle(move.name):
+                self._until(move, lambda: not move.busy)
+            ended_ns = perf_counter_ns()
+            self.wait_ns += ended_ns - began_ns
+            if self._observers:
+                self._observers.on_span("wait", move.name, began_ns, ended_ns)
+            for peer, positions in move.receives.items():
+                moved[positions] = move.incoming[peer]
+        return moved
+
+    def _until(self, move: Move, done: Callable[[], bool]) -> None:
+        deadline = monotonic() + self._group.timeout_s
+        with self._changed:
+            while not done() and self.error is None and monotonic() < deadline:
+                self._changed.wait(deadline - monotonic())
+            finished = done()
+        if finished:
+            return
+        self.check()
+        error = SchedulerTimeout(
+            f"waited {self._group.timeout_s:g} s for {move.name!r} of rank "
+            f"{', '.join(map(str, sorted(move.receives)))}" + self._group.note(),
+            rank=self._group.rank,
+        )
+        self.fail(error)
+        raise error
+
+    def check(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything under way, here and on the other ranks. Any thread."""
+        with self._changed:
+            if self.error is not None:
+                return
+            self.error = error
+            self._changed.notify_all()
+        self._group.abort()
+
+    def shut_down(self) -> None:
+        """Ends the threads and the connections. Idempotent."""
+        self._scheduler.close()
+        self._group.close()
+
+    # -- the transport: the scheduler's thread -----------------------------------------
+
+    def start(self, task: CommTask, done: Done) -> None:
+        """Posts what `task` sends and receives."""
+        move = self._by_index[task.index]
+        backend, tag = self._group.backend, move.index
+        try:
+            works = [backend.recv([t], peer, tag) for peer, t in move.incoming.items()]
+            works += [backend.send([t], peer, tag) for peer, t in move.outgoing.items()]
+        except RuntimeError as error:
+            raise self._group.error(error, task=task.name) from error
+        self._sent.put((task, works, done))
+
+    def close(self) -> None:
+        """What is under way fails. Idempotent; called by the scheduler."""
+        if not self._closed:
+            self._closed = True
+            self._sent.put(None)
+            if any(move.busy for move in self._by_index.values()):
+                self._group.abort()
+            self._waiter.join(5.0)
+
+    def _wait(self) -> None:
+        """The waiter's thread."""
+        while (sent := self._sent.get()) is not None:
+            task, works, done = sent
+            failed: BytesschedError | None = None
+            try:
+                for work in works:
+                    work.wait()
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+                failed = (
+                    SchedulerClosed(f"closed while {task.name} was being sent")
+                    if self._closed
+                    else self._group.error(error, task=task.name)
+                )
+            done(task, failed)
+
+    def _finished(self, task: CommTask) -> None:
+        with self._changed:
+            self._by_index[task.index].busy = False
+            self._changed.notify_all()
+
+
+class _Moved(torch.autograd.Function):
+    """A move, and in backward the way back.
+
+    A rank's gradients are those of the mean over its *own* samples, as in data parallelism; among
+    more ranks that mean is over fewer samples, so that gradients are scaled on their way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, moves: Moves, there: Move, back: Move, scale: float
+    ) -> Tensor:
+        ctx.moves, ctx.back, ctx.scale = moves, back, scale
+        return moves.run(there, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        found = ctx.moves.run(ctx.back, grad.contiguous())
+        return (found if ctx.scale == 1 else found * ctx.scale), None, None, None, None, None
+
+
+def move(x: Tensor, anchor: Tensor, moves: Moves, there: Move, back: Move, scale: float) -> Tensor:
+    """`x` after a move. Differentiable on every rank, also where there is nothing before it.
+
+    `anchor` is any tensor that requires a gradient: without one, a rank that has no sample yet
+    would be missing when gradients move back.
+    """
+    moved: Tensor = _Moved.apply(x, anchor, moves, there, back, scale)  # type: ignore[no-untyped-call]
+    return moved

@@ -1,0 +1,184 @@
+"""What ranks do in the tests of the burst runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.burst.cost import Place, PlacedBranches, Plan
+from bytesched.plugins.burst import Branched, Burst
+
+BATCH = 8
+STEPS = 4
+CLASSES = 5
+# Small pieces, so that each group of ranks has several.
+SETTINGS: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 4096, "timeout_s": 20.0}
+
+ONE, TWO, FOUR = Place(0, 1), Place(0, 2), Place(0, 4)
+
+
+def vgg_like() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.0)),
+        nn.Linear(32, CLASSES),
+    )
+
+
+def resnet_like() -> nn.Sequential:
+    def block(n: int, stride: int) -> Branched:
+        body = nn.Sequential(
+            nn.Sequential(nn.Conv2d(8, n, 3, stride, 1, bias=False), nn.GroupNorm(2, n), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(n, n, 3, 1, 1, bias=False), nn.GroupNorm(2, n)),
+        )
+        if stride == 1:
+            return Branched(body, nn.Sequential())
+        return Branched(body, nn.Sequential(nn.Conv2d(8, n, 1, stride, bias=False)))
+
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        block(8, 1),
+        block(12, 2),
+        nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES)),
+    )
+
+
+def inception_like() -> nn.Sequential:
+    def conv(a: int, b: int, size: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(a, b, size, padding=size // 2), nn.ReLU())
+
+    forked = Branched(nn.Sequential(conv(4, 2, 1)), nn.Sequential(conv(4, 3, 3)), join="concat")
+    block = Branched(
+        nn.Sequential(conv(6, 4, 1), conv(4, 4, 3)),
+        nn.Sequential(conv(6, 3, 1)),
+        nn.Sequential(conv(6, 4, 1), forked),
+        nn.Sequential(),
+        join="concat",
+    )
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(18, CLASSES))
+    return nn.Sequential(conv(3, 6, 3), block, head)
+
+
+def lanes_plan(first: Place, last: Place) -> Plan:
+    """The third branch forks in a lane of its own; the shortcut stays."""
+    beside, alone = Place(2, 1), Place(3, 1)
+    fork = PlacedBranches(((beside,), (beside,)), (0, 0), beside)
+    branches = ((TWO, ONE), (alone,), (beside, fork), ())
+    return (first, PlacedBranches(branches, (0, 2, 1, 0), last), last)
+
+
+#: model and plan by name
+CASES: dict[str, tuple[Callable[[], nn.Sequential], Plan]] = {
+    "vgg": (vgg_like, (FOUR, TWO, ONE, FOUR)),
+    "vgg-narrow-first": (vgg_like, (ONE, FOUR, TWO, ONE)),
+    "vgg-uniform": (vgg_like, (FOUR, FOUR, FOUR, FOUR)),
+    "resnet": (
+        resnet_like,
+        (
+            FOUR,
+            PlacedBranches(((TWO, FOUR), ()), (0, 0), FOUR),
+            PlacedBranches(((TWO, ONE), (Place(2, 2),)), (0, 1), TWO),
+            ONE,
+        ),
+    ),
+    "inception": (inception_like, lanes_plan(FOUR, TWO)),
+    "inception-narrow-first": (inception_like, lanes_plan(ONE, FOUR)),
+}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return images, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def optimizer_for(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def mean_over_ranks(loss: Tensor | None) -> float:
+    total = torch.zeros(2, dtype=torch.float64)
+    if loss is not None:
+        total += torch.stack([loss.detach(), torch.ones((), dtype=torch.float64)])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def data_parallel(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    inner = CASES[name][0]().double()
+    model = DistributedDataParallel(inner)
+    optimizer = optimizer_for(list(model.parameters()))
+    losses = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(STEPS):
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images[rank::size]), labels[rank::size])
+        loss.backward()
+        optimizer.step()
+        losses.append(mean_over_ranks(loss))
+    return losses, dict(inner.state_dict())
+
+
+def planned(name: str, **fields: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+    torch.manual_seed(3 + dist.get_rank())
+    make, plan = CASES[name]
+    with Burst(
+        make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS | fields
+    ) as burst:
+        # Rank 0's parameters are everybody's, and they are to be those of the run above.
+        burst.model.load_state_dict(reference_state(name))
+        losses = [mean_over_ranks(burst.step(*batch(step))) for step in range(STEPS)]
+        burst.gather()
+        return losses, dict(burst.model.state_dict()), burst.stats()
+
+
+def reference_state(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return dict(CASES[name][0]().double().state_dict())
+
+
+def equals_data_parallel(name: str) -> dict[str, Any]:
+    expected_losses, expected = data_parallel(name)
+    losses, state, stats = planned(name)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
+    assert state.keys() == expected.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=key)
+    return stats
+
+
+def first_weights_are_rank_0s() -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    with Burst(
+        vgg_like(), (FOUR, TWO, ONE, FOUR), optimizer_for, functional.cross_entropy, **SETTINGS
+    ) as burst:
+        return [float(p.detach().sum()) for p in burst.model.parameters()]
+
+
+def refused(what: str) -> str:
+    model, plan = vgg_like(), CASES["vgg"][1]
+    if what == "ranks":
+        plan = (Place(0, 8), *plan[1:])
+    elif what == "length":
+        plan = plan[1:]
+    elif what == "norm":
+        model[3] = nn.Sequential(nn.Linear(32, CLASSES), nn.BatchNorm1d(CLASSES))
+    elif what == "shared":
+        model[2], model[3] = nn.Linear(64, 64), nn.Linear(64, 64)
+        model[3].weight = model[2].weight
+    elif what == "plans" and dist.get_rank() == 3:
+        plan = (FOUR, FOUR, ONE, FOUR)
+    try:
+        Burst(model, plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
