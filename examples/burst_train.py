@@ -30,7 +30,7 @@ def classifier() -> nn.Sequential:
 
 
 def wide_then_narrow(ranks: int) -> Plan:
-    """Convolutions on all ranks, the rest on one; `bytesched burst plan --json` finds such plans."""
+    """Convolutions on all ranks, the rest on one; `bytesched burst plan` finds such plans."""
     return (Place(0, ranks), Place(0, ranks), Place(0, 1), Place(0, 1))
 
 

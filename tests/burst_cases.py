@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
-from bytesched.plugins.burst import Branched, Burst
+from bytesched.errors import BytesschedError
+from bytesched.plugins.burst import Background, Branched, Burst
 
 BATCH = 8
 STEPS = 4
 CLASSES = 5
+DIED = 7
 # Small pieces, so that each group of ranks has several.
 SETTINGS: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 4096, "timeout_s": 20.0}
 
@@ -182,3 +185,94 @@ def refused(what: str) -> str:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+class Job:
+    """A background job that learns something, in short steps."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.weight = torch.zeros(8, requires_grad=True)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        x = torch.randn(8, generator=self.generator)
+        loss = (self.weight @ x - x.sum()).square()
+        loss.backward()
+        with torch.no_grad():
+            assert self.weight.grad is not None
+            self.weight -= 0.01 * self.weight.grad
+        self.weight.grad = None
+        self.losses.append(float(loss.detach()))
+
+
+def shares_its_gaps() -> int:
+    """How many background steps ran, after a look at what both jobs came to."""
+    steps = 16
+    states = []
+    job = Job()
+    for shared in (False, True):
+        torch.manual_seed(3)
+        make, plan = CASES["vgg"]
+        with (
+            Background(job.step) as background,
+            Burst(
+                make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS
+            ) as burst,
+        ):
+            if shared:
+                burst.share(background)
+            for step in range(steps):
+                burst.step(*batch(step % STEPS))
+            burst.gather()
+            states.append(dict(burst.model.state_dict()))
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+    alone = Job()
+    for _ in job.losses:
+        alone.step()
+    assert alone.losses == job.losses
+    assert background.steps == len(job.losses)
+    return len(job.losses)
+
+
+def loses_a_rank(victim: int) -> None:
+    make, plan = CASES["vgg"]
+    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    try:
+        for step in range(50):
+            if step == 3 and dist.get_rank() == victim:
+                os._exit(DIED)
+            burst.step(*batch(step))
+    except BytesschedError as error:
+        print(type(error).__name__)
+    burst.close()
+
+
+class _Unlucky(nn.Module):
+    """Raises in the third forward pass with samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        if self.calls == 3 and dist.get_rank() == 2:
+            raise RuntimeError("out of luck")
+        return x
+
+
+def raises_on_one_rank() -> str:
+    make, plan = CASES["vgg"]
+    model = make().double()
+    model[0] = nn.Sequential(model[0], _Unlucky())
+    burst = Burst(model, plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    try:
+        for step in range(10):
+            burst.step(*batch(step))
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        burst.close()
+    return "nothing happened"

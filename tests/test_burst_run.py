@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from bytesched.errors import BackgroundError
+
 pytest.importorskip("torch")
 
 import burst_cases
+from ranks import run_fresh
+
+from bytesched.plugins.burst import Background
 
 if TYPE_CHECKING:
     from ranks import Ranks
 
-pytestmark = pytest.mark.procs
+WAIT_S = 20.0
 
 
+@pytest.mark.procs
 @pytest.mark.parametrize("name", burst_cases.CASES)
 def test_a_plan_trains_as_data_parallelism_does(name: str, four_ranks: Ranks) -> None:
     figures = four_ranks.run(burst_cases.equals_data_parallel, name)
@@ -24,14 +31,16 @@ def test_a_plan_trains_as_data_parallelism_does(name: str, four_ranks: Ranks) ->
         assert figures[3]["move_wait_ms"] > 0
     else:
         assert figures[0]["move_bytes"] == 0
-        assert figures[0]["mode/4"] == "cross"
+        assert figures[0]["mode/0-3"] == "cross"
 
 
+@pytest.mark.procs
 def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
     first, *others = four_ranks.run(burst_cases.first_weights_are_rank_0s)
     assert others == [first] * 3
 
 
+@pytest.mark.procs
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -45,3 +54,89 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
 def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Ranks) -> None:
     for said in four_ranks.run(burst_cases.refused, what):
         assert message in said
+
+
+@pytest.mark.procs
+def test_the_background_changes_nothing_and_learns_as_alone(four_ranks: Ranks) -> None:
+    steps = four_ranks.run(burst_cases.shares_its_gaps)
+    assert sum(steps) > 0
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("victim", [0, 3])
+def test_when_a_rank_dies_the_others_say_so(victim: int) -> None:
+    ended = run_fresh(burst_cases.loses_a_rank, 4, timeout_s=40.0, args=(victim,))
+    for rank, exited in enumerate(ended):
+        if rank == victim:
+            assert exited.code == burst_cases.DIED
+        else:
+            assert exited.code == 0, exited.stderr
+            assert exited.stdout.strip() in {"PeerLost", "SchedulerTimeout"}, exited.stdout
+
+
+@pytest.mark.procs
+def test_an_error_of_one_rank_ends_the_others(four_ranks: Ranks) -> None:
+    said = four_ranks.run(burst_cases.raises_on_one_rank)
+    assert said[2] == "RuntimeError: out of luck"
+    assert all("PeerLost" in said[rank] for rank in (0, 1, 3)), said
+
+
+class Waiting:
+    """A foreground that waits in one gap per iteration until it is told to go on."""
+
+    def __init__(self, background: Background) -> None:
+        self.background = background
+
+    def iterate(self, times: int = 1, until: threading.Event | None = None) -> None:
+        for _ in range(times):
+            self.background.iteration_begins()
+            with self.background.gap("gap"):
+                assert until is None or until.wait(WAIT_S)
+
+
+def test_a_background_step_that_raises_ends_the_background_alone() -> None:
+    began = threading.Event()
+
+    def step() -> None:
+        began.set()
+        raise RuntimeError("no more data")
+
+    background = Background(step)
+    foreground = Waiting(background)
+    foreground.iterate(4)
+    assert not began.is_set()
+    foreground.iterate(until=began)
+    foreground.iterate(3)
+    with pytest.raises(BackgroundError, match="step 0 raised RuntimeError: no more data") as raised:
+        background.close()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_background_step_that_hangs_does_not_hold_the_foreground() -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def step() -> None:
+        began.set()
+        release.wait(WAIT_S)
+
+    background = Background(step, step_timeout_s=0.01)
+    foreground = Waiting(background)
+    foreground.iterate(4)
+    foreground.iterate(until=began)
+    foreground.iterate(3)
+    with pytest.raises(BackgroundError, match="has not returned for"):
+        background.close()
+    release.set()
+
+
+def test_a_paused_background_does_not_begin() -> None:
+    began = threading.Event()
+    background = Background(began.set)
+    background.pause()
+    foreground = Waiting(background)
+    foreground.iterate(6)
+    assert not began.is_set()
+    background.resume()
+    foreground.iterate(until=began)
+    background.close()
+    assert background.steps >= 1

@@ -75,7 +75,7 @@ class Burst(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
         self._ways: dict[tuple[Place, Place, str, int], tuple[Move, Move]] = {}
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._sessions: list[Session] = []
+        self._sessions: dict[Place, Session] = {}
         self._background: Background | None = None
         self._closed = False
         placed = list(_placed(_items(model, plan, "")))
@@ -150,8 +150,8 @@ class Burst(nn.Module):
             if base is not None:
                 shared = Observers([SharedObserver(self._observers)] if self._observers else [])
                 assert isinstance(base, dist.ProcessGroup)
-                self._sessions.append(
-                    open_session(self, named, mine, place, base, config, shared, name)
+                self._sessions[place] = open_session(
+                    self, named, mine, place, base, config, shared, name
                 )
 
     # -- training ----------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Burst(nn.Module):
 
     def gather(self) -> None:
         """Every rank's model has every parameter's value; collective."""
-        for session in self._sessions:
+        for session in self._sessions.values():
             session.flush()
         for module, place, name in _placed(_items(self.model, self.plan, "")):
             tensors = itertools.chain(module.parameters(), module.buffers())
@@ -313,18 +313,18 @@ class Burst(nn.Module):
         """Ends everything under way, on every rank."""
         self._group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         self._moves.fail(error)
-        for session in self._sessions:
+        for session in self._sessions.values():
             session.fail(error)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Figures since the start: of the moves, and of the layers on each set of ranks."""
+        """Figures since the start: of the moves, and of gradients as ``<name>/<first>-<last rank>``."""
         figures: dict[str, int | float | str] = {
             "move_bytes": self._moves.bytes,
             "move_wait_ms": self._moves.wait_ns / 1e6,
         }
-        for session in self._sessions:
-            of_group = session.stats()
-            figures |= {f"{name}/{of_group['world_size']}": of_group[name] for name in of_group}
+        for place, session in self._sessions.items():
+            ranks = f"{place.first}-{place.first + place.width - 1}"
+            figures |= {f"{name}/{ranks}": value for name, value in session.stats().items()}
         return figures
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class Burst(nn.Module):
             return
         self._closed = True
         atexit.unregister(self.close)
-        for session in self._sessions:
+        for session in self._sessions.values():
             try:
                 if session.error is None and self._moves.error is None:
                     session.flush()
