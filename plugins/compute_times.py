@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bytesched.bound import Gradient
 from bytesched.plugins.bench_models import Workload
+from bytesched.plugins.emulate import EmulatedModel
 from bytesched.profile import LayerProfile, Profile
 
 TRAFFIC_PIECE_BYTES = 1 << 20
@@ -162,7 +163,7 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
     shapes = {name: tuple(p.shape) for name, p in workload.model.named_parameters()}
     batch, read_bytes = _read_bytes(workload)
     # What a layer hands on is what the next one reads; the last one's is small.
-    output_bytes = [read_bytes.get(module, 0) for module in [*order[1:], "no module"]]
+    output_bytes = [_read_by(module, read_bytes) for module in order[1:]] + [0]
     layers = tuple(
         LayerProfile(
             module or "model",
@@ -182,8 +183,10 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
     """The batch size, and bytes of one sample that each module reads when it is first called.
 
     The batch size is the first dimension of what the model is called with; 0 if it is not called
-    with a tensor.
+    with a tensor, or has no batch.
     """
+    if isinstance(workload.model, EmulatedModel):
+        return 0, {}
     nbytes: dict[str, int] = {}
     batches: list[int] = []
 
@@ -208,6 +211,13 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
     if not batches:
         return 0, {}
     return batches[0], {name: total // batches[0] for name, total in nbytes.items()}
+
+
+def _read_by(module: str, nbytes: dict[str, int]) -> int:
+    """What a module reads, or the nearest one around it that is called at all."""
+    while module and module not in nbytes:
+        module = module.rpartition(".")[0]
+    return nbytes.get(module, 0)
 
 
 def _stamp(name: str, stamps: dict[str, float]) -> Callable[..., None]:

@@ -247,6 +247,7 @@ def loses_a_rank(victim: int) -> None:
     except BytesschedError as error:
         print(type(error).__name__)
     burst.close()
+    dist.destroy_process_group()
 
 
 class _Unlucky(nn.Module):

@@ -117,8 +117,9 @@ def test_shipped_profiles(name: str) -> None:
     assert set(shipped_profiles()) == {"gpt", "vgg", "resnet"}
 
 
-def test_a_profile_survives_being_saved(tmp_path: Path) -> None:
-    profile = parse_profile(TINY, "tiny")
+@pytest.mark.parametrize("recorded", [{}, {"batch": 8}])
+def test_a_profile_survives_being_saved(recorded: dict[str, int], tmp_path: Path) -> None:
+    profile = parse_profile(TINY | recorded, "tiny")
     path = str(tmp_path / "saved.json")
     profile.save(path)
     assert load_profile(path) == profile
@@ -134,6 +135,7 @@ def test_a_profile_survives_being_saved(tmp_path: Path) -> None:
         (changed_layer(backward_ms=-1), "a time of 0 ms or more"),
         (changed_layer(shapes=[[0]]), "lists of positive sizes"),
         (changed_layer(shapes=["ab"]), "lists of positive sizes"),
+        (changed_layer(output_bytes=0.5), "output_bytes is 0.5, expected a whole number"),
         (changed_layer(forward_ms=0, backward_ms=0), "every layer takes 0 ms"),
     ],
 )
@@ -266,6 +268,9 @@ def test_compute_times_of_a_chain_and_its_profile() -> None:
     assert [layer.name for layer in profile.layers] == ["0", "2", "3.inner"]
     assert [layer.shapes for layer in profile.layers][1] == ((4, 8), (4,))
     assert profile.compute_s == pytest.approx(times.compute_s, rel=1e-6)
+    # Of one sample of two, in float32: what the next layer reads.
+    assert profile.batch == 2
+    assert [layer.output_bytes for layer in profile.layers] == [32, 16, 0]
 
 
 def a_result() -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import pytest
-
-from bytesched.errors import BackgroundError
-
-pytest.importorskip("torch")
-
 import burst_cases
+import pytest
+import torch
 from ranks import run_fresh
 
+from bytesched.burst.graph import layers_of, load_graph
+from bytesched.errors import BackgroundError
 from bytesched.plugins.burst import Background
+from bytesched.plugins.burst.bench_rank import scaled
+from bytesched.plugins.burst.emulated import Device, emulated_model
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -140,3 +140,16 @@ def test_a_paused_background_does_not_begin() -> None:
     foreground.iterate(until=began)
     background.close()
     assert background.steps >= 1
+
+
+def test_an_emulated_model_has_the_sizes_of_its_graph() -> None:
+    graph = scaled(load_graph(["inception_v3"], fixed_share=0.2), 0.0, 0.001)
+    layers = list(layers_of(graph.chain))
+    model = emulated_model(graph.chain, Device())
+    outputs = model(torch.ones(2, 4))
+    outputs.sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert [4 * len(g) for g in gradients if g is not None] == [
+        max(4, layer.parameter_bytes // 4 * 4) for layer in layers
+    ]
+    assert outputs.shape == (2, max(1, layers[-1].output_bytes // 4))

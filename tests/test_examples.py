@@ -64,6 +64,13 @@ def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
     assert plain[1:] == ["  mode = plain"]
 
 
+def test_burst_train_learns() -> None:
+    lines = output([*TORCHRUN, "examples/burst_train.py"])
+    first, last = re.fullmatch(r"loss (\S+) -> (\S+)", lines[0]).groups()  # type: ignore[union-attr]
+    assert float(last) < float(first)
+    assert lines[1].startswith("background steps ")
+
+
 @pytest.mark.slow
 def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     script = ["examples/ddp_checkpoint.py", "--epochs"]

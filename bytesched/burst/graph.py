@@ -187,18 +187,24 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
     for smaller, larger in pairwise(ordered):
         if smaller.batch == larger.batch:
             raise ConfigError(f"batch size {larger.batch} is there twice")
-    layers = []
-    for index, layer in enumerate(first.layers):
-        curves = []
-        for field in ("forward_ms", "backward_ms"):
-            points = tuple(
-                (profile.batch, round(1e6 * getattr(profile.layers[index], field)))
-                for profile in ordered
-            )
-            curves.append(
-                Curve(points) if len(points) > 1 else curve_from_one(*points[0], fixed_share)
-            )
-        layers.append(Layer(layer.name, *curves, layer.nbytes, layer.output_bytes))
+
+    def curve(index: int, field: str) -> Curve:
+        points = tuple(
+            (profile.batch, round(1e6 * getattr(profile.layers[index], field)))
+            for profile in ordered
+        )
+        return Curve(points) if len(points) > 1 else curve_from_one(*points[0], fixed_share)
+
+    layers = [
+        Layer(
+            layer.name,
+            curve(index, "forward_ms"),
+            curve(index, "backward_ms"),
+            layer.nbytes,
+            layer.output_bytes,
+        )
+        for index, layer in enumerate(first.layers)
+    ]
     return ModelGraph(first.name, first.description, ordered[-1].batch, tuple(layers))
 
 

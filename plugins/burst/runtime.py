@@ -170,7 +170,7 @@ class Burst(nn.Module):
             outputs: Tensor = self(inputs)
             here = samples_at(self._last, self._rank, len(inputs))
             loss = self._loss(outputs, targets[here.start :: here.step]) if here else None
-            (outputs.sum() * 0 if loss is None else loss).backward()  # type: ignore[no-untyped-call]
+            (outputs.sum() * 0 if loss is None else loss).backward()
             for optimizer in self.optimizers:
                 optimizer.step()
         except BaseException as error:
@@ -317,7 +317,7 @@ class Burst(nn.Module):
             session.fail(error)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Figures since the start: of the moves, and of gradients as ``<name>/<first>-<last rank>``."""
+        """Figures since the start: of the moves, and of gradients as ``<name>/<ranks>``."""
         figures: dict[str, int | float | str] = {
             "move_bytes": self._moves.bytes,
             "move_wait_ms": self._moves.wait_ns / 1e6,
