@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 from bytesched.config import Config
 from bytesched.errors import (
+    BackgroundError,
     BytesschedError,
     ConfigError,
     InvalidTransition,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackgroundError",
     "BytesschedError",
     "Config",
     "ConfigError",

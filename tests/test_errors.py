@@ -21,7 +21,7 @@ def _all_errors() -> list[type[BaseException]]:
 
 def test_one_root_catches_all() -> None:
     found = _all_errors()
-    assert len(found) == 10
+    assert len(found) == 11
     assert all(issubclass(error, bytesched.BytesschedError) for error in found)
 
 

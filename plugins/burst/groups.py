@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,14 @@ from bytesched.plugins.update import why_not_deferred
 __all__ = ["SharedObserver", "broadcast_from", "open_session"]
 
 
+_SEEN_BY_ALL: Final = frozenset({"forward", "backward", "step"})
+
+
 class SharedObserver(Observer):
     """Hands on what several sessions of one rank see; they do not close it.
 
-    Flows are left out: tasks of different sessions have the same numbers.
+    What all of them see, the passes and steps, is left out, and so are flows: tasks of different
+    sessions have the same numbers.
     """
 
     def __init__(self, observers: Observers) -> None:
@@ -40,10 +44,8 @@ class SharedObserver(Observer):
         end_ns: int,
         args: dict[str, Any] | None = None,
     ) -> None:
-        self._observers.on_span(track, name, start_ns, end_ns, args)
-
-    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
-        pass
+        if track not in _SEEN_BY_ALL:
+            self._observers.on_span(track, name, start_ns, end_ns, args)
 
 
 def open_session(

@@ -7,6 +7,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter_ns
 from typing import Any, cast
 
 import torch
@@ -77,6 +78,7 @@ class Burst(nn.Module):
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._sessions: dict[Place, Session] = {}
         self._background: Background | None = None
+        self._steps = 0
         self._closed = False
         placed = list(_placed(_items(model, plan, "")))
         self._check(placed)
@@ -167,15 +169,23 @@ class Burst(nn.Module):
         try:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+            began_ns = perf_counter_ns()
             outputs: Tensor = self(inputs)
+            turn_ns = perf_counter_ns()
             here = samples_at(self._last, self._rank, len(inputs))
             loss = self._loss(outputs, targets[here.start :: here.step]) if here else None
             (outputs.sum() * 0 if loss is None else loss).backward()
+            end_ns = perf_counter_ns()
             for optimizer in self.optimizers:
                 optimizer.step()
         except BaseException as error:
             self.fail(error)
             raise
+        self._steps += 1
+        if self._observers:
+            self._observers.on_span("forward", "forward", began_ns, turn_ns)
+            self._observers.on_span("backward", "backward", turn_ns, end_ns)
+            self._observers.on_step(self._steps, perf_counter_ns())
         return None if loss is None else loss.detach()
 
     def forward(self, inputs: Tensor) -> Tensor:
