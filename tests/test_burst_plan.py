@@ -34,15 +34,17 @@ from bytesched.burst.graph import (
     load_graph,
     shipped_graphs,
 )
+from bytesched.burst.picture import draw_run
 from bytesched.burst.planfile import load_plan
 from bytesched.burst.search import capacities, fastest_plan, lanes_of
 from bytesched.errors import ConfigError
+from bytesched.trace import Span, Trace
 
 ROOT = Path(__file__).parents[1]
 BATCH = 4
 
 times = st.integers(1, 60).map(lambda us: us * 1000)
-sizes = st.sampled_from([0, 1000, 40_000, 400_000])
+sizes = st.sampled_from([0, 1000, 10_000, 40_000, 400_000])
 
 
 @st.composite
@@ -103,7 +105,7 @@ def every_place(
                     yield PlacedBranches(plans, lanes, Place(lane.first, width))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(task=a_task())
 def test_no_plan_is_faster_within_the_budget(task: Task) -> None:
     found = fastest_plan(task)
@@ -258,6 +260,29 @@ def test_command_writes_a_plan_that_can_be_read(
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_is_drawn_rank_by_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    spans = {
+        "forward": [Span(0, 6, "forward", {}), Span(11, 16, "forward", {})],
+        "backward": [Span(6, 10, "backward", {}), Span(16, 20, "backward", {})],
+        "wait": [Span(3, 5, "to 1", {})],
+        "background": [Span(3.2, 4.4, "step 1", {})],
+    }
+    traces = [Trace(rank, spans, [(1, 0.0), (2, 10.5), (3, 20.5)]) for rank in range(2)]
+    draw_run(traces, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no whole iteration"):
+        draw_run([Trace(0)], tmp_path / "none.png")
+
+
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    assert command.main(["timeline", f"{tmp_path}/run.json", "-o", f"{tmp_path}/run.png"]) == 1
+    assert "run.json" in capsys.readouterr().err
+
+
 def recorded(batch: int, **fields: object) -> dict[str, object]:
     layers = [
         {"name": n, "forward_ms": ms * batch, "backward_ms": ms, "shapes": [[9]], "output_bytes": 8}
@@ -283,6 +308,10 @@ def test_recorded_profiles_of_several_batch_sizes(
     ("content", "message"),
     [
         (recorded(0), "which batch size"),
+        (
+            {"batch": 2, "layers": [{"forward_ms": 1, "backward_ms": 1, "shapes": [[2]]}] * 2},
+            "what its layers hand on",
+        ),
         ({"batches": [2, 1], "layers": []}, "growing sizes"),
         ({"batches": [1], "layers": []}, "begins with a layer"),
         ({"batches": [1], "layers": [{"output_bytes": 1}]}, "forward_ms: expected a time for each"),

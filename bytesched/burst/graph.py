@@ -184,6 +184,11 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
             )
         if [layer.name for layer in profile.layers] != [layer.name for layer in first.layers]:
             raise ConfigError(f"profiles {first.name} and {profile.name} have different layers")
+        if len(profile.layers) > 1 and not any(layer.output_bytes for layer in profile.layers):
+            raise ConfigError(
+                f"profile {profile.name}: it does not say what its layers hand on; record it again "
+                'with `bytesched bench --record`, or add "output_bytes" to its layers'
+            )
     for smaller, larger in pairwise(ordered):
         if smaller.batch == larger.batch:
             raise ConfigError(f"batch size {larger.batch} is there twice")
