@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -91,7 +90,7 @@ def open_session(
 
 def broadcast_from(group: Group, rank: int, tensors: Iterable[torch.Tensor], task: str) -> None:
     """Gives every rank what `rank` has; collective."""
-    for tensor in itertools.chain(tensors):
+    for tensor in tensors:
         dense = tensor.detach().contiguous()
         options: Any = dist.BroadcastOptions()
         options.rootRank = rank

@@ -152,9 +152,11 @@ class Burst(nn.Module):
             if base is not None:
                 shared = Observers([SharedObserver(self._observers)] if self._observers else [])
                 assert isinstance(base, dist.ProcessGroup)
+                # Only its store is used, by groups of the session's own.
                 self._sessions[place] = open_session(
                     self, named, mine, place, base, config, shared, name
                 )
+                dist.destroy_process_group(base)
 
     # -- training ----------------------------------------------------------------------
 
