@@ -171,6 +171,8 @@ def refused(what: str) -> str:
     model, plan = vgg_like(), CASES["vgg"][1]
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
+    elif what == "first":
+        plan = (PlacedBranches((), (), FOUR), *plan[1:])
     elif what == "length":
         plan = plan[1:]
     elif what == "norm":

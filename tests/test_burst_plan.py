@@ -34,9 +34,10 @@ from bytesched.burst.graph import (
     load_graph,
     shipped_graphs,
 )
+from bytesched.burst.lanes import capacities, lanes_of
 from bytesched.burst.picture import draw_run
 from bytesched.burst.planfile import load_plan
-from bytesched.burst.search import capacities, fastest_plan, lanes_of
+from bytesched.burst.search import fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.trace import Span, Trace
 

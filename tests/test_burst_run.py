@@ -45,6 +45,7 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
     ("what", "message"),
     [
         ("ranks", "planned for ranks 0 to 7, and there are 4 ranks"),
+        ("first", "a model begins with a layer"),
         ("length", "the plan has 3 layers for the model, which has 4"),
         ("norm", "use nn.GroupNorm"),
         ("shared", "2 and 3 share a parameter"),

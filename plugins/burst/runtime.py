@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched.burst.cost import Place, PlacedBranches, Plan
+from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 from bytesched.observe import Observers
 from bytesched.plugins.burst.background import Background
-from bytesched.plugins.burst.branched import Branched
 from bytesched.plugins.burst.groups import SharedObserver, broadcast_from, open_session
-from bytesched.plugins.burst.moves import Move, Moves, move, samples_at
+from bytesched.plugins.burst.moves import Moves, samples_at
+from bytesched.plugins.burst.structure import end_of, items_of, layers_of
+from bytesched.plugins.burst.walk import Walk
 from bytesched.plugins.c10d import open_group
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.session import Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from bytesched.config import ConfigFields
 
 __all__ = ["Burst"]
 
@@ -34,8 +40,6 @@ log = logging.getLogger("bytesched")
 _number = itertools.count()
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
-#: item, where it is, name
-_Item = tuple[nn.Module, Place | PlacedBranches, str]
 
 
 class Burst(nn.Module):
@@ -61,26 +65,28 @@ class Burst(nn.Module):
         plan: Plan,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss: _Loss,
-        **fields: Any,
+        **fields: Unpack[ConfigFields],
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
             raise PluginError("torch.distributed is not initialized: call init_process_group first")
         config = Config.load(**fields)
+        if config.tune:
+            log.warning("tune is on, but the sizes of a burst are not tuned")
+            config = replace(config, tune=False)
+        if not plan or not isinstance(plan[0], Place):
+            raise PluginError("the plan has no layer to begin with: a model begins with a layer")
         world = dist.distributed_c10d._get_default_group()
         self.model = model
         self.plan = plan
         self.optimizers: list[torch.optim.Optimizer] = []
         self._loss = loss
         self._rank, self._size = world.rank(), world.size()
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._ways: dict[tuple[Place, Place, str, int], tuple[Move, Move]] = {}
-        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._sessions: dict[Place, Session] = {}
         self._background: Background | None = None
         self._steps = 0
         self._closed = False
-        placed = list(_placed(_items(model, plan, "")))
+        placed = list(layers_of(items_of(model, plan, "")))
         self._check(placed)
         name = f"burst{next(_number)}"
         moving = open_group(world, "gloo", name=f"{name}/moves", timeout_s=config.timeout_s)
@@ -98,6 +104,7 @@ class Burst(nn.Module):
         self._observers = observers_of(moving, config)
         shared = Observers([SharedObserver(self._observers)] if self._observers else [])
         self._moves = Moves(moving, shared)
+        self._walk = Walk(model, plan, self._rank, self._moves)
         try:
             self._open(placed, optimizer, config, name)
         except BaseException:
@@ -192,118 +199,11 @@ class Burst(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The outputs of the samples that this rank has at the last layer."""
-        batch = len(inputs)
-        items = list(_items(self.model, self.plan, ""))
-        if not self._shapes:
-            self._find_shapes(items, inputs)
-        for _, place, name in _placed(iter(items)):
-            if batch % place.width:
-                raise PluginError(
-                    f"{batch} samples cannot be split over {place.width} ranks: {name}"
-                )
-        first = cast(Place, items[0][1])
-        here = samples_at(first, self._rank, batch)
-        mine = inputs[here.start :: here.step] if here else inputs[:0]
-        return self._run(items, mine, first, batch)[0]
+        return self._walk.run(inputs)
 
     @property
     def _last(self) -> Place:
-        return _end(self.plan[-1])
-
-    def _run(
-        self, items: Sequence[_Item], x: Tensor, before: Place, batch: int
-    ) -> tuple[Tensor, Place]:
-        """What comes out of some items, and where it is."""
-        for module, placed, name in items:
-            if isinstance(placed, Place):
-                x = self._moved(x, before, placed, batch, name)
-                before = placed
-                x = module(x) if self._rank in placed.devices else self._absent(x, name)
-                continue
-            assert isinstance(module, Branched)
-            x = self._run_branches(module, placed, name, x, before, batch)
-            before = placed.join
-        return x, before
-
-    def _run_branches(
-        self,
-        module: Branched,
-        placed: PlacedBranches,
-        name: str,
-        x: Tensor,
-        before: Place,
-        batch: int,
-    ) -> Tensor:
-        branches = [
-            list(_items(cast(nn.Sequential, branch), plan, f"{name}.branches.{index}."))
-            for index, (branch, plan) in enumerate(
-                zip(module.branches, placed.branches, strict=True)
-            )
-        ]
-        # All ways in before any branch is computed: the ranks of other lanes wait for them.
-        entered = []
-        for items in branches:
-            entry = _end(items[0][1]) if items else before
-            where = items[0][2] if items else ""
-            entered.append((self._moved(x, before, entry, batch, where), entry))
-        left = [
-            self._run(items, y, entry, batch)
-            for items, (y, entry) in zip(branches, entered, strict=True)
-        ]
-        return module.join(
-            [
-                self._moved(y, end, placed.join, batch, f"{name}.join{index}")
-                for index, (y, end) in enumerate(left)
-            ]
-        )
-
-    def _moved(self, x: Tensor, source: Place, target: Place, batch: int, name: str) -> Tensor:
-        if source == target:
-            return x
-        key = (source, target, name, batch)
-        if key not in self._ways:
-            index = 2 * len(self._ways)
-            there = Move.between(source, target, batch, self._rank, name=f"to {name}", index=index)
-            back = Move.between(
-                target, source, batch, self._rank, name=f"from {name}", index=index + 1
-            )
-            self._ways[key] = there, back
-        scale = source.width / target.width
-        return move(x, self._anchor, self._moves, *self._ways[key], scale)
-
-    def _absent(self, x: Tensor, name: str) -> Tensor:
-        """No samples, as if the layer had computed them: keeps the chain for backward whole."""
-        shape, dtype = self._shapes[name]
-        return x.reshape(0, *shape).to(dtype)
-
-    def _find_shapes(self, items: Sequence[_Item], inputs: Tensor) -> None:
-        """What each layer gives for one sample; a rank needs it for layers that it does not run."""
-
-        def walk(items: Sequence[_Item], x: Tensor) -> Tensor:
-            for module, placed, name in items:
-                if isinstance(placed, Place):
-                    x = copy.deepcopy(module).to("meta")(x)
-                else:
-                    assert isinstance(module, Branched)
-                    parts = zip(module.branches, placed.branches, strict=True)
-                    x = module.join(
-                        [
-                            walk(
-                                list(
-                                    _items(
-                                        cast(nn.Sequential, branch), plan, f"{name}.branches.{n}."
-                                    )
-                                ),
-                                x,
-                            )
-                            for n, (branch, plan) in enumerate(parts)
-                        ]
-                    )
-                self._shapes[name] = x.shape[1:], x.dtype
-            return x
-
-        with torch.no_grad():
-            walk(items, inputs[:1].to("meta"))
+        return end_of(self.plan[-1])
 
     # -- from outside ------------------------------------------------------------------
 
@@ -317,7 +217,7 @@ class Burst(nn.Module):
         """Every rank's model has every parameter's value; collective."""
         for session in self._sessions.values():
             session.flush()
-        for module, place, name in _placed(_items(self.model, self.plan, "")):
+        for module, place, name in layers_of(items_of(self.model, self.plan, "")):
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_from(self._group, place.first, tensors, f"gathering {name}")
 
@@ -362,38 +262,3 @@ class Burst(nn.Module):
         if error is not None:
             self.fail(error)
         self.close()
-
-
-def _items(chain: nn.Sequential, plan: Plan, prefix: str) -> Iterator[_Item]:
-    """The items of a chain with their places. Raises PluginError if the plan is another's."""
-    if len(chain) != len(plan):
-        raise PluginError(
-            f"the plan has {len(plan)} layers for {prefix or 'the model'}, which has {len(chain)}"
-        )
-    for (name, module), placed in zip(chain.named_children(), plan, strict=True):
-        if isinstance(module, Branched) is isinstance(placed, Place):
-            raise PluginError(f"{prefix}{name}: branches where the plan has a layer, or reverse")
-        if isinstance(placed, PlacedBranches):
-            assert isinstance(module, Branched)
-            if len(module.branches) != len(placed.branches):
-                raise PluginError(
-                    f"the plan has {len(placed.branches)} branches for {prefix}{name}, which has "
-                    f"{len(module.branches)}"
-                )
-        yield module, placed, f"{prefix}{name}"
-
-
-def _placed(items: Iterator[_Item]) -> Iterator[tuple[nn.Module, Place, str]]:
-    """Every layer with its place, also those in branches."""
-    for module, placed, name in items:
-        if isinstance(placed, Place):
-            yield module, placed, name
-            continue
-        assert isinstance(module, Branched)
-        for index, (branch, plan) in enumerate(zip(module.branches, placed.branches, strict=True)):
-            prefix = f"{name}.branches.{index}."
-            yield from _placed(_items(cast(nn.Sequential, branch), plan, prefix))
-
-
-def _end(placed: Place | PlacedBranches) -> Place:
-    return placed if isinstance(placed, Place) else placed.join
