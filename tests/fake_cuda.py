@@ -100,6 +100,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         mock.patch("torch.cuda.Stream", FakeStream),
         mock.patch("torch.cuda.Event", FakeEvent),
         mock.patch("torch.cuda.current_stream", CUDA.current),
+        mock.patch("torch.cuda.default_stream", return_value=CUDA.default),
         mock.patch("torch.cuda.stream", CUDA.on),
         mock.patch("torch.cuda.device", contextlib.nullcontext),
         mock.patch("torch.cuda.is_current_stream_capturing", CUDA.is_capturing),

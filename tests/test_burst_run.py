@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import burst_cases
 import pytest
 import torch
+from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import run_fresh
 
 from bytesched.burst.graph import layers_of, load_graph
@@ -141,6 +143,30 @@ def test_a_paused_background_does_not_begin() -> None:
     foreground.iterate(until=began)
     background.close()
     assert background.steps >= 1
+
+
+def test_on_cuda_one_step_at_a_time_is_queued_on_a_stream_of_its_own() -> None:
+    steps: list[Clock] = []
+    host_before: list[Clock] = []
+    enough = threading.Event()
+
+    def step() -> None:
+        host_before.append(Counter(CUDA.host))
+        steps.append(CUDA.current().queue())
+        assert CUDA.current() is not CUDA.default
+        if len(steps) == 2:
+            enough.set()
+
+    with fake_cuda():
+        made = CUDA.default.queue()
+        background = Background(step, device=torch.device("cuda", 0))
+        foreground = Waiting(background)
+        foreground.iterate(4)
+        foreground.iterate(until=enough)
+        background.close()
+    assert after(steps[0], made)
+    # The host has seen the end of each step before the next one is queued.
+    assert all(after(host, place) for place, host in zip(steps, host_before[1:], strict=False))
 
 
 def test_an_emulated_model_has_the_sizes_of_its_graph() -> None:

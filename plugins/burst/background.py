@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import monotonic, perf_counter_ns
 from types import TracebackType
 
@@ -148,7 +148,7 @@ class Background:
         return not self._paused and self._admission.fits(perf_counter_ns())
 
     def _run(self) -> None:
-        stream = self._stream()
+        stream = self._own_stream()
         while True:
             with self._changed:
                 # What does not fit now will not fit later in this gap: the next one notifies.
@@ -158,10 +158,8 @@ class Background:
                 self._running_since_s = monotonic()
             began_ns = perf_counter_ns()
             try:
-                with stream:
+                with self._on(stream):
                     self._step_fn()
-                    if self._device is not None:
-                        torch.cuda.current_stream(self._device).synchronize()
             except Exception as error:
                 log.exception("background step %d raised; the foreground goes on", self.steps)
                 self._error = BackgroundError(
@@ -179,8 +177,23 @@ class Background:
             if self.observers:
                 self.observers.on_span("background", f"step {self.steps}", began_ns, ended_ns)
 
-    def _stream(self) -> AbstractContextManager[object]:
+    def _own_stream(self) -> torch.cuda.Stream | None:
         if self._device is None:
-            return nullcontext()
-        # The lowest priority there is; with ones of higher priority the foreground goes first.
-        return torch.cuda.stream(torch.cuda.Stream(self._device, priority=0))
+            return None
+        # The lowest priority there is: a foreground on streams of higher priority goes first.
+        stream = torch.cuda.Stream(self._device, priority=0)
+        # What the job begins with was made on other streams.
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        return stream
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """A step on a stream; on exit it is over, so that no second one is queued behind it."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+            over = torch.cuda.Event(blocking=True)
+            over.record(stream)
+        over.synchronize()
