@@ -147,16 +147,16 @@ class _Search:
         self, label: _Label, cost: Cost, rest: _Bounds, limit_ns: int | None
     ) -> _Label | None:
         """The label with one more item; None if nothing better can come of it."""
-        hidden_ns = label.slack_ns + cost.link_ns
+        exposed_ns = label.slack_ns + cost.link_ns
         compute_ns = cost.forward_ns + cost.backward_ns
-        time_ns = label.time_ns + compute_ns + max(0, hidden_ns)
+        time_ns = label.time_ns + compute_ns + max(0, exposed_ns)
         if limit_ns is not None and time_ns + rest.least_time_ns > limit_ns:
             return None
         device_ns = label.device_ns + cost.device_ns
         if device_ns + rest.least_device_ns > self._budget_ns:
             return None
         # T' = f + b + max(T, U + link), U' = U + f + link, slack = U - T
-        slack_ns = hidden_ns - cost.backward_ns - max(0, hidden_ns)
+        slack_ns = exposed_ns - cost.backward_ns - max(0, exposed_ns)
         # Below this, gradients remain hidden whatever comes.
         slack_ns = max(slack_ns, -rest.most_link_ns)
         return _Label(time_ns, slack_ns, device_ns, label, cost.plan)
