@@ -187,6 +187,15 @@ def test_less_than_one_device_is_refused(amplification: float) -> None:
         fastest_plan(task)
 
 
+def test_lanes_leave_no_devices_unused() -> None:
+    assert capacities(1, (1, 2, 4, 8), 8) == ((8,),)
+    assert capacities(2, (1, 2, 4, 8), 8) == ((4, 4),)
+    assert capacities(3, (1, 2, 4), 4) == ((1, 1, 2), (1, 2, 1), (2, 1, 1))
+    assert capacities(2, (1, 3), 5) == ((1, 3), (3, 1))
+    assert set(lanes_of(2, (1, 2), 2)) == {(0, 0), (0, 1), (1, 0)}
+    assert list(lanes_of(2, (1,), 1)) == [(0, 0)]
+
+
 def test_samples_stay_where_they_can() -> None:
     assert busiest_samples(8, Place(0, 4), Place(0, 4)) == 0
     # Each of two devices keeps two of its four samples and sends two.

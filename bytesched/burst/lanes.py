@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 __all__ = ["capacities", "lanes_of"]
 
@@ -39,11 +39,14 @@ def _groupings(branches: int, most: int) -> Iterator[tuple[int, ...]]:
 @lru_cache(maxsize=256)
 def capacities(lanes: int, widths: tuple[int, ...], devices: int) -> tuple[tuple[int, ...], ...]:
     """Numbers of devices for each lane, none of which could be given more."""
-    fitting = [c for c in product(widths, repeat=lanes) if sum(c) <= devices]
+    larger = dict(pairwise(widths))
+
+    def could_grow(capacity: tuple[int, ...]) -> bool:
+        free = devices - sum(capacity)
+        return any(width in larger and larger[width] - width <= free for width in capacity)
+
     return tuple(
-        c
-        for c in fitting
-        if not any(
-            other != c and all(a >= b for a, b in zip(other, c, strict=True)) for other in fitting
-        )
+        capacity
+        for capacity in product(widths, repeat=lanes)
+        if sum(capacity) <= devices and not could_grow(capacity)
     )
