@@ -20,6 +20,7 @@ BATCH = 8
 STEPS = 4
 CLASSES = 5
 DIED = 7
+SHARED_STEPS = 16
 # Small pieces, so that each group of ranks has several.
 SETTINGS: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 4096, "timeout_s": 20.0}
 
@@ -208,18 +209,19 @@ class Job:
         self.losses.append(float(loss.detach()))
 
 
-def shares_its_gaps() -> int:
+def shares_its_gaps(timeline: str) -> int:
     """How many background steps ran, after a look at what both jobs came to."""
-    steps = 16
+    steps = SHARED_STEPS
     states = []
     job = Job()
     for shared in (False, True):
         torch.manual_seed(3)
         make, plan = CASES["vgg"]
+        fields = SETTINGS | ({"timeline": timeline} if shared else {})
         with (
             Background(job.step) as background,
             Burst(
-                make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS
+                make().double(), plan, optimizer_for, functional.cross_entropy, **fields
             ) as burst,
         ):
             if shared:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import burst_cases
@@ -17,6 +19,8 @@ from bytesched.errors import BackgroundError
 from bytesched.plugins.burst import Background
 from bytesched.plugins.burst.bench_rank import scaled
 from bytesched.plugins.burst.emulated import Device, emulated_model
+from bytesched.timeline import trace_name
+from bytesched.trace import merge_traces, read_traces
 
 if TYPE_CHECKING:
     from ranks import Ranks
@@ -60,9 +64,21 @@ def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Rank
 
 
 @pytest.mark.procs
-def test_the_background_changes_nothing_and_learns_as_alone(four_ranks: Ranks) -> None:
-    steps = four_ranks.run(burst_cases.shares_its_gaps)
+def test_the_background_changes_nothing_and_learns_as_alone(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    steps = four_ranks.run(burst_cases.shares_its_gaps, str(tmp_path))
     assert sum(steps) > 0
+    merged, complaints = merge_traces(sorted(tmp_path.glob(trace_name("*"))))
+    assert not complaints
+    (tmp_path / "run.json").write_text(json.dumps({"traceEvents": merged}))
+    for trace, ran in zip(read_traces(tmp_path / "run.json"), steps, strict=True):
+        assert len(trace.iterations()) == burst_cases.SHARED_STEPS - 1
+        assert len(trace.track("background")) == ran
+        sent = {span.name for span in trace.track("send")}
+        # A move each way, and gradients of the layers that are on several ranks.
+        assert {"to 1", "from 1"} <= sent
+        assert any("weight" in name or "bias" in name for name in sent)
 
 
 @pytest.mark.procs

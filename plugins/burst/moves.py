@@ -144,7 +144,7 @@ class Moves:
         if not move.sends and not move.receives:
             return moved
         # What it sent last time has long been read, but must have been.
-        self._until(move, lambda: not move.busy)
+        self._wait_for(move)
         nbytes = move.nbytes(sample_bytes)
         if move.task is None or move.task.nbytes != nbytes:
             move.task = CommTask(move.name, start_at=0, stop_at=nbytes, priority=move.index)
@@ -161,7 +161,7 @@ class Moves:
         if move.receives:
             began_ns = perf_counter_ns()
             with self.idle(move.name):
-                self._until(move, lambda: not move.busy)
+                self._wait_for(move)
             ended_ns = perf_counter_ns()
             self.wait_ns += ended_ns - began_ns
             if self._observers:
@@ -170,18 +170,24 @@ class Moves:
                 moved[positions] = move.incoming[peer]
         return moved
 
-    def _until(self, move: Move, done: Callable[[], bool]) -> None:
+    def finish(self) -> None:
+        """Returns when nothing is under way here."""
+        for move in self._by_index.values():
+            self._wait_for(move)
+
+    def _wait_for(self, move: Move) -> None:
         deadline = monotonic() + self._group.timeout_s
         with self._changed:
-            while not done() and self.error is None and monotonic() < deadline:
+            while move.busy and self.error is None and monotonic() < deadline:
                 self._changed.wait(deadline - monotonic())
-            finished = done()
+            finished = not move.busy
         if finished:
             return
         self.check()
+        peers = ", ".join(map(str, sorted({*move.receives, *move.sends})))
         error = SchedulerTimeout(
-            f"waited {self._group.timeout_s:g} s for {move.name!r} of rank "
-            f"{', '.join(map(str, sorted(move.receives)))}" + self._group.note(),
+            f"waited {self._group.timeout_s:g} s for {move.name!r} with rank {peers}"
+            + self._group.note(),
             rank=self._group.rank,
         )
         self.fail(error)

@@ -217,6 +217,8 @@ class Burst(nn.Module):
         """Every rank's model has every parameter's value; collective."""
         for session in self._sessions.values():
             session.flush()
+        # Two threads on one Gloo group would end the process.
+        self._moves.finish()
         for module, place, name in layers_of(items_of(self.model, self.plan, "")):
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_from(self._group, place.first, tensors, f"gathering {name}")
