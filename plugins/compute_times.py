@@ -204,7 +204,8 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
         for name, module in workload.model.named_modules()
     ]
     try:
-        workload.loss(workload.model, 0)
+        with torch.no_grad():
+            workload.loss(workload.model, 0)
     finally:
         for handle in handles:
             handle.remove()

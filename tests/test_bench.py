@@ -257,7 +257,7 @@ class Unused(nn.Module):
 
 def test_compute_times_of_a_chain_and_its_profile() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Unused())
-    workload = Workload(model, lambda module, seed: module(torch.full((2, 4), seed)).sum())
+    workload = Workload(model, lambda module, seed: module(torch.full((2, 4), float(seed))).sum())
     times = measure_compute(workload, 3, float, None)  # type: ignore[arg-type]
     work = times.work()
     assert [gradient.nbytes for gradient in work] == [128, 32, 128, 16, 64, 16]
