@@ -13,10 +13,12 @@ import pytest
 import torch
 from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import run_fresh
+from torch import nn
 
+from bytesched.burst.cost import Place
 from bytesched.burst.graph import layers_of, load_graph
-from bytesched.errors import BackgroundError
-from bytesched.plugins.burst import Background
+from bytesched.errors import BackgroundError, PluginError
+from bytesched.plugins.burst import Background, plan_for
 from bytesched.plugins.burst.bench_rank import scaled
 from bytesched.plugins.burst.emulated import Device, emulated_model
 from bytesched.timeline import trace_name
@@ -159,6 +161,34 @@ def test_a_paused_background_does_not_begin() -> None:
     foreground.iterate(until=began)
     background.close()
     assert background.steps >= 1
+
+
+def a_plan_file(folder: Path, **widths: int) -> Path:
+    layers = [
+        {"name": name.replace("_", "."), "first": 0, "width": width}
+        for name, width in widths.items()
+    ]
+    (folder / "plan.json").write_text(json.dumps({"plan": layers}))
+    return folder / "plan.json"
+
+
+def test_a_plan_of_recorded_modules_fits_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        nn.Linear(4, 2),
+    )
+    path = a_plan_file(tmp_path, **{"1": 4, "3_0": 1, "3_1": 2, "4": 1})
+    assert [place.width for place in plan_for(model, path) if isinstance(place, Place)] == [
+        *(4, 4, 4),
+        2,
+        1,
+    ]
+    path = a_plan_file(tmp_path, **{"1": 4, "2": 4, "3": 4, "9": 4})
+    with pytest.raises(PluginError, match="4 layers, 3 of which"):
+        plan_for(model, path)
 
 
 def test_on_cuda_one_step_at_a_time_is_queued_on_a_stream_of_its_own() -> None:

@@ -10,7 +10,7 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.burst.graph import Chain
 from bytesched.errors import ConfigError
 
-__all__ = ["load_plan", "parse_plan", "plan_to_json"]
+__all__ = ["load_named_plan", "load_plan", "parse_plan", "plan_to_json"]
 
 
 def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
@@ -38,6 +38,11 @@ def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
 
 def load_plan(path: str | Path) -> Plan:
     """The plan in a file. Raises `ConfigError` that says what is wrong with it, and where."""
+    return tuple(placed for _, placed in load_named_plan(path))
+
+
+def load_named_plan(path: str | Path) -> list[tuple[str, Place | PlacedBranches]]:
+    """The plan in a file with the names of its layers; raises as `load_plan` does."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:
@@ -46,7 +51,9 @@ def load_plan(path: str | Path) -> Plan:
         raise ConfigError(f"plan {path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"plan {path}: expected an object, found {type(content).__name__}")
-    return parse_plan(content.get("plan"), f"plan {path}")
+    plan = parse_plan(content.get("plan"), f"plan {path}")
+    names = (str(item.get("name", "")) for item in content["plan"])
+    return list(zip(names, plan, strict=True))
 
 
 def parse_plan(content: object, where: str) -> Plan:

@@ -3,5 +3,6 @@
 from bytesched.plugins.burst.background import Background
 from bytesched.plugins.burst.branched import Branched
 from bytesched.plugins.burst.runtime import Burst
+from bytesched.plugins.burst.structure import plan_for
 
-__all__ = ["Background", "Branched", "Burst"]
+__all__ = ["Background", "Branched", "Burst", "plan_for"]

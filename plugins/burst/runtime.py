@@ -51,7 +51,7 @@ class Burst(nn.Module):
 
     Args:
         model: layers in a row, some of which may be `Branched`.
-        plan: where each of them is, such as `bytesched.burst.planfile.load_plan` returns.
+        plan: where each of them is, such as `plan_for` returns.
         optimizer: makes an optimizer for some parameters; called once per set of ranks.
         loss: the mean loss of outputs and targets.
         fields: as `bytesched.wrap` takes them.

@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 from torch import nn
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
+from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
 from bytesched.plugins.burst.branched import Branched
 
-__all__ = ["Item", "end_of", "items_of", "layers_of"]
+__all__ = ["Item", "end_of", "items_of", "layers_of", "plan_for"]
 
 #: a layer or branches, where it is, and its name
 Item = tuple[nn.Module, Place | PlacedBranches, str]
+
+
+def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
+    """The plan in a file, for a model that was recorded with `bytesched bench --record`.
+
+    A profile names the modules that hold parameters. A child of the model that holds several of
+    them is where the widest of these is; one that holds none is where the child before it is.
+    Raises `PluginError` if the names are not those of the model, and as `load_plan` does.
+    """
+    named = load_named_plan(path)
+    if len(named) == len(model):
+        return tuple(placed for _, placed in named)
+    found: list[Place | None] = []
+    known = 0
+    for child, _ in model.named_children():
+        places = [
+            placed
+            for name, placed in named
+            if isinstance(placed, Place) and (name == child or name.startswith(f"{child}."))
+        ]
+        known += len(places)
+        widest = max(places, key=lambda place: place.width, default=None)
+        found.append(widest or (found[-1] if found else None))
+    first = next((place for place in found if place is not None), None)
+    if first is None or known < len(named):
+        raise PluginError(
+            f"{path} has {len(named)} layers, {known} of which are named as in the model: it is "
+            "the plan of another one"
+        )
+    return tuple(place or first for place in found)
 
 
 def items_of(chain: nn.Sequential, plan: Plan, prefix: str) -> Iterator[Item]:
