@@ -123,7 +123,9 @@ def test_nothing_imports_the_bursts(folder: str) -> None:
         }, path
 
 
-@pytest.mark.parametrize("path", _sources("plugins"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*_sources("plugins"), *_sources("plugins/burst")], ids=lambda path: path.stem
+)
 def test_plugins_know_neither_tuning_nor_commands(path: Path) -> None:
     names = {name for name, _ in _imports(path)}
     assert not {name for name in names if name.startswith("bytesched.tuning")}
