@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_worker import signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -252,6 +253,25 @@ def loses_a_rank(victim: int) -> None:
         print(type(error).__name__)
     burst.close()
     dist.destroy_process_group()
+
+
+def is_kept_waiting() -> str:
+    """What the others say when rank 3 stays away from the third step until they have given up."""
+    make, plan = CASES["vgg"]
+    fields = SETTINGS | {"timeout_s": 2.0}
+    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **fields)
+    gave_up = signals()
+    try:
+        for step in range(6):
+            if step == 3 and dist.get_rank() == 3:
+                gave_up.wait("gave up")
+            burst.step(*batch(step))
+    except BytesschedError as error:
+        gave_up.set("gave up")
+        return type(error).__name__
+    finally:
+        burst.close()
+    return "nothing happened"
 
 
 class _Unlucky(nn.Module):

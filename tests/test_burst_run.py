@@ -102,6 +102,13 @@ def test_an_error_of_one_rank_ends_the_others(four_ranks: Ranks) -> None:
     assert all("PeerLost" in said[rank] for rank in (0, 1, 3)), said
 
 
+@pytest.mark.procs
+def test_a_rank_that_stays_away_is_not_waited_for_without_end(four_ranks: Ranks) -> None:
+    said = four_ranks.run(burst_cases.is_kept_waiting)
+    assert set(said) <= {"SchedulerTimeout", "PeerLost"}, said
+    assert "SchedulerTimeout" in said[:3]
+
+
 class Waiting:
     """A foreground that waits in one gap per iteration until it is told to go on."""
 
