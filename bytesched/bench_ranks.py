@@ -24,8 +24,13 @@ class BenchError(BytesschedError):
     """A rank of the bench failed."""
 
 
-def run_all(spec: dict[str, Any], hosts: int, rate: str | None, folder: Path) -> str:
-    """Run every rank, on emulated hosts if there is a rate, else here; describe the network."""
+def run_all(
+    spec: dict[str, Any], hosts: int, rate: str | None, folder: Path, worker: str = WORKER
+) -> str:
+    """Run every rank, on emulated hosts if there is a rate, else here; describe the network.
+
+    ``worker`` is the module that a rank runs; its argument is ``spec`` as JSON.
+    """
     with Lab(hosts, rate) as lab:
         if rate and not lab.shaped:
             print(
@@ -33,7 +38,7 @@ def run_all(spec: dict[str, Any], hosts: int, rate: str | None, folder: Path) ->
                 file=sys.stderr,
             )
         spec = spec | {"address": lab.addresses[0], "interface": lab.interface}
-        if spec["controller"] == "mpi":
+        if spec.get("controller") == "mpi":
             spec["mpirun"] = mpirun_command(lab, folder)
         environment = {
             "WORLD_SIZE": str(hosts),
@@ -51,7 +56,7 @@ def run_all(spec: dict[str, Any], hosts: int, rate: str | None, folder: Path) ->
                 processes.append(
                     lab.launch(
                         rank,
-                        _worker(spec | {"node": node}, rank),
+                        _worker(spec | {"node": node}, rank, worker),
                         environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stderr=stderr,
                     )
@@ -76,8 +81,8 @@ def run_own(spec: dict[str, Any], view: RankView) -> str:
     return f"ranks started by {view.launcher}"
 
 
-def _worker(spec: dict[str, Any], rank: int) -> list[str]:
-    return [sys.executable, "-m", WORKER, json.dumps(spec | {"rank": rank})]
+def _worker(spec: dict[str, Any], rank: int, worker: str = WORKER) -> list[str]:
+    return [sys.executable, "-m", worker, json.dumps(spec | {"rank": rank})]
 
 
 def _wait(processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:

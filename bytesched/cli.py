@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Command(
         "bytesched.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
+    "wave": Command("bytesched.plugins.wave.command", "measure training in waves"),
     "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
     "trace": Command("bytesched.timeline", "merge the timelines of all ranks, or sum them up"),
     "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),

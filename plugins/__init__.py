@@ -131,6 +131,11 @@ def unwrap(x: Any) -> Any:
     return x
 
 
+def session_of(x: Any) -> Wrapped | None:
+    """The session of an optimizer or a model, if ``wrap`` was called on it."""
+    return next(iter(_sessions(x)), None)
+
+
 def _sessions(x: Any) -> list[Wrapped]:
     """The sessions of an optimizer or a model, or all of them."""
     found: list[Wrapped] = []

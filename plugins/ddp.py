@@ -27,7 +27,7 @@ from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["attach", "begin", "why_plain", "why_whole"]
+__all__ = ["attach", "begin", "broadcast", "find_ddp", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
@@ -129,7 +129,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)
     observers = observers_of(control, config)
     if ddp is None:
-        _broadcast(data, model)
+        broadcast(data, model)
     session = Session(
         model,
         slots,
@@ -262,7 +262,7 @@ def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
     return give_back
 
 
-def _broadcast(group: Group, module: nn.Module) -> None:
+def broadcast(group: Group, module: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
     tensors = [t.detach() for t in itertools.chain(module.parameters(), module.buffers())]
     for tensor in tensors:

@@ -95,10 +95,10 @@ class EmulatedLayer(nn.Module):
 
 
 class EmulatedModel(nn.Sequential):
-    """The layers of a profile, one after another."""
+    """The layers of a profile, one after another, at a pace of their own or at that given."""
 
-    def __init__(self, profile: Profile) -> None:
-        pace = Pace()
+    def __init__(self, profile: Profile, pace: Pace | None = None) -> None:
+        pace = Pace() if pace is None else pace
         super().__init__(*(EmulatedLayer(layer, pace) for layer in profile.layers))
 
 

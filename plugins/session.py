@@ -273,6 +273,11 @@ class Session:
         return "cross" if self._stepping.crosses else "backward"
 
     @property
+    def observers(self) -> Observers:
+        """What is told about this session, and may be told about what runs inside it."""
+        return self._observers
+
+    @property
     def error(self) -> BaseException | None:
         """The first error, which is final."""
         return self._progress.error

@@ -114,18 +114,16 @@ def test_the_planner_knows_no_plugin_and_no_framework(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["bytesched", "plugins", "tuning"])
-def test_nothing_imports_the_bursts(folder: str) -> None:
+def test_nothing_imports_the_modules_beside_the_core(folder: str) -> None:
+    beside = ("bytesched.burst", "bytesched.plugins.burst", "bytesched.plugins.wave")
     for path in _sources(folder):
-        assert not {
-            name
-            for name, _ in _imports(path)
-            if name.startswith(("bytesched.burst", "bytesched.plugins.burst"))
-        }, path
+        assert not {name for name, _ in _imports(path) if name.startswith(beside)}, path
 
 
-@pytest.mark.parametrize(
-    "path", [*_sources("plugins"), *_sources("plugins/burst")], ids=lambda path: path.stem
-)
+PLUGINS = [path for folder in ("", "burst", "wave") for path in _sources(f"plugins/{folder}")]
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_plugins_know_neither_tuning_nor_commands(path: Path) -> None:
     names = {name for name, _ in _imports(path)}
     assert not {name for name in names if name.startswith("bytesched.tuning")}

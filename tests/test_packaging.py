@@ -24,6 +24,7 @@ FOLDERS = {
     "bytesched.burst": "bytesched/burst",
     "bytesched.plugins": "plugins",
     "bytesched.plugins.burst": "plugins/burst",
+    "bytesched.plugins.wave": "plugins/wave",
     "bytesched.tuning": "tuning",
 }
 

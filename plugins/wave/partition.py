@@ -1,0 +1,84 @@
+"""One partition of a model: its weights in one piece of memory, which comes and goes."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from bytesched.errors import PluginError
+
+__all__ = ["Partition"]
+
+
+class Partition:
+    """A run of layers, whose weights are here at home, on a visit, or not at all.
+
+    The memory of an absent partition is given back, but its storage stays the same object: what
+    autograd saved of it in forward is there again when the weights have come back for backward.
+
+    Args:
+        index: its place in the model, and the rank that it is at home on.
+        module: the layers.
+        is_home: whether this rank is that one: then the weights stay.
+    """
+
+    def __init__(self, index: int, module: nn.Sequential, *, is_home: bool) -> None:
+        self.index = index
+        self.module = module
+        self.is_home = is_home
+        self.parameters = list(module.parameters())
+        kinds = {(p.dtype, p.device) for p in self.parameters}
+        if len(kinds) > 1:
+            raise PluginError(f"partition {index} has parameters of several kinds: {kinds}")
+        if not kinds:
+            raise PluginError(f"partition {index} has no parameters: use fewer ranks")
+        (dtype, device), sizes = kinds.pop(), [p.numel() for p in self.parameters]
+        #: all weights, one after another
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        self._bounds = list(pairwise([0, *accumulate(sizes)]))
+        self._views = self._shaped(self.flat)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.nbytes = self.flat.nbytes
+        self._absent = torch.empty(0, dtype=dtype, device=device)
+        self.present = True
+        if not is_home:
+            self.leave()
+
+    def come(self) -> None:
+        """Makes room for the weights, which are then to be written to ``flat``."""
+        self.flat.untyped_storage().resize_(self.nbytes)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+        self.present = True
+
+    def leave(self) -> None:
+        """Gives the memory back: the parameters are empty until the weights come again."""
+        for parameter in self.parameters:
+            parameter.data = self._absent
+        self.flat.untyped_storage().resize_(0)
+        self.present = False
+
+    def take_gradients(self) -> torch.Tensor:
+        """The gradients that backward has left, in one piece, with zeros where there is none."""
+        flat = torch.zeros_like(self.flat)
+        for parameter, view in zip(self.parameters, self._shaped(flat), strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        return flat
+
+    def set_gradients(self, flat: torch.Tensor) -> None:
+        """Makes ``flat`` the gradients of the parameters that need one."""
+        for parameter, view in zip(self.parameters, self._shaped(flat), strict=True):
+            if parameter.requires_grad:
+                parameter.grad = view
+
+    def _shaped(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[start:stop].view(parameter.shape)
+            for parameter, (start, stop) in zip(self.parameters, self._bounds, strict=True)
+        ]

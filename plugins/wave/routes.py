@@ -1,0 +1,65 @@
+"""Who sends a partition to whom, and when: the same on all ranks, and pure.
+
+Rank ``k`` is the home of partition ``k``. The partitions come to every rank in the order of the
+model, then in the opposite one; between the two the last one stays where it is. They come to rank
+0 from their home, and to every other rank from the one before it, unless it is their home.
+Gradients are passed from rank to rank, each of which adds its own, and by the last one home.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = ["Cargo", "Route", "sends", "source", "visits"]
+
+
+class Cargo(Enum):
+    """What is on its way."""
+
+    #: weights for the forward pass
+    FORWARD = 0
+    #: weights for the backward pass
+    BACKWARD = 1
+    #: the sum of the gradients so far
+    GRADIENT = 2
+    #: that of all ranks, on its way home
+    HOME = 3
+
+
+class Route(NamedTuple):
+    """One partition's cargo to one rank."""
+
+    cargo: Cargo
+    partition: int
+    to: int
+
+
+def visits(ranks: int) -> list[tuple[Cargo, int]]:
+    """The partitions in the order in which a rank computes with them."""
+    forward = [(Cargo.FORWARD, k) for k in range(ranks)]
+    return forward + [(Cargo.BACKWARD, k) for k in reversed(range(ranks))]
+
+
+def source(rank: int, cargo: Cargo, partition: int, ranks: int) -> int | None:
+    """The rank that the weights come from; None if they are there already."""
+    if rank == partition or (cargo is Cargo.BACKWARD and partition == ranks - 1):
+        return None
+    return rank - 1 if rank else partition
+
+
+def sends(rank: int, ranks: int) -> list[Route]:
+    """Everything that ``rank`` sends in a step, most urgent first."""
+    found = []
+    for cargo, k in visits(ranks):
+        found += [
+            Route(cargo, k, to)
+            for to in dict.fromkeys((0, rank + 1))
+            if to < ranks and source(to, cargo, k, ranks) == rank
+        ]
+        if cargo is Cargo.BACKWARD:
+            if rank < ranks - 1:
+                found.append(Route(Cargo.GRADIENT, k, rank + 1))
+            elif k != rank:
+                found.append(Route(Cargo.HOME, k, k))
+    return found

@@ -1,0 +1,269 @@
+"""Model-parallel waves: every rank keeps its batch, and the partitions of the model come to it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.log import show
+from bytesched.plugins.agree import agree
+from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.c10d_peers import C10dPeers
+from bytesched.plugins.ddp import broadcast
+from bytesched.plugins.observing import observers_of
+from bytesched.plugins.progress import Progress
+from bytesched.plugins.wave.cutting import balanced, layer_times_s
+from bytesched.plugins.wave.partition import Partition
+from bytesched.plugins.wave.routes import Cargo, visits
+from bytesched.plugins.wave.traffic import Traffic
+
+__all__ = ["ModelWaves"]
+
+log = logging.getLogger("bytesched")
+
+_PIECE_BYTES: Final = 2**20
+_PROBE_BYTES: Final = 4 * 2**20
+#: how often the weights of a partition cross a link in a step, gradients included
+_CROSSINGS: Final = 3
+
+#: instances are numbered in the order of their making, which is the same on all ranks
+_number = itertools.count()
+
+
+class ModelWaves:
+    """Trains a model of which each rank holds one partition, with a batch on every rank.
+
+    The partitions come to each rank in order, forwards and then backwards, so that all ranks
+    compute at the same time, each on its own batch; gradients go home with the partitions, and
+    are applied there, once per step (Wavelet, Wang et al., MLSys 2021, sec. 4). The step has the
+    results of gradient accumulation over the batches of ranks 0, 1, ... in one process.
+
+    Args:
+        model: a chain of layers, the same on all ranks; each passes one tensor on. Rank 0's
+            weights are everybody's. Its weights are empty where they are not at home.
+        optimizer: of all its parameters; steps those at home. Rules that look across
+            parameters, such as clipping by a global norm, see a part of the model only.
+        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
+        inputs: a batch like those to come, to measure the layers with.
+        fields: settings, as for ``bytesched.wrap``.
+
+    Raises PluginError for what cannot be cut, and MismatchError if ranks disagree. Collective.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Tensor, Any], Tensor],
+        inputs: Tensor,
+        **fields: Any,
+    ) -> None:
+        config = Config.load(**fields)
+        if not dist.is_initialized() or dist.get_world_size() < 2:
+            raise PluginError("partitions travel between at least 2 ranks of torch.distributed")
+        show(config.log_level, dist.get_rank())
+        base = dist.distributed_c10d._get_default_group()
+        name = f"partitions{next(_number)}"
+        self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
+        self.rank, ranks = self._group.rank, self._group.size
+        _check(model, ranks)
+        agree(
+            [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()],
+            self.rank,
+            self._group.gather_text,
+        )
+        broadcast(self._group, model)
+        #: where the chain is cut
+        self.bounds = _cut(self._group, model, inputs)
+        self.partitions = [
+            Partition(index, model[start:stop], is_home=index == self.rank)
+            for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
+        ]
+        at_home = {id(parameter) for parameter in self.partitions[self.rank].parameters}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in at_home]
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._observers = observers_of(self._group, config)
+        self._peers = C10dPeers(self._group, self._group)
+        self._progress = Progress(self._peers)
+        self._traffic = Traffic(
+            self._group,
+            self.partitions,
+            self._progress,
+            self._observers,
+            piece_bytes=config.partition_bytes or _PIECE_BYTES,
+        )
+        self._steps = 0
+        self._step_s = self._waited_s = 0.0
+        self._closed = False
+
+    def step(self, inputs: Tensor, targets: Any) -> Tensor:
+        """Trains on the batches of all ranks; returns the mean loss of this rank's."""
+        began_s = perf_counter()
+        try:
+            loss = self._train(inputs, targets)
+        except BaseException as error:
+            self._progress.fail(error)
+            raise
+        self._steps += 1
+        self._step_s += perf_counter() - began_s
+        self._observers.on_step(self._steps, perf_counter_ns())
+        return loss
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """The model's output for this rank's batch, without gradients; collective."""
+        try:
+            with torch.no_grad():
+                self._traffic.begin(train=False)
+                x = inputs
+                for partition in self.partitions:
+                    x = self._visit(
+                        Cargo.FORWARD, partition.index, lambda p=partition, x=x: p.module(x)
+                    )  # type: ignore[misc]
+                    self._traffic.used(Cargo.FORWARD, partition.index)
+                self._traffic.end()
+        except BaseException as error:
+            self._progress.fail(error)
+            raise
+        return x
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, and this rank's buffers, under the model's names; collective.
+
+        The only time when a rank holds the whole model.
+        """
+        self._progress.check()
+        found: dict[str, Tensor] = {}
+        for index, partition in enumerate(self.partitions):
+            if not partition.is_home:
+                partition.come()
+            options: Any = dist.BroadcastOptions()
+            options.rootRank = index
+            work = self._group.backend.broadcast([partition.flat], options)
+            self._group.wait(work, task=f"the weights of partition {index}")
+            for offset, layer in enumerate(partition.module):
+                prefix = f"{self.bounds[index] + offset}."
+                found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
+            if not partition.is_home:
+                partition.leave()
+        return found
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures of the steps so far, means per step where they are times or sent bytes."""
+        steps = max(self._steps, 1)
+        return {
+            "steps": self._steps,
+            "step_ms": 1e3 * self._step_s / steps,
+            "waited_ms": 1e3 * self._waited_s / steps,
+            "sent_bytes_per_step": self._traffic.sent_bytes / steps,
+            "peak_bytes": self._traffic.peak_bytes,
+            "model_bytes": sum(partition.nbytes for partition in self.partitions),
+            "home_bytes": self.partitions[self.rank].nbytes,
+            "bounds": " ".join(map(str, self.bounds)),
+            "rank": self.rank,
+            "world_size": self._group.size,
+        }
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._traffic.close()
+        self._peers.close()
+        self._observers.close()
+
+    def _train(self, inputs: Tensor, targets: Any) -> Tensor:
+        ranks = self._group.size
+        self._traffic.begin(train=True)
+        entries: list[Tensor] = []
+        exits: list[Tensor] = []
+        loss = torch.empty(0)
+        gradient: Tensor | None = None
+        for cargo, index in visits(ranks):
+            partition = self.partitions[index]
+            if cargo is Cargo.FORWARD:
+                entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
+                exits.append(self._visit(cargo, index, lambda p=partition: p.module(entries[-1])))  # type: ignore[misc]
+                if index == ranks - 1:
+                    loss = self._loss_fn(exits[-1], targets)
+            else:
+                # Each layer's activations are let go of with its gradient.
+                output = exits.pop() if index < ranks - 1 else loss / ranks
+                self._visit(cargo, index, lambda o=output, g=gradient: o.backward(g))  # type: ignore[misc]
+                if index == ranks - 1:
+                    exits.pop()
+                gradient = entries.pop().grad
+                self._traffic.add(index, partition.take_gradients())
+            self._traffic.used(cargo, index)
+        began_s = perf_counter()
+        home = self.partitions[self.rank]
+        home.set_gradients(self._traffic.total())
+        self._traffic.end()
+        self._waited_s += perf_counter() - began_s
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def _visit(self, cargo: Cargo, index: int, compute: Callable[[], Any]) -> Any:
+        began_ns = perf_counter_ns()
+        self._traffic.wait_for(cargo, index)
+        here_ns = perf_counter_ns()
+        self._waited_s += (here_ns - began_ns) / 1e9
+        result = compute()
+        if self._observers:
+            track = "forward" if cargo is Cargo.FORWARD else "backward"
+            self._observers.on_span("wait", f"partition {index}", began_ns, here_ns)
+            self._observers.on_span(track, f"partition {index}", here_ns, perf_counter_ns())
+        return result
+
+
+def _check(model: nn.Sequential, ranks: int) -> None:
+    if not isinstance(model, nn.Sequential) or len(model) < ranks:
+        raise PluginError(
+            f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
+            "so many layers"
+        )
+    seen: dict[int, str] = {}
+    for name, layer in model.named_children():
+        for parameter in layer.parameters():
+            other = seen.setdefault(id(parameter), name)
+            if other != name:
+                raise PluginError(f"layers {other} and {name} share a parameter: they cannot part")
+
+
+def _cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
+    """The bounds of the partitions, as rank 0 has measured and computed them."""
+    layers = list(model)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    probe = torch.zeros(_PROBE_BYTES // 4)
+    group.wait(group.backend.allreduce([probe]), task="connecting")
+    began_s = perf_counter()
+    group.wait(group.backend.allreduce([probe]), task="measuring the link")
+    bytes_per_s = 2 * (group.size - 1) / group.size * _PROBE_BYTES / (perf_counter() - began_s)
+    times_s = layer_times_s(layers, inputs)
+
+    def cost(start: int, stop: int) -> float:
+        """Seconds for which a partition keeps a rank busy, or a link."""
+        if not sum(sizes[start:stop]):
+            return float("inf")
+        sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
+        return max(sum(times_s[start:stop]), sent_s)
+
+    bounds = torch.tensor(balanced(len(layers), group.size, cost))
+    options: Any = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
+    if group.rank == 0:
+        log.info("%d layers in %d partitions, cut at %s", len(layers), group.size, bounds.tolist())
+    return [int(bound) for bound in bounds]

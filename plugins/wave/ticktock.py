@@ -1,0 +1,258 @@
+"""Tick-tock: the batch of a step as waves, each of which begins when the one before turns back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from itertools import chain
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import ConfigError, PluginError
+from bytesched.observe import Observers
+from bytesched.plugins import session_of
+from bytesched.plugins.ddp import find_ddp
+from bytesched.plugins.session import Session
+from bytesched.plugins.wave.batches import of_waves
+from bytesched.plugins.wave.gradients import Gradients, JoinedGradients
+from bytesched.plugins.wave.lanes import lanes_for
+from bytesched.plugins.wave.passes import Passes
+from bytesched.plugins.wave.state import WaveStates, interfering
+from bytesched.plugins.wave.sync import PerWaveGradients
+from bytesched.plugins.wave.trial import Trial
+from bytesched.timeline import Timeline
+
+__all__ = ["SYNCS", "TickTock"]
+
+log = logging.getLogger("bytesched")
+
+SYNCS: Final = ("joined", "per-wave")
+_NAMED = 5
+
+
+class TickTock:
+    """Trains a model in waves: the next forward pass runs beside the last backward pass.
+
+    ``step`` is gradient accumulation over the batches of the waves, and has its results (Wavelet,
+    Wang et al., MLSys 2021, sec. 3: tick and tock). One copy of the weights serves all waves.
+
+    Args:
+        model: a module, or a DistributedDataParallel.
+        optimizer: of its parameters; also one that ``bytesched.wrap`` was called on.
+        loss_fn: ``loss_fn(model, batch)`` runs forward and returns the mean loss of the batch.
+        waves: how many; 2 are tick and tock.
+        sync: among ranks. "joined": the waves' gradients are added up, then sent as those of one
+            backward pass, by DDP or bytesched. "per-wave": sent once for every wave.
+        replicas: each wave has BatchNorm statistics and random numbers of its own.
+        step_aside: whether the first steps find out what is faster, and waves run one after
+            another where that is.
+        fields: settings, as for ``bytesched.wrap``.
+
+    Raises PluginError where gradients would not be synchronised, or ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        *,
+        waves: int = 2,
+        sync: str = "joined",
+        replicas: bool = False,
+        step_aside: bool = True,
+        **fields: Any,
+    ) -> None:
+        if waves < 2:
+            raise ConfigError(f"waves = {waves}: there are at least 2")
+        if sync not in SYNCS:
+            raise ConfigError(f"sync = {sync!r}; there are {', '.join(SYNCS)}")
+        config = Config.load(**fields)
+        session = session_of(optimizer)
+        _refuse_unsynchronised(model, optimizer, sync, is_wrapped=session is not None)
+        self._model = model
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._waves = waves
+        self._ddp = find_ddp(model)
+        self._per_wave = sync == "per-wave"
+        self._steps = 0
+        parameters = _parameters(model, optimizer)
+        self._lanes = lanes_for(parameters[0].device, waves)
+        self._owns_observers = not isinstance(session, Session)
+        self._gradients: Gradients
+        if self._per_wave and _world_size() > 1:
+            sent = PerWaveGradients(model, parameters, waves, self._lanes, config)
+            self._gradients, self._observers = sent, sent.observers
+        else:
+            self._gradients = JoinedGradients(
+                parameters, waves, self._lanes, timeout_s=config.timeout_s
+            )
+            self._observers = (
+                session.observers if isinstance(session, Session) else _own_observers(config)
+            )
+        self._passes = Passes(parameters, waves, self._gradients, self._lanes, self._observers)
+        self._states = WaveStates(model, waves) if replicas else None
+        self._trial = Trial()
+        why = _why_accumulate(self._ddp) if not self._per_wave else ""
+        self._accumulates = bool(why)
+        why = why or _why_alone(model, parameters[0].device)
+        if why:
+            log.info("waves step aside, gradients are accumulated: %s", why)
+            self._trial.overlap = False
+        elif not step_aside:
+            self._trial.overlap = True
+        if not replicas and (names := interfering(model)):
+            log.info(
+                "%s%s: each wave goes on from the one before, as in gradient accumulation; "
+                "replicas=True gives each wave its own",
+                ", ".join(names[:_NAMED]),
+                ", ..." if len(names) > _NAMED else "",
+            )
+
+    def step(self, *batches: Any) -> torch.Tensor:
+        """Trains on one batch, which is split, or on one for every wave; returns the mean loss.
+
+        Gradients are set to none first and the optimizer is stepped at the end.
+        """
+        parts, shares = of_waves(batches, self._waves)
+        forwards = [
+            partial(self._forward, wave, part, share)
+            for wave, (part, share) in enumerate(zip(parts, shares, strict=True))
+        ]
+        undecided = self._trial.overlap is None
+        if undecided:
+            self._lanes.settle()
+        began_s = perf_counter()
+        self._optimizer.zero_grad()
+        if self._accumulates:
+            losses = self._accumulate(forwards)
+        else:
+            if self._per_wave and self._ddp is not None:
+                # Under no_sync DDP would never make rank 0's buffers everybody's.
+                self._ddp.require_forward_param_sync = True
+            losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
+        self._optimizer.step()
+        if undecided:
+            self._lanes.settle()
+            self._trial.add(perf_counter() - began_s)
+        self._steps += 1
+        if self._observers and self._owns_observers:
+            self._observers.on_step(self._steps, perf_counter_ns())
+        return torch.stack(losses).sum()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the waves of the next step run beside each other."""
+        return self._trial.next_overlaps
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures of the steps so far; medians of the trial in ms, 0 if there was none."""
+        waves_ms, accumulation_ms = self._trial.figures_ms()
+        return {
+            "steps": self._steps,
+            "waves": self._waves,
+            "mode": "waves" if self.overlaps else "accumulation",
+            "trial_waves_ms": waves_ms,
+            "trial_accumulation_ms": accumulation_ms,
+        }
+
+    def close(self) -> None:
+        """Ends threads and connections of its own. Idempotent."""
+        self._passes.close()
+        self._gradients.close()
+        if self._owns_observers:
+            self._observers.close()
+
+    def _forward(self, wave: int, batch: Any, share: float) -> torch.Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(self._unsynchronised(wave))
+            if self._states is not None:
+                stack.enter_context(self._states.of(wave))
+            return self._loss_fn(self._model, batch) * share
+
+    def _unsynchronised(self, wave: int) -> AbstractContextManager[Any]:
+        """Keeps DDP from sending the gradients of all waves but the last."""
+        if self._ddp is None or (wave == self._waves - 1 and not self._per_wave):
+            return nullcontext()
+        return self._ddp.no_sync()
+
+    def _accumulate(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        losses = []
+        for forward in forwards:
+            loss = forward()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _own_observers(config: Config) -> Observers:
+    """Those of waves that nothing of bytesched sends for."""
+    if not config.timeline:
+        return Observers()
+    rank = dist.get_rank() if _world_size() > 1 else 0
+    # Nothing of ours connects the ranks: each host's own clock has to do.
+    return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=0)])
+
+
+def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All that may get a gradient: of the model, and what else is updated."""
+    found: dict[int, nn.Parameter] = {}
+    updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for parameter in chain(model.parameters(), updated):
+        if parameter.requires_grad:
+            found[id(parameter)] = parameter
+    if not found:
+        raise PluginError("the model has no parameter that requires a gradient")
+    if len({parameter.device for parameter in found.values()}) > 1:
+        raise PluginError("the parameters are on several devices: waves need them on one")
+    return list(found.values())
+
+
+def _refuse_unsynchronised(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sync: str, *, is_wrapped: bool
+) -> None:
+    """Raises PluginError where the ranks would train apart, or send twice."""
+    if _world_size() == 1:
+        return
+    if sync == "per-wave" and is_wrapped:
+        raise PluginError(
+            'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
+            "leave out one of the two"
+        )
+    sends = is_wrapped or find_ddp(model) is not None or hasattr(optimizer, "_allreduce_grad_async")
+    if sync == "joined" and not sends:
+        raise PluginError(
+            f"nothing synchronises the gradients of the {_world_size()} ranks: put the "
+            "model into DistributedDataParallel, or call bytesched.wrap(optimizer, model) first"
+        )
+
+
+def _why_accumulate(ddp: nn.parallel.DistributedDataParallel | None) -> str:
+    """Why every wave needs an ordinary backward pass of its own; empty if it does not."""
+    if ddp is not None and ddp.static_graph:
+        return "DDP with static_graph counts the backward passes of all waves"
+    if ddp is not None and ddp.find_unused_parameters:
+        return "DDP with find_unused_parameters knows only what the last wave uses"
+    return ""
+
+
+def _why_alone(model: nn.Module, device: torch.device) -> str:
+    """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm communicates in forward and backward, in an order of its own"
+    if device.type == "cpu" and len(os.sched_getaffinity(0)) == 1:
+        return "this process has one core"
+    return ""

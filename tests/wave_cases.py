@@ -1,0 +1,279 @@
+"""What a rank does in the tests of waves: the same training with waves and without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_worker import signals
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+from bytesched.errors import TransportError
+from bytesched.plugins.wave import TickTock
+
+WIDTH = 12
+CLASSES = 5
+STEPS = 6
+SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512, "timeout_s": 20.0}
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Tied(nn.Module):
+    """A weight used twice, one that only some batches use, a frozen one, dropout and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.25)
+        self.often = nn.Linear(WIDTH, WIDTH)
+        self.seldom = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.exit = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, *, seldom: bool = False) -> Tensor:
+        x = self.dropout(functional.relu(self.norm(self.entry(x))))
+        x = self.often(functional.relu(self.often(x)))
+        if seldom:
+            x = x + self.seldom(x)
+        logits: Tensor = self.exit(self.frozen(x) + self.entry(x))
+        return logits
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def tied_model() -> nn.Module:
+    torch.manual_seed(3)
+    return Tied()
+
+
+def batch_of(step: int, rank: int = 0, size: int = 24) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(size, WIDTH, generator=generator)
+    return inputs, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets)
+
+
+def seldom_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Uses ``seldom`` in the part of the batch that begins with a positive number."""
+    inputs, targets = batch
+    logits = model(inputs, seldom=bool(inputs[0, 0] > 0))
+    return functional.cross_entropy(logits, targets)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def accumulated(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    waves: int,
+    rank: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    """Losses of gradient accumulation as one would write it."""
+    optimizer = optimizer or optimizer_of(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = list(zip(*(t.split(24 // waves) for t in batch_of(step, rank)), strict=True))
+        total = []
+        for wave, part in enumerate(parts):
+            last = wave == waves - 1
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last
+            loss = loss_fn(model, part) * (1 / waves)
+            loss.backward()
+            total.append(loss.detach())
+        optimizer.step()
+        losses.append(torch.stack(total).sum())
+    return losses
+
+
+def in_waves(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    waves: int,
+    rank: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Losses of the same training in waves."""
+    optimizer = optimizer or optimizer_of(model)
+    options = {"step_aside": False, **options}
+    wave = TickTock(model, optimizer, loss_fn, waves=waves, **options)
+    losses = [wave.step(batch_of(step, rank)) for step in range(STEPS)]
+    wave.close()
+    return losses
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {name: value.clone() for name, value in inner.state_dict().items()}
+
+
+def differences(expected: nn.Module, found: nn.Module) -> list[str]:
+    """Names of what is not the same, bit for bit."""
+    a, b = state_of(expected), state_of(found)
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+# -- on several ranks ----------------------------------------------------------------------
+
+
+def ddp_equal(waves: int, wrapped: bool) -> list[str]:
+    """DDP alone or under bytesched, in waves, against DDP with no_sync."""
+    rank = dist.get_rank()
+    expected = DistributedDataParallel(plain_model())
+    torch.manual_seed(rank)
+    losses = accumulated(expected, loss_of, waves, rank)
+    model = DistributedDataParallel(plain_model())
+    optimizer = optimizer_of(model)
+    if wrapped:
+        bytesched.wrap(optimizer, model, **SMALL)
+    torch.manual_seed(rank)
+    found = in_waves(model, loss_of, waves, rank, optimizer)
+    bytesched.flush()
+    wrong = differences(expected, model)
+    if wrapped:
+        figures = bytesched.stats(optimizer)
+        wrong += [] if int(figures["barrier_crossed_steps"]) > 0 else ["barrier not crossed"]
+        bytesched.unwrap(optimizer)
+    return wrong + (["losses"] if [*map(float, losses)] != [*map(float, found)] else [])
+
+
+def per_wave_close(waves: int) -> float:
+    """The largest difference of weights that were sent once per wave."""
+    rank = dist.get_rank()
+    expected = DistributedDataParallel(plain_model())
+    torch.manual_seed(rank)
+    accumulated(expected, loss_of, waves, rank)
+    model = DistributedDataParallel(plain_model())
+    torch.manual_seed(rank)
+    in_waves(model, loss_of, waves, rank, sync="per-wave", **SMALL)
+    a, b = state_of(expected), state_of(model)
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def left_to_accumulation() -> tuple[bool, list[str]]:
+    """find_unused_parameters with parameters that only some waves use."""
+    rank = dist.get_rank()
+    options = {"find_unused_parameters": True}
+    expected = DistributedDataParallel(tied_model(), **options)
+    torch.manual_seed(rank)
+    accumulated(expected, seldom_loss, 2, rank)
+    model = DistributedDataParallel(tied_model(), **options)
+    wave = TickTock(model, optimizer_of(model), seldom_loss, step_aside=False)
+    torch.manual_seed(rank)
+    for step in range(STEPS):
+        wave.step(batch_of(step, rank))
+    wave.close()
+    return wave.overlaps, differences(expected, model)
+
+
+def seldom_used_under_wrap() -> list[str]:
+    """A plain module under bytesched: what only an early wave used is averaged as well."""
+    rank = dist.get_rank()
+    models, batches = [], [batch_of(step, rank) for step in range(STEPS)]
+    for overlap in (True, False):
+        model = tied_model()
+        optimizer = optimizer_of(model)
+        bytesched.wrap(optimizer, model, find_unused_parameters=True, **SMALL)
+        wave = TickTock(model, optimizer, seldom_loss, step_aside=False)
+        wave._trial.overlap = overlap
+        torch.manual_seed(rank)
+        for batch in batches:
+            wave.step(batch)
+        wave.close()
+        bytesched.unwrap(optimizer)
+        models.append(model)
+    # Against a mean over the ranks by hand, of gradients accumulated on each.
+    reference = tied_model()
+    optimizer = optimizer_of(reference)
+    torch.manual_seed(rank)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        for part in zip(inputs.split(12), targets.split(12), strict=True):
+            (seldom_loss(reference, part) * 0.5).backward()
+        for parameter in reference.parameters():
+            if parameter.requires_grad:
+                used = torch.tensor(float(parameter.grad is not None))
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grad.div_(2)
+                dist.all_reduce(grad)
+                dist.all_reduce(used)
+                parameter.grad = grad if used else None
+        optimizer.step()
+    weights = dict(reference.named_parameters())
+    return [
+        f"{place} {name}"
+        for place, model in enumerate(models)
+        for name, value in model.named_parameters()
+        if not torch.equal(value, weights[name])
+    ]
+
+
+def refused_where_nothing_sends() -> str:
+    model = plain_model()
+    try:
+        TickTock(model, optimizer_of(model), loss_of)
+    except bytesched.PluginError as error:
+        return str(error)
+    return ""
+
+
+def peer_dies(wrapped: bool, per_wave: bool) -> None:
+    """Rank 1 dies in its second wave; the other one says how its training ended."""
+    rank = dist.get_rank()
+    model: nn.Module = plain_model()
+    if not wrapped:
+        model = DistributedDataParallel(model)
+    optimizer = optimizer_of(model)
+    fields = SMALL | {"timeout_s": 8.0}
+    if wrapped:
+        bytesched.wrap(optimizer, model, **fields)
+        fields = {}
+    seen = 0
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal seen
+        seen += 1
+        if rank == 1 and seen == 10:
+            signals().set("dying")
+            os.kill(os.getpid(), 9)
+        return loss_of(model, batch)
+
+    sync = "per-wave" if per_wave else "joined"
+    wave = TickTock(model, optimizer, loss_fn, sync=sync, step_aside=False, **fields)
+    try:
+        for step in range(50):
+            wave.step(batch_of(step, rank))
+    except TransportError as error:
+        print(type(error).__name__, flush=True)
+    except RuntimeError as error:
+        print("RuntimeError", error, flush=True)
+    wave.close()
+    os._exit(0)

@@ -1,0 +1,148 @@
+"""What a rank does in the tests of model-parallel waves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_worker import signals
+from torch import Tensor, nn
+from torch.nn import functional
+from wave_cases import CLASSES, WIDTH, batch_of
+
+from bytesched.errors import BytesschedError, TransportError
+from bytesched.plugins.wave import ModelWaves
+
+STEPS = 4
+# Far below the size of a layer, so that every partition travels in many pieces.
+SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
+
+
+def chain(layers: int = 9) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        *(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0), nn.Tanh())
+            for i in range(layers)
+        ),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def accumulated(ranks: int) -> tuple[dict[str, Tensor], list[list[float]], Tensor]:
+    """Weights, losses by step and rank, and an output of one process that has all batches."""
+    model = chain()
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = []
+        for rank in range(ranks):
+            inputs, targets = batch_of(step, rank)
+            loss = functional.cross_entropy(model(inputs), targets)
+            (loss / ranks).backward()
+            found.append(loss.item())
+        optimizer.step()
+        losses.append(found)
+    with torch.no_grad():
+        return model.state_dict(), losses, model(batch_of(STEPS)[0])
+
+
+def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    expected, losses, output = accumulated(ranks)
+    model = chain()
+    if rank:
+        # Rank 0's weights are everybody's.
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    waves = ModelWaves(
+        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **SMALL
+    )
+    wrong = []
+    for step in range(STEPS):
+        loss = waves.step(*batch_of(step, rank))
+        if loss.item() != losses[step][rank]:
+            wrong.append(f"loss {step}")
+    if not torch.equal(waves.predict(batch_of(STEPS)[0]), output):
+        wrong.append("output")
+    found = waves.state_dict()
+    wrong += [name for name in expected if not torch.equal(expected[name], found[name])]
+    away = [p.index for p in waves.partitions if p.present]
+    if away != [rank]:
+        wrong.append(f"partitions {away} are here after the step")
+    figures = waves.stats()
+    waves.close()
+    return wrong, figures
+
+
+def refusals() -> list[str]:
+    """What cannot be cut, and ranks that disagree."""
+    shared = nn.Linear(4, 4)
+    x = torch.zeros(2, 4)
+    told = []
+    models: list[nn.Sequential] = [
+        nn.Sequential(nn.Linear(4, 4)),
+        nn.Sequential(shared, nn.ReLU(), shared),
+        nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
+    ]
+    for model in models:
+        try:
+            ModelWaves(model, optimizer_of(model), functional.mse_loss, x, timeout_s=10.0)
+        except BytesschedError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def rank_dies() -> None:
+    """The last rank dies in its second step; the others say how their training ended."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        if rank == ranks - 1 and seen == 2:
+            signals().set("dying")
+            os.kill(os.getpid(), 9)
+        return functional.cross_entropy(output, targets)
+
+    seen = 0
+    model = chain()
+    fields = SMALL | {"timeout_s": 8.0}
+    waves = ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **fields)
+    try:
+        for step in range(10):
+            waves.step(*batch_of(step, rank))
+    except TransportError as error:
+        print(type(error).__name__, flush=True)
+    waves.close()
+    os._exit(0)
+
+
+def user_error() -> str:
+    """An exception in rank 1's loss reaches all ranks, and says what it was."""
+    rank = dist.get_rank()
+
+    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+        if rank == 1:
+            raise ValueError("no such target")
+        return functional.cross_entropy(output, targets)
+
+    model = chain()
+    waves = ModelWaves(
+        model, optimizer_of(model), loss_fn, batch_of(0)[0], **SMALL | {"timeout_s": 8.0}
+    )
+    told = ""
+    try:
+        waves.step(*batch_of(0, rank))
+    except (TransportError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+    waves.close()
+    return told
