@@ -97,3 +97,19 @@ def test_horovod_mnist(kind: Kind) -> None:
     script = ["examples/horovod_mnist.py", "--epochs=1", "--fp16-allreduce"]
     expected = output([*launcher, *script])
     assert weights(output([*launcher, *RUN, *script])) == weights(expected)
+
+
+def test_wave_ticktock_has_the_loss_of_accumulation() -> None:
+    waves = output([*TORCHRUN, "examples/wave_ticktock.py"])
+    accumulated = output([*TORCHRUN, "examples/wave_ticktock.py", "--accumulate"])
+    assert waves[0].startswith("loss ")
+    assert waves[0] == accumulated[0]
+    assert "  waves = 2" in waves
+
+
+def test_wave_model_parallel() -> None:
+    lines = output([*TORCHRUN, "examples/wave_model_parallel.py"])
+    assert re.fullmatch(r"loss \d\.\d{10}, 34 tensors to save", lines[0])
+    figures = dict(line.strip().split(" = ") for line in lines[1:])
+    assert figures["world_size"] == "2"
+    assert int(figures["home_bytes"]) < int(figures["model_bytes"])

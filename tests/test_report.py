@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from bytesched import timeline_picture
 from bytesched.errors import PluginError
 from bytesched.iteration_view import IterationView, view_iteration
-from bytesched.report import draw_bench, draw_iteration, main
+from bytesched.report import draw_bench, draw_iteration, draw_timeline, main
 from bytesched.timeline import Timeline
 from bytesched.trace import Trace, read_traces
 
@@ -261,3 +262,34 @@ def test_waits_that_were_recorded_are_believed() -> None:
     trace = Trace(0)
     assert trace.waits(0, 10) == []
     assert trace.iterations() == []
+
+
+def test_timeline_of_all_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timeline.png"
+    assert main(["timeline", str(runs[1]), "--step", "2", "-o", str(picture)]) == 0
+    assert is_png(picture)
+    with pytest.raises(ValueError, match="no whole iteration of step 99"):
+        draw_timeline(runs[0], tmp_path / "none.png", step=99)
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_timeline_has_a_row_for_every_wave(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    for step in range(3):
+        at_ns = 10**9 + step * 40 * MS
+        for wave in range(2):
+            begin_ns = at_ns + wave * 10 * MS
+            timeline.on_span(f"wave {wave}", f"forward {wave}", begin_ns, begin_ns + 10 * MS)
+            timeline.on_span(
+                f"wave {wave}", f"backward {wave}", begin_ns + 10 * MS, at_ns + 40 * MS
+            )
+        timeline.on_step(step, at_ns + 40 * MS)
+    timeline.close()
+    (trace,) = read_traces(timeline.path)
+    rows = list(timeline_picture._rows(trace, 40.0, 80.0))
+    assert [row.title for row in rows] == ["rank 0: wave 0", "rank 0: wave 1"]
+    kinds = {(span.name, kind) for row in rows for span, kind in row.bars}
+    assert kinds == {
+        (f"{kind} {wave}", kind) for kind in ("forward", "backward") for wave in (0, 1)
+    }

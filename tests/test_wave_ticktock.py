@@ -258,12 +258,12 @@ def test_activation_memory_is_below_that_of_one_big_batch() -> None:
     batch = torch.randn(64, 64)
 
     def loss_fn(model: nn.Module, part: Tensor) -> Tensor:
-        return model(part).square().mean()
+        return model(part).square().mean()  # type: ignore[no-any-return]
 
     with ActivationMemory(model.parameters()) as memory:
         loss_fn(model, batch).backward()
     # Each layer keeps its output, which is the next one's input; the first one's input as well.
-    assert memory.peak_bytes >= (layers + 1) * 64 * 64 * 4
+    assert memory.peak_bytes == (1 + layers) * batch.nbytes
     assert memory.live_bytes == 0
     wave = TickTock(model, optimizer_of(model), loss_fn, waves=4)
     wave._trial.overlap = False
@@ -275,10 +275,11 @@ def test_activation_memory_is_below_that_of_one_big_batch() -> None:
     wave.close()
     assert waves.live_bytes == accumulation.live_bytes == 0
     assert accumulation.peak_bytes <= waves.peak_bytes <= memory.peak_bytes
-    assert accumulation.peak_bytes < 0.3 * memory.peak_bytes
+    # The whole batch, of which its part is a view, and a quarter of what each layer puts out.
+    assert accumulation.peak_bytes == (1 + layers / 4) * batch.nbytes
 
 
-def test_streams_of_the_waves_wait_for_each_other() -> None:
+def test_streams_of_the_waves_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that computes late: forward passes in turn, gradients after they are given."""
     with fake_cuda():
         lanes = CudaLanes(torch.device("cuda", 0), 2)
@@ -289,7 +290,7 @@ def test_streams_of_the_waves_wait_for_each_other() -> None:
             with lanes.forward(wave):
                 places[f"forward {wave}"] = CUDA.current().queue()
         gradient = torch.zeros(1)
-        gradient.record_stream = lambda stream: None  # type: ignore[method-assign]
+        monkeypatch.setattr(gradient, "record_stream", lambda stream: None, raising=False)
         with lanes.backward(0):
             places["backward 0"] = CUDA.current().queue()
             given = lanes.give()

@@ -181,11 +181,10 @@ def per_wave_close(waves: int) -> float:
 def left_to_accumulation() -> tuple[bool, list[str]]:
     """find_unused_parameters with parameters that only some waves use."""
     rank = dist.get_rank()
-    options = {"find_unused_parameters": True}
-    expected = DistributedDataParallel(tied_model(), **options)
+    expected = DistributedDataParallel(tied_model(), find_unused_parameters=True)
     torch.manual_seed(rank)
     accumulated(expected, seldom_loss, 2, rank)
-    model = DistributedDataParallel(tied_model(), **options)
+    model = DistributedDataParallel(tied_model(), find_unused_parameters=True)
     wave = TickTock(model, optimizer_of(model), seldom_loss, step_aside=False)
     torch.manual_seed(rank)
     for step in range(STEPS):

@@ -104,6 +104,7 @@ def refusals() -> list[str]:
 def rank_dies() -> None:
     """The last rank dies in its second step; the others say how their training ended."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    seen = 0
 
     def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
         nonlocal seen
@@ -113,7 +114,6 @@ def rank_dies() -> None:
             os.kill(os.getpid(), 9)
         return functional.cross_entropy(output, targets)
 
-    seen = 0
     model = chain()
     fields = SMALL | {"timeout_s": 8.0}
     waves = ModelWaves(model, optimizer_of(model), loss_fn, batch_of(0)[0], **fields)

@@ -60,7 +60,7 @@ def specification(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         raise ConfigError("--lab and --workers exclude each other")
     hosts = options.lab or options.workers or (1 if options.kind == "ticktock" else 2)
     spec = {name: getattr(options, name) for name in ("kind", "batch", "iterations", "rounds")}
-    spec |= {"warmup": 3, "threads": options.threads, "timeout_s": 300.0}
+    spec |= {"warmup": options.warmup, "threads": options.threads, "timeout_s": 300.0}
     if options.emulate:
         profile = load_profile(options.emulate).scaled(options.compute_scale)
         spec |= {"emulate": profile.to_json(), "model": profile.name}
@@ -181,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--workers", type=int, metavar="N", help="N processes on loopback")
         add("--threads", type=int, default=1, metavar="N", help="of torch per rank (%(default)s)")
         add("--iterations", type=int, default=10, metavar="N", help="per round (%(default)s)")
+        add("--warmup", type=int, default=3, metavar="N", help="untimed, per round (%(default)s)")
         add("--rounds", type=int, default=3, metavar="N", help="turns of each (%(default)s)")
         add("--json", metavar="FILE", help="write every figure")
     return parser

@@ -125,6 +125,9 @@ class JoinedGradients:
                 if earlier is not None:
                     self._lanes.take(*earlier)
                     parameter.grad = earlier[0].clone()
+                    # As autograd does when it has accumulated: those who send must know.
+                    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+                        hook(parameter)
 
     def _leave(self, wave: int, index: int, total: _Given | None) -> None:
         with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
@@ -84,8 +85,9 @@ class ModelWaves:
         broadcast(self._group, model)
         #: where the chain is cut
         self.bounds = _cut(self._group, model, inputs)
+        layers = list(model)
         self.partitions = [
-            Partition(index, model[start:stop], is_home=index == self.rank)
+            Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
             for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
         ]
         at_home = {id(parameter) for parameter in self.partitions[self.rank].parameters}
@@ -127,9 +129,8 @@ class ModelWaves:
                 self._traffic.begin(train=False)
                 x = inputs
                 for partition in self.partitions:
-                    x = self._visit(
-                        Cargo.FORWARD, partition.index, lambda p=partition, x=x: p.module(x)
-                    )  # type: ignore[misc]
+                    forward = partial(partition.module, x)
+                    x = self._visit(Cargo.FORWARD, partition.index, forward)
                     self._traffic.used(Cargo.FORWARD, partition.index)
                 self._traffic.end()
         except BaseException as error:
@@ -194,13 +195,13 @@ class ModelWaves:
             partition = self.partitions[index]
             if cargo is Cargo.FORWARD:
                 entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
-                exits.append(self._visit(cargo, index, lambda p=partition: p.module(entries[-1])))  # type: ignore[misc]
+                exits.append(self._visit(cargo, index, partial(partition.module, entries[-1])))
                 if index == ranks - 1:
                     loss = self._loss_fn(exits[-1], targets)
             else:
                 # Each layer's activations are let go of with its gradient.
                 output = exits.pop() if index < ranks - 1 else loss / ranks
-                self._visit(cargo, index, lambda o=output, g=gradient: o.backward(g))  # type: ignore[misc]
+                self._visit(cargo, index, partial(output.backward, gradient))
                 if index == ranks - 1:
                     exits.pop()
                 gradient = entries.pop().grad
@@ -235,7 +236,8 @@ def _check(model: nn.Sequential, ranks: int) -> None:
             "so many layers"
         )
     seen: dict[int, str] = {}
-    for name, layer in model.named_children():
+    for name, layer in model._modules.items():
+        assert layer is not None
         for parameter in layer.parameters():
             other = seen.setdefault(id(parameter), name)
             if other != name:

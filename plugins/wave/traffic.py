@@ -27,11 +27,11 @@ __all__ = ["ROOMS", "Traffic"]
 
 #: partitions on a visit: one that is computed with, and the next
 ROOMS: Final = 2
-#: gradients of this rank that wait for the sum of the ranks before it
+#: gradients that may wait: of this rank, for the sum of those before it, and sums, to be sent
 _WAITING: Final = 2
-#: partitions that may wait for room at their receivers, each of them once: visitors that are
-#: passed on, the rank's own to two others, and the sums of gradients
-_HELD: Final = ROOMS + 2 + 2
+#: partitions that may wait for room at their receivers: visitors that are passed on, the rank's
+#: own to two others in both directions, and sums of gradients
+_HELD: Final = ROOMS + 4 + _WAITING + 1
 
 _WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
 _TAGS_PER_CARGO: Final = 1 << 20
@@ -199,9 +199,12 @@ class Traffic:
             self._left = {r: len(p) for r, p in self._pieces.items() if r.cargo in cargoes}
             self._progress.outstanding = sum(self._left.values())
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
+        for cargo in _WEIGHTS & cargoes:
+            self._ready(cargo, self._rank)
         self._under_way = [self._receivers.submit(self._guarded, self._receive_weights, coming)]
         if train:
             self._coming_home, self._total = [], None
+            self._count(self._home.nbytes)
             if self._rank != self._ranks - 1:
                 # Now, so that the last rank need not keep it.
                 self._total = torch.empty_like(self._home.flat)
@@ -225,8 +228,10 @@ class Traffic:
             self._own[partition] = gradients
             self._count(gradients.nbytes)
             self._progress.notify()
+        # Without a limit a rank that is faster than the others would keep a whole model of them.
         self._progress.wait(
-            lambda: len(self._own) < _WAITING, f"the sum of gradients {partition} of earlier ranks"
+            lambda: len(self._own) < _WAITING and len(self._sums) <= _WAITING,
+            f"gradients {partition} to be summed and passed on",
         )
 
     def total(self) -> torch.Tensor:
@@ -241,6 +246,8 @@ class Traffic:
         self._progress.wait(lambda: not self._progress.outstanding, "what this rank sends")
         for receiving in self._under_way:
             receiving.result()
+        with self._progress.changed:
+            self._count(self._home.nbytes - self._live_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -265,15 +272,17 @@ class Traffic:
             partition = self._partitions[index]
             origin = source(self._rank, cargo, index, self._ranks)
             if origin is not None:
-                self._progress.wait(lambda: self._rooms > 0, f"room for partition {index}")
+                # It may be here still from the forward pass, in use or to be passed on.
+                self._progress.wait(
+                    lambda p=partition: self._rooms > 0 and not p.present,  # type: ignore[misc]
+                    f"room for partition {index}",
+                )
                 with self._progress.changed:
                     self._rooms -= 1
                     self._count(partition.nbytes)
                     partition.come()
                 works = self._post(cargo, index, origin, partition.flat)
                 self._receive(cargo, index, works)
-            else:
-                self._ready(cargo, index)
             with self._progress.changed:
                 self._arrived.add((cargo, index))
                 self._progress.notify()
@@ -296,6 +305,7 @@ class Traffic:
                     self._count(-own.nbytes)
                 if self._rank == self._ranks - 1 == index:
                     self._total = total
+                    self._count(-total.nbytes)
                 else:
                     self._sums[index] = total
                 self._progress.notify()
