@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -305,6 +306,22 @@ def test_streams_of_the_waves_wait_for_each_other(monkeypatch: pytest.MonkeyPatc
     assert not after(beside, places["backward 0"])
     assert after(places["sum"], places["backward 0"])
     assert all(after(end, place) for place in places.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_equals_accumulation_on_a_gpu() -> None:
+    """Without dropout: its random numbers are drawn in the order in which kernels are queued."""
+    models = [nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES)).cuda()]
+    models.append(copy.deepcopy(models[0]))
+    batches = [tuple(part.cuda() for part in batch_of(step)) for step in range(4)]
+    for model, overlap in zip(models, (False, True), strict=True):
+        wave = TickTock(model, optimizer_of(model), loss_of, step_aside=False)
+        wave._trial.overlap = overlap
+        for batch in batches:
+            wave.step(batch)
+        wave.close()
+    assert differences(*models) == []
 
 
 # -- on several ranks ----------------------------------------------------------------------

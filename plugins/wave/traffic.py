@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,14 +49,16 @@ class _Sent(NamedTuple):
 class Senders:
     """Sends each task's piece to its rank (see transport.Transport).
 
-    What goes to different ranks ends in any order, so each of these lanes is awaited apart.
+    Receivers take what comes in one lane in order; each lane is awaited by a thread of its own.
+    A lane is one kind of cargo to one rank, apart for a partition that sets out from its home: it
+    is sent before the visitors that are to be passed on, and may be taken after them.
     """
 
     def __init__(self, group: Group, piece_of: Callable[[CommTask], torch.Tensor]) -> None:
         self._group = group
         self._piece_of = piece_of
         self.routes: dict[CommTask, tuple[Route, int]] = {}
-        self._lanes: dict[tuple[bool, int], queue.SimpleQueue[_Sent | None]] = {}
+        self._lanes: dict[tuple[Cargo, int, bool], queue.SimpleQueue[_Sent | None]] = {}
         self._threads: list[threading.Thread] = []
         self._under_way = 0
         self._lock = threading.Lock()
@@ -70,7 +73,7 @@ class Senders:
             raise self._group.error(error, task=task.name) from error
         with self._lock:
             self._under_way += 1
-        lane = (route.cargo in _WEIGHTS, route.to)
+        lane = (route.cargo, route.to, route.partition == self._group.rank)
         if lane not in self._lanes:
             self._lanes[lane] = queue.SimpleQueue()
             self._threads.append(
@@ -272,10 +275,8 @@ class Traffic:
             partition = self._partitions[index]
             origin = source(self._rank, cargo, index, self._ranks)
             if origin is not None:
-                # It may be here still from the forward pass, in use or to be passed on.
                 self._progress.wait(
-                    lambda p=partition: self._rooms > 0 and not p.present,  # type: ignore[misc]
-                    f"room for partition {index}",
+                    partial(self._has_room, partition), f"room for partition {index}"
                 )
                 with self._progress.changed:
                     self._rooms -= 1
@@ -287,6 +288,10 @@ class Traffic:
                 self._arrived.add((cargo, index))
                 self._progress.notify()
 
+    def _has_room(self, partition: Partition) -> bool:
+        # It may be here still from the forward pass, in use or to be passed on.
+        return self._rooms > 0 and not partition.present
+
     def _pass_gradients(self) -> None:
         for index in reversed(range(self._ranks)):
             partition = self._partitions[index]
@@ -297,7 +302,7 @@ class Traffic:
                 earlier = torch.empty_like(partition.flat)
                 works = self._post(Cargo.GRADIENT, index, self._rank - 1, earlier)
                 self._receive(Cargo.GRADIENT, index, works)
-            self._progress.wait(lambda i=index: i in self._own, f"own gradients {index}")  # type: ignore[misc]
+            self._progress.wait(partial(self._own.__contains__, index), f"own gradients {index}")
             with self._progress.changed:
                 total = own = self._own.pop(index)
                 if earlier is not None:
