@@ -187,6 +187,17 @@ def test_another_backward_pass_inside_a_step_is_refused() -> None:
     wave.close()
 
 
+def test_unfreezing_under_way_is_refused() -> None:
+    """Early waves would leave the gradients of the new ones out."""
+    model = tied_model()
+    wave = TickTock(model, optimizer_of(model), loss_of)
+    wave.step(batch_of(0))
+    model.requires_grad_(True)
+    with pytest.raises(PluginError, match="other parameters require a gradient"):
+        wave.step(batch_of(1))
+    wave.close()
+
+
 @pytest.mark.parametrize(
     ("batches", "message"),
     [

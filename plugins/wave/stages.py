@@ -201,6 +201,11 @@ class ModelWaves:
             else:
                 # Each layer's activations are let go of with its gradient.
                 output = exits.pop() if index < ranks - 1 else loss / ranks
+                if not output.requires_grad:
+                    raise PluginError(
+                        f"nothing in partition {index} requires a gradient: train the front layers "
+                        "too, or take them out of the model"
+                    )
                 self._visit(cargo, index, partial(output.backward, gradient))
                 if index == ranks - 1:
                     exits.pop()

@@ -85,7 +85,9 @@ class TickTock:
         self._ddp = find_ddp(model)
         self._per_wave = sync == "per-wave"
         self._steps = 0
-        parameters = _parameters(model, optimizer)
+        self._all = _all_parameters(model, optimizer)
+        parameters = _trained(self._all)
+        self._trained = {id(parameter) for parameter in parameters}
         self._lanes = lanes_for(parameters[0].device, waves)
         self._owns_observers = not isinstance(session, Session)
         self._gradients: Gradients
@@ -128,6 +130,11 @@ class TickTock:
             partial(self._forward, wave, part, share)
             for wave, (part, share) in enumerate(zip(parts, shares, strict=True))
         ]
+        if {id(parameter) for parameter in self._all if parameter.requires_grad} != self._trained:
+            raise PluginError(
+                "other parameters require a gradient than when the waves were made: close them "
+                "and make new ones after freezing or unfreezing"
+            )
         undecided = self._trial.overlap is None
         if undecided:
             self._lanes.settle()
@@ -207,18 +214,20 @@ def _own_observers(config: Config) -> Observers:
     return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=0)])
 
 
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All that may get a gradient: of the model, and what else is updated."""
-    found: dict[int, nn.Parameter] = {}
+def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of the model, and what else is updated."""
     updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for parameter in chain(model.parameters(), updated):
-        if parameter.requires_grad:
-            found[id(parameter)] = parameter
+    return list({id(p): p for p in chain(model.parameters(), updated)}.values())
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that may get a gradient."""
+    found = [parameter for parameter in parameters if parameter.requires_grad]
     if not found:
         raise PluginError("the model has no parameter that requires a gradient")
-    if len({parameter.device for parameter in found.values()}) > 1:
+    if len({parameter.device for parameter in found}) > 1:
         raise PluginError("the parameters are on several devices: waves need them on one")
-    return list(found.values())
+    return found
 
 
 def _refuse_unsynchronised(
