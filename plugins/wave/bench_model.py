@@ -94,7 +94,7 @@ def _pipeline(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[
     times_s = torch.tensor(layer_times_s(list(model), _batch(spec, 0, 0)[0]))
     dist.broadcast(times_s, 0)
     bounds = balanced(len(model), ranks, lambda start, stop: float(times_s[start:stop].sum()))
-    part = model[bounds[rank] : bounds[rank + 1]]
+    part = nn.Sequential(*list(model)[bounds[rank] : bounds[rank + 1]])
     optimizer = make_optimizer("sgd", part)
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
     kind = Schedule1F1B if system == "1f1b" else ScheduleGPipe

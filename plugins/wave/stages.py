@@ -160,7 +160,11 @@ class ModelWaves:
         return found
 
     def stats(self) -> dict[str, int | float | str]:
-        """Figures of the steps so far, means per step where they are times or sent bytes."""
+        """Figures of the steps so far, means per step where they are times or sent bytes.
+
+        ``peak_bytes``: the most of weights and gradients that this rank held, its own included,
+        without activations and the optimizer's state; ``bound_bytes``: what that cannot exceed.
+        """
         steps = max(self._steps, 1)
         return {
             "steps": self._steps,
@@ -168,6 +172,7 @@ class ModelWaves:
             "waited_ms": 1e3 * self._waited_s / steps,
             "sent_bytes_per_step": self._traffic.sent_bytes / steps,
             "peak_bytes": self._traffic.peak_bytes,
+            "bound_bytes": self._traffic.bound_bytes,
             "model_bytes": sum(partition.nbytes for partition in self.partitions),
             "home_bytes": self.partitions[self.rank].nbytes,
             "bounds": " ".join(map(str, self.bounds)),

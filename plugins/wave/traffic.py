@@ -32,7 +32,7 @@ ROOMS: Final = 2
 _WAITING: Final = 2
 #: partitions that may wait for room at their receivers: visitors that are passed on, the rank's
 #: own to two others in both directions, and sums of gradients
-_HELD: Final = ROOMS + 4 + _WAITING + 1
+_HELD: Final = ROOMS + 4 + 2 * _WAITING
 
 _WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
 _TAGS_PER_CARGO: Final = 1 << 20
@@ -251,6 +251,13 @@ class Traffic:
             receiving.result()
         with self._progress.changed:
             self._count(self._home.nbytes - self._live_bytes)
+
+    @property
+    def bound_bytes(self) -> int:
+        """What ``peak_bytes`` cannot exceed, however fast or slow the other ranks are."""
+        largest_bytes = max(partition.nbytes for partition in self._partitions)
+        # At home weights and gradients; elsewhere visitors, gradients that wait, one that arrives.
+        return 2 * self._home.nbytes + (ROOMS + 2 * _WAITING + 1) * largest_bytes
 
     @property
     def sent_bytes(self) -> int:
