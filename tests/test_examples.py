@@ -100,8 +100,8 @@ def test_horovod_mnist(kind: Kind) -> None:
 
 
 def test_wave_ticktock_has_the_loss_of_accumulation() -> None:
-    waves = output([*TORCHRUN, "examples/wave_ticktock.py"])
-    accumulated = output([*TORCHRUN, "examples/wave_ticktock.py", "--accumulate"])
+    waves = output([sys.executable, "examples/wave_ticktock.py"])
+    accumulated = output([sys.executable, "examples/wave_ticktock.py", "--accumulate"])
     assert waves[0].startswith("loss ")
     assert waves[0] == accumulated[0]
     assert "  waves = 2" in waves

@@ -287,7 +287,8 @@ def test_timeline_has_a_row_for_every_wave(tmp_path: Path) -> None:
         timeline.on_step(step, at_ns + 40 * MS)
     timeline.close()
     (trace,) = read_traces(timeline.path)
-    rows = list(timeline_picture._rows(trace, 40.0, 80.0))
+    iteration = trace.iterations()[0]
+    rows = list(timeline_picture._rows(trace, iteration.start_ms, iteration.end_ms))
     assert [row.title for row in rows] == ["rank 0: wave 0", "rank 0: wave 1"]
     kinds = {(span.name, kind) for row in rows for span, kind in row.bars}
     assert kinds == {
