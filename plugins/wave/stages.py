@@ -201,6 +201,7 @@ class ModelWaves:
             if cargo is Cargo.FORWARD:
                 entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
                 exits.append(self._visit(cargo, index, partial(partition.module, entries[-1])))
+                self._traffic.used(cargo, index)
                 if index == ranks - 1:
                     loss = self._loss_fn(exits[-1], targets)
             else:
@@ -215,13 +216,16 @@ class ModelWaves:
                 if index == ranks - 1:
                     exits.pop()
                 gradient = entries.pop().grad
-                self._traffic.add(index, partition.take_gradients())
-            self._traffic.used(cargo, index)
-        began_s = perf_counter()
+                own = partition.take_gradients()
+                self._traffic.used(cargo, index)
+                began_ns = perf_counter_ns()
+                self._traffic.add(index, own)
+                self._waited(f"gradients {index}", began_ns)
+        began_ns = perf_counter_ns()
         home = self.partitions[self.rank]
         home.set_gradients(self._traffic.total())
         self._traffic.end()
-        self._waited_s += perf_counter() - began_s
+        self._waited("gradients of all ranks", began_ns)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
@@ -229,14 +233,20 @@ class ModelWaves:
     def _visit(self, cargo: Cargo, index: int, compute: Callable[[], Any]) -> Any:
         began_ns = perf_counter_ns()
         self._traffic.wait_for(cargo, index)
+        self._waited(f"partition {index}", began_ns)
         here_ns = perf_counter_ns()
-        self._waited_s += (here_ns - began_ns) / 1e9
         result = compute()
         if self._observers:
             track = "forward" if cargo is Cargo.FORWARD else "backward"
-            self._observers.on_span("wait", f"partition {index}", began_ns, here_ns)
             self._observers.on_span(track, f"partition {index}", here_ns, perf_counter_ns())
         return result
+
+    def _waited(self, by: str, began_ns: int) -> None:
+        """The user's thread has waited since ``began_ns``."""
+        now_ns = perf_counter_ns()
+        self._waited_s += (now_ns - began_ns) / 1e9
+        if self._observers:
+            self._observers.on_span("wait", by, began_ns, now_ns)
 
 
 def _check(model: nn.Sequential, ranks: int) -> None:

@@ -256,7 +256,7 @@ class Traffic:
     def bound_bytes(self) -> int:
         """What ``peak_bytes`` cannot exceed, however fast or slow the other ranks are."""
         largest_bytes = max(partition.nbytes for partition in self._partitions)
-        # At home weights and gradients; elsewhere visitors, gradients that wait, one that arrives.
+        # At home weights and gradients; else visitors, gradients that wait, and one that arrives.
         return 2 * self._home.nbytes + (ROOMS + 2 * _WAITING + 1) * largest_bytes
 
     @property
@@ -303,26 +303,34 @@ class Traffic:
         for index in reversed(range(self._ranks)):
             partition = self._partitions[index]
             earlier: torch.Tensor | None = None
+            works: list[Any] = []
             if self._rank:
                 with self._progress.changed:
                     self._count(partition.nbytes)
                 earlier = torch.empty_like(partition.flat)
                 works = self._post(Cargo.GRADIENT, index, self._rank - 1, earlier)
-                self._receive(Cargo.GRADIENT, index, works)
             self._progress.wait(partial(self._own.__contains__, index), f"own gradients {index}")
-            with self._progress.changed:
-                total = own = self._own.pop(index)
+            own = self._own[index]
+            total = own if earlier is None else earlier
+            stays = index == self._rank == self._ranks - 1
+            if not stays:
+                with self._progress.changed:
+                    self._sums[index] = total
+            # Piece by piece: the last gradients go through all ranks when nobody computes any more.
+            for number, (start, stop) in enumerate(self._cut_like(partition)):
                 if earlier is not None:
-                    total = earlier.add_(own)
+                    self._group.wait(works[number], task=_name(Cargo.GRADIENT, index))
+                    earlier[start:stop] += own[start:stop]
+                self._ready(Cargo.GRADIENT, index, number)
+                self._ready(Cargo.HOME, index, number)
+            with self._progress.changed:
+                del self._own[index]
+                if earlier is not None:
                     self._count(-own.nbytes)
-                if self._rank == self._ranks - 1 == index:
+                if stays:
                     self._total = total
                     self._count(-total.nbytes)
-                else:
-                    self._sums[index] = total
                 self._progress.notify()
-            self._ready(Cargo.GRADIENT, index)
-            self._ready(Cargo.HOME, index)
 
     def _post(self, cargo: Cargo, index: int, origin: int, flat: torch.Tensor) -> list[Any]:
         """Begins to receive into ``flat``, piece by piece."""
