@@ -91,6 +91,7 @@ def refusals() -> list[str]:
     models: list[nn.Sequential] = [
         nn.Sequential(nn.Linear(4, 4)),
         nn.Sequential(shared, nn.ReLU(), shared),
+        nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
     ]
     for model in models:

@@ -49,7 +49,7 @@ class ModelWaves:
     results of gradient accumulation over the batches of ranks 0, 1, ... in one process.
 
     Args:
-        model: a chain of layers, the same on all ranks; each passes one tensor on. Rank 0's
+        model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on. Rank 0's
             weights are everybody's. Its weights are empty where they are not at home.
         optimizer: of all its parameters; steps those at home. Rules that look across
             parameters, such as clipping by a global norm, see a part of the model only.
@@ -254,6 +254,12 @@ def _check(model: nn.Sequential, ranks: int) -> None:
         raise PluginError(
             f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
             "so many layers"
+        )
+    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        raise PluginError(
+            f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
+            "memories over Gloo, so it has to be on the CPU"
         )
     seen: dict[int, str] = {}
     for name, layer in model._modules.items():
