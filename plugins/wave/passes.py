@@ -22,7 +22,7 @@ __all__ = ["Passes"]
 class Passes:
     """Tick and tock: the forward pass of a wave begins when that of the wave before has ended.
 
-    It then runs beside the backward pass of the wave before (Wavelet, sec. 3). Forward passes and
+    It then runs beside the backward pass of the wave before (Wavelet). Forward passes and
     the last backward pass run in the caller's thread, the other backward passes in threads.
     """
 

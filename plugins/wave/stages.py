@@ -45,12 +45,12 @@ class ModelWaves:
 
     The partitions come to each rank in order, forwards and then backwards, so that all ranks
     compute at the same time, each on its own batch; gradients go home with the partitions, and
-    are applied there, once per step (Wavelet, Wang et al., MLSys 2021, sec. 4). The step has the
+    are applied there, once per step (Wavelet, Wang et al., MLSys 2021: tick-tock, model-parallel). The step has the
     results of gradient accumulation over the batches of ranks 0, 1, ... in one process.
 
     Args:
-        model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on. Rank 0's
-            weights are everybody's. Its weights are empty where they are not at home.
+        model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.
+            Rank 0's weights are everybody's. Weights are empty where they are not at home.
         optimizer: of all its parameters; steps those at home. Rules that look across
             parameters, such as clipping by a global norm, see a part of the model only.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
