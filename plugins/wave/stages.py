@@ -45,8 +45,9 @@ class ModelWaves:
 
     The partitions come to each rank in order, forwards and then backwards, so that all ranks
     compute at the same time, each on its own batch; gradients go home with the partitions, and
-    are applied there, once per step (Wavelet, Wang et al., MLSys 2021: tick-tock, model-parallel). The step has the
-    results of gradient accumulation over the batches of ranks 0, 1, ... in one process.
+    are applied there, once per step (Wavelet, Wang et al., MLSys 2021: model-parallel tick-tock).
+    The step has the results of gradient accumulation over the batches of all ranks, in their
+    order, in one process.
 
     Args:
         model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.

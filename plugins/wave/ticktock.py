@@ -42,7 +42,7 @@ class TickTock:
     """Trains a model in waves: the next forward pass runs beside the last backward pass.
 
     ``step`` is gradient accumulation over the batches of the waves, and has its results (Wavelet,
-    Wang et al., MLSys 2021: tick-tock, data-parallel). One copy of the weights serves all waves.
+    Wang et al., MLSys 2021: data-parallel tick-tock). One copy of the weights serves all waves.
 
     Args:
         model: a module, or a DistributedDataParallel.
