@@ -89,7 +89,7 @@ def test_waves_really_overlap() -> None:
         return Meet.apply(loss_of(model, part), wave)  # type: ignore[no-untyped-call, no-any-return]
 
     model = plain_model()
-    wave = TickTock(model, optimizer_of(model), loss_fn, step_aside=False)
+    wave = TickTock(model, optimizer_of(model), loss_fn, overlap=True)
     wave.step((batch_of(0), 0), (batch_of(1), 1))
     wave.close()
 
@@ -98,7 +98,7 @@ def test_replicas_are_ranks_of_their_own() -> None:
     """Two waves with their own statistics and random numbers against two copies of the model."""
     model, copies = plain_model(), [plain_model(), plain_model()]
     torch.manual_seed(5)
-    wave = TickTock(model, optimizer_of(model), loss_of, replicas=True, step_aside=False)
+    wave = TickTock(model, optimizer_of(model), loss_of, replicas=True, overlap=True)
     for step in range(3):
         wave.step(batch_of(step))
     wave.close()
@@ -159,7 +159,7 @@ def test_an_exception_in_a_wave_is_the_users(failing: str) -> None:
         return Fail.apply(loss_of(model, part), where)  # type: ignore[no-untyped-call, no-any-return]
 
     model, expected = plain_model(), plain_model()
-    wave = TickTock(model, optimizer_of(model), failing_loss, step_aside=False)
+    wave = TickTock(model, optimizer_of(model), failing_loss, overlap=True)
     before = state_of(model)
     with pytest.raises(ValueError, match=failing):
         wave.step((batch_of(0), "forward 0"), (batch_of(1), "forward 1"))
@@ -181,7 +181,7 @@ def test_another_backward_pass_inside_a_step_is_refused() -> None:
         return loss_of(model, batch)
 
     model = plain_model()
-    wave = TickTock(model, optimizer_of(model), loss_fn, step_aside=False)
+    wave = TickTock(model, optimizer_of(model), loss_fn, overlap=True)
     with pytest.raises(PluginError, match="other than the waves' own"):
         wave.step(batch_of(0))
     wave.close()
@@ -277,14 +277,12 @@ def test_activation_memory_is_below_that_of_one_big_batch() -> None:
     # Each layer keeps its output, which is the next one's input; the first one's input as well.
     assert memory.peak_bytes == (1 + layers) * batch.nbytes
     assert memory.live_bytes == 0
-    wave = TickTock(model, optimizer_of(model), loss_fn, waves=4)
-    wave._trial.overlap = False
-    with ActivationMemory(model.parameters()) as accumulation:
-        wave.step(batch)
-    wave._trial.overlap = True
-    with ActivationMemory(model.parameters()) as waves:
-        wave.step(batch)
-    wave.close()
+    accumulation, waves = (ActivationMemory(model.parameters()) for _ in range(2))
+    for memory_of_step, overlap in ((accumulation, False), (waves, True)):
+        wave = TickTock(model, optimizer_of(model), loss_fn, waves=4, overlap=overlap)
+        with memory_of_step:
+            wave.step(batch)
+        wave.close()
     assert waves.live_bytes == accumulation.live_bytes == 0
     assert accumulation.peak_bytes <= waves.peak_bytes <= memory.peak_bytes
     # The whole batch, of which its part is a view, and a quarter of what each layer puts out.
@@ -327,8 +325,7 @@ def test_equals_accumulation_on_a_gpu() -> None:
     models.append(copy.deepcopy(models[0]))
     batches = [tuple(part.cuda() for part in batch_of(step)) for step in range(4)]
     for model, overlap in zip(models, (False, True), strict=True):
-        wave = TickTock(model, optimizer_of(model), loss_of, step_aside=False)
-        wave._trial.overlap = overlap
+        wave = TickTock(model, optimizer_of(model), loss_of, overlap=overlap)
         for batch in batches:
             wave.step(batch)
         wave.close()

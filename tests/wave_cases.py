@@ -123,7 +123,7 @@ def in_waves(
 ) -> list[Tensor]:
     """Losses of the same training in waves."""
     optimizer = optimizer or optimizer_of(model)
-    options = {"step_aside": False, **options}
+    options = {"overlap": True, **options}
     wave = TickTock(model, optimizer, loss_fn, waves=waves, **options)
     losses = [wave.step(batch_of(step, rank)) for step in range(STEPS)]
     wave.close()
@@ -185,7 +185,7 @@ def left_to_accumulation() -> tuple[bool, list[str]]:
     torch.manual_seed(rank)
     accumulated(expected, seldom_loss, 2, rank)
     model = DistributedDataParallel(tied_model(), find_unused_parameters=True)
-    wave = TickTock(model, optimizer_of(model), seldom_loss, step_aside=False)
+    wave = TickTock(model, optimizer_of(model), seldom_loss, overlap=True)
     torch.manual_seed(rank)
     for step in range(STEPS):
         wave.step(batch_of(step, rank))
@@ -201,8 +201,7 @@ def seldom_used_under_wrap() -> list[str]:
         model = tied_model()
         optimizer = optimizer_of(model)
         bytesched.wrap(optimizer, model, find_unused_parameters=True, **SMALL)
-        wave = TickTock(model, optimizer, seldom_loss, step_aside=False)
-        wave._trial.overlap = overlap
+        wave = TickTock(model, optimizer, seldom_loss, overlap=overlap)
         torch.manual_seed(rank)
         for batch in batches:
             wave.step(batch)
@@ -266,7 +265,7 @@ def peer_dies(wrapped: bool, per_wave: bool) -> None:
         return loss_of(model, batch)
 
     sync = "per-wave" if per_wave else "joined"
-    wave = TickTock(model, optimizer, loss_fn, sync=sync, step_aside=False, **fields)
+    wave = TickTock(model, optimizer, loss_fn, sync=sync, overlap=True, **fields)
     try:
         for step in range(50):
             wave.step(batch_of(step, rank))

@@ -49,8 +49,8 @@ def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
     wave = None
     if not whole:
         sync = "per-wave" if system == "per-wave" else "joined"
-        wave = TickTock(model, optimizer, workload.loss, waves=waves, sync=sync, step_aside=False)
-        wave._trial.overlap = system != "accumulation"
+        overlap = system != "accumulation"
+        wave = TickTock(model, optimizer, workload.loss, waves=waves, sync=sync, overlap=overlap)
 
     def step(number: int) -> Tensor:
         seeds = [(number * ranks + dist.get_rank()) * waves + index for index in range(waves)]

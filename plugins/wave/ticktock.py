@@ -52,8 +52,8 @@ class TickTock:
         sync: among ranks. "joined": the waves' gradients are added up, then sent as those of one
             backward pass, by DDP or bytesched. "per-wave": sent once for every wave.
         replicas: each wave has BatchNorm statistics and random numbers of its own.
-        step_aside: whether the first steps find out what is faster, and waves run one after
-            another where that is.
+        overlap: whether waves run beside each other, or one after another, which is gradient
+            accumulation. None: the first steps find out what is faster.
         fields: settings, as for ``bytesched.wrap``.
 
     Raises PluginError where gradients would not be synchronised, or ConfigError.
@@ -68,7 +68,7 @@ class TickTock:
         waves: int = 2,
         sync: str = "joined",
         replicas: bool = False,
-        step_aside: bool = True,
+        overlap: bool | None = None,
         **fields: Any,
     ) -> None:
         if waves < 2:
@@ -110,8 +110,8 @@ class TickTock:
         if why:
             log.info("waves step aside, gradients are accumulated: %s", why)
             self._trial.overlap = False
-        elif not step_aside:
-            self._trial.overlap = True
+        else:
+            self._trial.overlap = overlap
         if not replicas and (names := interfering(model)):
             log.info(
                 "%s%s: each wave goes on from the one before, as in gradient accumulation; "
