@@ -224,6 +224,16 @@ def horovod_variable(name: str) -> str:
     return os.environ.get(f"HOROVOD_{name}", "")
 
 
+def mxnet_servers() -> int:
+    """Return how many servers a worker of MXNet's parameter server was told of, at least 1."""
+    return max(_count("DMLC_NUM_SERVER"), 1)
+
+
+def mxnet_engine() -> str:
+    """Return which of its engines MXNet was told to use, or nothing."""
+    return os.environ.get("MXNET_ENGINE_TYPE", "")
+
+
 def unread_variables() -> list[str]:
     """Return a sentence for each `BYTESCHED_` variable that sets no field."""
     known = [variable(name) for name in FIELDS]

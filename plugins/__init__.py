@@ -40,6 +40,10 @@ def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) 
     named_policy(config.policy)
     # What is wrong with it is known before the first collective, on every rank.
     find_tuner(config)
+    if model is None and type(optimizer).__module__.split(".")[0] == "mxnet":
+        from bytesched.plugins import mxnet
+
+        return mxnet.begin(optimizer, config)
     if model is None and all(hasattr(optimizer, name) for name in ("init", "push", "pull")):
         return _wrap_store(optimizer, config)
     try:

@@ -1,0 +1,366 @@
+"""ScheduledMXNetStore: an MXNet store whose pushes and pulls go by urgency."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from time import monotonic, perf_counter_ns
+from typing import Any
+
+import mxnet as mx
+
+from bytesched.config import Config, mxnet_servers
+from bytesched.core import SchedulerCore
+from bytesched.errors import InvalidTransition, PluginError, SchedulerClosed, SchedulerTimeout
+from bytesched.kvstore import Key
+from bytesched.observe import Observers
+from bytesched.order import Leading
+from bytesched.plugins.mxnet_engine import Held, post
+from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys
+from bytesched.plugins.mxnet_transport import StoreTransport
+from bytesched.policy import named_policy
+from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
+
+__all__ = ["ScheduledMXNetStore"]
+
+log = logging.getLogger("bytesched")
+
+_PARTITION_BYTES = 2**20
+_WINDOW = 4
+#: how often, per timeout, somebody looks whether something is late
+_LOOKS = 4
+#: optimizers that treat every element on its own, and so can update a key in pieces
+_ELEMENTWISE = frozenset(
+    {"SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "AdaDelta", "Ftrl", "FTML", "Adamax", "Signum"}
+)
+
+
+class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
+    """The calls of MXNet's store, with the same meaning: they return at once, the engine orders.
+
+    A call copies the arrays, and takes the copy in the engine until it is done, so whoever reads
+    the result waits for it as always. In between, each key goes over the wire in pieces of about
+    ``config.partition_bytes``, those of the highest priority first, with ``config.credit_bytes``
+    on their way. What is not listed here is the store's own.
+
+    Args:
+        store: of a type such as ``dist_sync``, with no keys yet.
+        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and four pieces on their way.
+    """
+
+    def __init__(self, store: Any, config: Config, observers: Observers) -> None:
+        self.store = store
+        self._config = config
+        self._observers = observers
+        self._changed = threading.Condition()
+        self._slots: dict[Key, KeySlot] = {}
+        self._pieces: list[Piece] = []
+        self._numbers = ServerKeys(mxnet_servers())
+        self._partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        self._credit_bytes = config.credit_bytes or _WINDOW * self._partition_bytes
+        #: calls that were made and have not ended
+        self._open = 0
+        #: what is taken in the engine, and since when
+        self._held: dict[KeySlot, float] = {}
+        self._steps: dict[Key, int] = {}
+        self._is_cuttable = True
+        self._closed = threading.Event()
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        self._scheduler = Scheduler(
+            SchedulerCore(Leading(named_policy(config.policy)), credit_bytes=self._credit_bytes),
+            StoreTransport(store, self._pieces, self._numbers, self._ended),
+            on_finish=lambda task: self._ended(self._pieces[task.index]),
+            on_error=self._fail,
+            observers=observers,
+        )
+        self._watchman = threading.Thread(
+            target=self._watch, name="bytesched-deadline", daemon=True
+        )
+        self._watchman.start()
+
+    def __getattr__(self, name: str) -> Any:
+        # Private names are asked for before there is a store, by copy and pickle.
+        if name.startswith("__") or name == "store":
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
+    @property
+    def type(self) -> str:
+        """That of the store, such as ``dist_sync``."""
+        return str(self.store.type)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return int(self.store.rank)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers push to this store."""
+        return int(self.store.num_workers)
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can have an optimizer."""
+        return bool(self.store.is_capable(capability))
+
+    # -- calls that block --------------------------------------------------------------
+
+    def init(self, key: Any, value: Any) -> None:
+        """Makes keys, with the values of worker 0."""
+        self._make(_pairs(key, value))
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Makes keys, with the values of worker 0, and fills ``out`` with them."""
+        pairs = _pairs(key, value)
+        self._make(pairs)
+        for name, outs in _pairs(key, out):
+            self._call("pull", name, outs, outs, priority)
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Lets the servers update; one that looks at a whole key gets it as a whole."""
+        self.flush()
+        why = _why_whole(optimizer)
+        if why and any(len(slot.pieces) > 1 for slot in self._slots.values()):
+            raise PluginError(f"{why}, but keys have been cut: set the optimizer before `init`")
+        if why:
+            log.info("keys are not cut: %s", why)
+        self._is_cuttable = not why
+        self.store.set_optimizer(optimizer)
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """As the store does, or refuses to."""
+        self.flush()
+        self.store.save_optimizer_states(fname, dump_optimizer)
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """As the store does, or refuses to."""
+        self.flush()
+        self.store.load_optimizer_states(fname)
+
+    def flush(self) -> None:
+        """Returns when every call made so far has ended."""
+        deadline = monotonic() + self._config.timeout_s
+        with self._changed:
+            while self._open:
+                self._check("flush")
+                left_s = deadline - monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise SchedulerTimeout(
+                        f"waited {self._config.timeout_s:g} s for {self._open} calls of the store",
+                        rank=self.rank,
+                        story=self._scheduler.core.story().splitlines(),
+                    )
+        self._check("flush")
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it and every call of this one has ended."""
+        self.flush()
+        self.store._barrier()
+
+    def close(self) -> None:
+        """Stops our threads. Idempotent; what waits in the engine is let go."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._scheduler.close()
+        self._let_go()
+        self._watchman.join(5.0)
+        self._observers.close()
+
+    # -- calls that the engine orders --------------------------------------------------
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Adds values to this step of their keys."""
+        for name, values in _pairs(key, value):
+            if values[0].stype != "default":
+                self.store.push(self._slot(name).pieces[0].number, values, priority)
+            else:
+                self._call("push", name, values, (), priority)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Fills ``out`` with the values of keys."""
+        for name, outs in _pairs(key, out):
+            self._call("pull", name, outs, outs, priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, then pull into ``out``, or into ``value`` if that is None."""
+        outs = dict(_pairs(key, value if out is None else out))
+        for name, values in _pairs(key, value):
+            self._call("pushpull", name, values, outs[name], priority)
+
+    def _call(
+        self, call: str, key: Key, arrays: Sequence[Any], outs: Sequence[Any], priority: int
+    ) -> None:
+        self._check(f"{call} of key {key!r}")
+        slot = self._slot(key)
+        slot.check(call, [*arrays, *outs])
+        if call != "pull" and not slot.is_placed(arrays):
+            self.flush()
+            slot.place(arrays)
+        with self._changed:
+            self._open += 1
+            if call != "pull":
+                self._steps[key] = self._steps.get(key, 0) + 1
+        if call != "pull":
+            slot.take(arrays)
+        post(partial(self._began, slot, call, -priority), writes=slot.buffers)
+        slot.give(outs)
+
+    # -- from threads of the engine and of the scheduler -------------------------------
+
+    def _began(self, slot: KeySlot, call: str, priority: int, held: Held) -> None:
+        """Its buffers are free, and filled if it is a push."""
+        with self._changed:
+            slot.held = held
+            is_lost = self.error is not None or self._closed.is_set()
+            if not is_lost:
+                slot.call = call
+                slot.missing = 2 * len(slot.pieces)
+                self._held[slot] = monotonic()
+        if is_lost:
+            self._release(slot)
+            return
+        for piece in slot.pieces:
+            piece.task.priority = priority
+            piece.task.notify_ready()
+            self._scheduler.notify_ready(piece.task)
+
+    def _ended(self, piece: Piece) -> None:
+        """A piece is at the server, or back from there."""
+        slot = piece.slot
+        with self._changed:
+            slot.missing -= 1
+            if slot.missing:
+                return
+            self._held.pop(slot, None)
+        self._release(slot)
+
+    def _release(self, slot: KeySlot) -> None:
+        held, slot.held, slot.call = slot.held, None, ""
+        if held is not None:
+            held.release()
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self.error is not None or self._closed.is_set():
+                return
+            self.error = error
+            self._changed.notify_all()
+        log.error("%s; the next call of the store raises this", error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._changed:
+            slots = list(self._held)
+            self._held.clear()
+        for slot in slots:
+            self._release(slot)
+
+    def _watch(self) -> None:
+        timeout_s = self._config.timeout_s
+        while not self._closed.wait(timeout_s / _LOOKS):
+            with self._changed:
+                late = [s for s, since in self._held.items() if monotonic() - since > timeout_s]
+            if late:
+                names = ", ".join(repr(slot.key) for slot in late[:5])
+                self._fail(
+                    SchedulerTimeout(
+                        f"the servers have not answered for {timeout_s:g} s on key {names}: a "
+                        "server or another worker is gone, or does not push it",
+                        rank=self.rank,
+                        story=self._scheduler.core.story().splitlines(),
+                    )
+                )
+                return
+
+    # -- more --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures since the start, times per step."""
+        steps = max(self._steps.values(), default=0)
+        scheduler = self._scheduler
+        return {
+            "steps": steps,
+            "comm_ms": scheduler.busy_ns / 1e6 / max(steps, 1),
+            "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
+            "chunks": len(self._pieces),
+            "partition_bytes": self._partition_bytes,
+            "credit_bytes": self._credit_bytes,
+            "scheduler_cpu_us_per_chunk": scheduler.cpu_ns / 1e3 / max(scheduler.tasks_started, 1),
+            "mode": "kvstore",
+            "rank": self.rank,
+            "world_size": self.num_workers,
+        }
+
+    def _make(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
+        self._check("init")
+        self.flush()
+        for key, values in pairs:
+            if key in self._slots:
+                raise InvalidTransition(f"key {key!r} has been initialised already")
+            value = values[0]
+            slot = KeySlot(key, value)
+            is_dense = value.stype == "default"
+            size = self._partition_bytes if is_dense and self._is_cuttable else 0
+            for piece in slot.cut(size, self._numbers.new, self._numbers.of(key)):
+                piece.task.index = len(self._pieces)
+                self._pieces.append(piece)
+            self._slots[key] = slot
+            if not is_dense:
+                self.store.init(slot.pieces[0].number, value)
+                continue
+            slot.place([value])
+            slot.take([value])
+            for buffer in slot.buffers:
+                buffer.wait_to_read()
+            self.store.init(
+                [piece.number for piece in slot.pieces],
+                [piece.buffers[0] for piece in slot.pieces],
+            )
+
+    def _slot(self, key: Key) -> KeySlot:
+        slot = self._slots.get(key)
+        if slot is None:
+            raise InvalidTransition(f"key {key!r} has not been initialised through this store")
+        return slot
+
+    def _check(self, what: str) -> None:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self._closed.is_set():
+            raise SchedulerClosed(f"{what} on a closed store")
+
+    def __repr__(self) -> str:
+        return (
+            f"<ScheduledMXNetStore {len(self._slots)} keys in {len(self._pieces)} pieces, "
+            f"worker {self.rank} of {self.num_workers}>"
+        )
+
+
+def _pairs(keys: Any, values: Any) -> list[tuple[Key, list[Any]]]:
+    """Each key with its arrays, one for each device."""
+    if not isinstance(keys, list | tuple):
+        keys, values = [keys], [values]
+    return [
+        (key, list(value) if isinstance(value, list | tuple) else [value])
+        for key, value in zip(keys, values, strict=True)
+    ]
+
+
+def _why_whole(optimizer: Any) -> str:
+    """Why an optimizer on the servers needs every key as a whole, or nothing."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__ != "mxnet.optimizer.optimizer" or name not in _ELEMENTWISE:
+        return f"{name} is not known to treat every element on its own"
+    if optimizer.idx2name or optimizer.lr_mult or optimizer.wd_mult:
+        return f"{name} has settings for single keys"
+    if optimizer.multi_precision:
+        return f"{name} keeps a copy of each key in float32"
+    return ""
