@@ -52,14 +52,20 @@ class ServerKeys:
 
 
 class Piece:
-    """A range of a key: a key on the servers, and a task."""
+    """A range of a key: a key on the servers, and a task for its way there and for that back."""
 
-    __slots__ = ("buffers", "number", "slot", "task")
+    __slots__ = ("buffers", "number", "pull_task", "push_task", "slot")
 
-    def __init__(self, slot: KeySlot, number: int, task: CommTask) -> None:
+    def __init__(self, slot: KeySlot, number: int, push_task: CommTask) -> None:
         self.slot = slot
         self.number = number
-        self.task = task
+        self.push_task = push_task
+        self.pull_task = CommTask(
+            f"pull {push_task.name}",
+            start_at=push_task.start_at,
+            stop_at=push_task.stop_at,
+            itemsize=push_task.itemsize,
+        )
         #: this range of the slot's buffers, as arrays that the engine tells apart
         self.buffers: list[Any] = []
 
@@ -80,13 +86,13 @@ class KeySlot:
         #: what goes on with it now, if anything does
         self.call = ""
         self.held: Held | None = None
-        #: ends of its pieces that this waits for
+        #: ends of its tasks that this waits for
         self.missing = 0
 
     @property
     def nbytes(self) -> int:
         """Size of a value, in bytes."""
-        return sum(piece.task.nbytes for piece in self.pieces)
+        return sum(piece.push_task.nbytes for piece in self.pieces)
 
     def cut(self, partition_bytes: int, number: Callable[[], int], own: int) -> list[Piece]:
         """Makes its pieces, of about ``partition_bytes``; one alone keeps the number ``own``."""
@@ -108,10 +114,10 @@ class KeySlot:
     def place(self, values: Sequence[Any]) -> None:
         """New buffers where ``values`` are; nothing of the key may be under way."""
         self._contexts = [value.context for value in values]
-        size = self.pieces[-1].task.stop_at
+        size = self.pieces[-1].push_task.stop_at
         self.buffers = [mx.nd.zeros(size, ctx, dtype=self.dtype) for ctx in self._contexts]
         for piece in self.pieces:
-            task = piece.task
+            task = piece.push_task
             piece.buffers = [alias(buffer[task.start_at : task.stop_at]) for buffer in self.buffers]
 
     def check(self, call: str, arrays: Sequence[Any]) -> None:

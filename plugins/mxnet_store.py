@@ -19,10 +19,10 @@ from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.mxnet_engine import Held, post
 from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys
-from bytesched.plugins.mxnet_transport import StoreTransport
+from bytesched.plugins.mxnet_transport import Pulling, Pushing
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
-from bytesched.task import CommTask
+from bytesched.transport import Transport
 
 __all__ = ["ScheduledMXNetStore"]
 
@@ -70,17 +70,22 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._closed = threading.Event()
         #: the first error, which is final
         self.error: BaseException | None = None
-        self._scheduler = Scheduler(
-            SchedulerCore(Leading(named_policy(config.policy)), credit_bytes=self._credit_bytes),
-            StoreTransport(store, self._pieces, self._numbers, self._ended),
-            on_finish=lambda task: self._ended(self._pieces[task.index]),
-            on_error=self._fail,
-            observers=observers,
-        )
+        self._pushes = self._scheduled(Pushing(store, self._pieces, self._numbers, self._summed))
+        self._pulls = self._scheduled(Pulling(store, self._pieces))
         self._watchman = threading.Thread(
             target=self._watch, name="bytesched-deadline", daemon=True
         )
         self._watchman.start()
+
+    def _scheduled(self, transport: Transport) -> Scheduler:
+        policy = named_policy(self._config.policy)
+        return Scheduler(
+            SchedulerCore(Leading(policy), credit_bytes=self._credit_bytes),
+            transport,
+            on_finish=lambda task: self._ended(self._pieces[task.index].slot),
+            on_error=self._fail,
+            observers=self._observers,
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Private names are asked for before there is a store, by copy and pickle.
@@ -152,7 +157,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
                     raise SchedulerTimeout(
                         f"waited {self._config.timeout_s:g} s for {self._open} calls of the store",
                         rank=self.rank,
-                        story=self._scheduler.core.story().splitlines(),
+                        story=self._story(),
                     )
         self._check("flush")
 
@@ -166,7 +171,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         if self._closed.is_set():
             return
         self._closed.set()
-        self._scheduler.close()
+        self._pushes.close()
+        self._pulls.close()
         self._let_go()
         self._watchman.join(5.0)
         self._observers.close()
@@ -219,19 +225,33 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             is_lost = self.error is not None or self._closed.is_set()
             if not is_lost:
                 slot.call = call
-                slot.missing = 2 * len(slot.pieces)
+                # a push ends twice: at the server, and when all workers have pushed
+                slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
                 self._held[slot] = monotonic()
         if is_lost:
             self._release(slot)
             return
         for piece in slot.pieces:
-            piece.task.priority = priority
-            piece.task.notify_ready()
-            self._scheduler.notify_ready(piece.task)
+            piece.push_task.priority = piece.pull_task.priority = priority
+            if call == "pull":
+                self._pull(piece)
+            else:
+                piece.push_task.notify_ready()
+                self._pushes.notify_ready(piece.push_task)
 
-    def _ended(self, piece: Piece) -> None:
-        """A piece is at the server, or back from there."""
-        slot = piece.slot
+    def _summed(self, piece: Piece) -> None:
+        """Every worker has pushed it."""
+        if piece.slot.call == "pushpull":
+            self._pull(piece)
+        else:
+            self._ended(piece.slot)
+
+    def _pull(self, piece: Piece) -> None:
+        piece.pull_task.notify_ready()
+        self._pulls.notify_ready(piece.pull_task)
+
+    def _ended(self, slot: KeySlot) -> None:
+        """One task less to wait for."""
         with self._changed:
             slot.missing -= 1
             if slot.missing:
@@ -275,7 +295,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
                         f"the servers have not answered for {timeout_s:g} s on key {names}: a "
                         "server or another worker is gone, or does not push it",
                         rank=self.rank,
-                        story=self._scheduler.core.story().splitlines(),
+                        story=self._story(),
                     )
                 )
                 return
@@ -285,19 +305,24 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""
         steps = max(self._steps.values(), default=0)
-        scheduler = self._scheduler
+        pipes = (self._pushes, self._pulls)
+        started = sum(pipe.tasks_started for pipe in pipes)
         return {
             "steps": steps,
-            "comm_ms": scheduler.busy_ns / 1e6 / max(steps, 1),
+            "push_ms": self._pushes.busy_ns / 1e6 / max(steps, 1),
+            "pull_ms": self._pulls.busy_ns / 1e6 / max(steps, 1),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
             "chunks": len(self._pieces),
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
-            "scheduler_cpu_us_per_chunk": scheduler.cpu_ns / 1e3 / max(scheduler.tasks_started, 1),
+            "scheduler_cpu_us_per_chunk": sum(p.cpu_ns for p in pipes) / 1e3 / max(started, 1),
             "mode": "kvstore",
             "rank": self.rank,
             "world_size": self.num_workers,
         }
+
+    def _story(self) -> list[str]:
+        return [*self._pushes.core.story().splitlines(), *self._pulls.core.story().splitlines()]
 
     def _make(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
         self._check("init")
@@ -310,7 +335,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             is_dense = value.stype == "default"
             size = self._partition_bytes if is_dense and self._is_cuttable else 0
             for piece in slot.cut(size, self._numbers.new, self._numbers.of(key)):
-                piece.task.index = len(self._pieces)
+                piece.push_task.index = piece.pull_task.index = len(self._pieces)
                 self._pieces.append(piece)
             self._slots[key] = slot
             if not is_dense:

@@ -15,18 +15,63 @@ from bytesched.plugins.mxnet_keys import Piece, ServerKeys
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
-__all__ = ["StoreTransport"]
+__all__ = ["Pulling", "Pushing"]
 
 #: per server; as many can be under way at the same time
-_ECHOES = 8
+_ECHOES = 16
 #: MXNet's default for arrays that it spreads over all servers, in elements
 _SPREAD_ELEMENTS = 1_000_000
 #: Above everything that computes: what is begun has been scheduled already, and shall go.
 _NOW = 1_000_000
 
 
-class StoreTransport:
-    """Hands pieces to a store; a task is done when its bytes have arrived at the server.
+class _Moving:
+    """A transport over the pieces of a store, by the index of their task; there may come more."""
+
+    def __init__(self, store: Any, pieces: Sequence[Piece]) -> None:
+        self._store = store
+        self._pieces = pieces
+        self._lock = Lock()
+        self._in_flight: dict[CommTask, Done] = {}
+        self._closed = False
+
+    def start(self, task: CommTask, done: Done) -> None:
+        if self._closed:
+            raise SchedulerClosed(f"{task!r} was started on a closed store")
+        with self._lock:
+            self._in_flight[task] = done
+        try:
+            self._begin(self._pieces[task.index], task)
+        except BaseException:
+            with self._lock:
+                self._in_flight.pop(task)
+            raise
+
+    def close(self) -> None:
+        self._closed = True
+        for task in list(self._in_flight):
+            self._end(task, SchedulerClosed(f"closed while {task.name} was under way"))
+
+    def _begin(self, piece: Piece, task: CommTask) -> None:
+        raise NotImplementedError
+
+    def _end(self, task: CommTask, error: BaseException | None = None) -> None:
+        with self._lock:
+            done = self._in_flight.pop(task, None)
+        if done is not None:
+            done(task, error)
+
+
+class Pulling(_Moving):
+    """Fetches pieces; a task is done when its buffers are filled."""
+
+    def _begin(self, piece: Piece, task: CommTask) -> None:
+        self._store.pull(piece.number, out=piece.buffers, priority=_NOW)
+        _when_free(piece.buffers, lambda: self._end(task))
+
+
+class Pushing(_Moving):
+    """Sends pieces; a task is done when its bytes have arrived at the server.
 
     MXNet tells only when the sum of *all* workers is there. Credit that waited for that could wait
     for ever: two workers with different pieces in their windows would each wait for the other's.
@@ -34,10 +79,8 @@ class StoreTransport:
     order, so its answer says that the piece is through, whatever the other workers do.
 
     Args:
-        store: MXNet's own.
-        pieces: by the index of their task; may grow.
-        numbers: where the keys of the echoes come from.
-        arrived: called, on any thread, when the store is done with a piece and its buffers.
+        numbers: where the keys of those values come from.
+        summed: called, on any thread, when every worker has pushed a piece.
     """
 
     def __init__(
@@ -45,15 +88,11 @@ class StoreTransport:
         store: Any,
         pieces: Sequence[Piece],
         numbers: ServerKeys,
-        arrived: Callable[[Piece], None],
+        summed: Callable[[Piece], None],
     ) -> None:
-        self._store = store
-        self._pieces = pieces
+        super().__init__(store, pieces)
         self._numbers = numbers
-        self._arrived = arrived
-        self._lock = Lock()
-        self._in_flight: dict[CommTask, Done] = {}
-        self._closed = False
+        self._summed = summed
         keys = [numbers.new() for _ in range(_ECHOES * numbers.num_servers)]
         store.init(keys, [mx.nd.zeros(1)] * len(keys))
         of_server: dict[int, list[tuple[int, Any]]] = {}
@@ -61,67 +100,24 @@ class StoreTransport:
             of_server.setdefault(numbers.server(key), []).append((key, mx.nd.zeros(1)))
         self._echoes = {server: cycle(echoes) for server, echoes in of_server.items()}
 
-    def start(self, task: CommTask, done: Done) -> None:
-        """Begins what the slot of the piece is at: a push, a pull or both."""
-        if self._closed:
-            raise SchedulerClosed(f"{task!r} was started on a closed store")
-        piece = self._pieces[task.index]
-        with self._lock:
-            self._in_flight[task] = done
-        try:
-            getattr(self, f"_{piece.slot.call}")(piece)
-        except BaseException:
-            self._in_flight.pop(task)
-            raise
-
-    def close(self) -> None:
-        self._closed = True
-        for task in list(self._in_flight):
-            self._ended(task, SchedulerClosed(f"closed while {task.name} was under way"))
-
-    def _pushpull(self, piece: Piece) -> None:
-        self._store.pushpull(piece.number, piece.buffers, out=piece.buffers, priority=_NOW)
-        self._watch(piece.buffers, lambda: self._arrived(piece))
-        self._echo(piece)
-
-    def _push(self, piece: Piece) -> None:
+    def _begin(self, piece: Piece, task: CommTask) -> None:
         self._store.push(piece.number, piece.buffers, priority=_NOW)
-        self._watch(piece.buffers, lambda: self._arrived(piece))
-        self._echo(piece)
-
-    def _pull(self, piece: Piece) -> None:
-        self._store.pull(piece.number, out=piece.buffers, priority=_NOW)
-
-        def ended() -> None:
-            self._ended(piece.task, None)
-            self._arrived(piece)
-
-        self._watch(piece.buffers, ended)
-
-    def _echo(self, piece: Piece) -> None:
-        """Should the engine run one before its piece, credit comes back one piece too early."""
-        task = piece.task
+        _when_free(piece.buffers, lambda: self._summed(piece))
         servers = list(self._echoes)
         if task.stop_at - task.start_at < _SPREAD_ELEMENTS:
             servers = [self._numbers.server(piece.number)]
-        outs = []
-        for server in servers:
-            key, out = next(self._echoes[server])
+        echoes = [next(self._echoes[server]) for server in servers]
+        for key, out in echoes:
+            # Should the engine run it before the push, credit comes back one piece too early.
             self._store.pull(key, out=out, priority=_NOW - 1)
-            outs.append(out)
-        self._watch(outs, lambda: self._ended(task, None))
+        _when_free([out for _, out in echoes], lambda: self._end(task))
 
-    def _watch(self, arrays: Sequence[Any], ended: Callable[[], None]) -> None:
-        """Calls ``ended`` when the engine has done everything to ``arrays`` that it knows of."""
 
-        def began(held: Held) -> None:
-            held.release()
-            ended()
+def _when_free(arrays: Sequence[Any], call: Callable[[], None]) -> None:
+    """Calls when the engine has done everything to ``arrays`` that it was given so far."""
 
-        post(began, writes=arrays)
+    def began(held: Held) -> None:
+        held.release()
+        call()
 
-    def _ended(self, task: CommTask, error: BaseException | None) -> None:
-        with self._lock:
-            done = self._in_flight.pop(task, None)
-        if done is not None:
-            done(task, error)
+    post(began, writes=arrays)
