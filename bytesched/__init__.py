@@ -86,8 +86,9 @@ def wrap(
     For an optimizer, `model` is a `DistributedDataParallel`, a plain module under
     `torch.distributed`, or the module behind an optimizer of `hvd.DistributedOptimizer`; the very
     same optimizer is returned. With `kvstore`, the gradients of a plain module travel through that
-    store. A store alone is returned as a `ScheduledKVStore` around it. The keywords are the fields
-    of `Config`. Raises `PluginError` for a use that is not supported.
+    store. A store alone is returned as a `ScheduledKVStore` around it, and MXNet's own as one with
+    the calls of MXNet; a `gluon.Trainer` of MXNet is returned itself. The keywords are the fields of
+    `Config`. Raises `PluginError` for a use that is not supported.
     """
     from bytesched import plugins
 

@@ -98,23 +98,30 @@ def _wrap_store(store: Any, config: Config) -> Any:
     return ScheduledKVStore(store, config, observers)
 
 
-def _is_scheduled_store(x: Any) -> bool:
-    module = sys.modules.get("bytesched.plugins.scheduled_kvstore")
-    return module is not None and isinstance(x, module.ScheduledKVStore)
+def _scheduled_store(x: Any) -> Any:
+    """The scheduled store that ``x`` is, or that a trainer of Gluon trains through, or None."""
+    settings = getattr(x, "_kvstore_params", None)
+    store = settings["kvstore"] if isinstance(settings, dict) else x
+    kinds = (("scheduled_kvstore", "ScheduledKVStore"), ("mxnet_store", "ScheduledMXNetStore"))
+    for name, kind in kinds:
+        module = sys.modules.get(f"bytesched.plugins.{name}")
+        if module is not None and isinstance(store, getattr(module, kind)):
+            return store
+    return None
 
 
 def flush(x: Any = None) -> None:
     """See :func:`bytesched.flush`."""
-    if _is_scheduled_store(x):
-        x.flush()
+    if (store := _scheduled_store(x)) is not None:
+        store.flush()
     for session in _sessions(x):
         session.flush()
 
 
 def stats(x: Any = None) -> dict[str, int | float | str]:
     """See :func:`bytesched.stats`."""
-    if _is_scheduled_store(x):
-        figures: dict[str, int | float | str] = x.stats()
+    if (store := _scheduled_store(x)) is not None:
+        figures: dict[str, int | float | str] = store.stats()
         return figures
     for session in _sessions(x):
         return session.stats()
@@ -123,8 +130,12 @@ def stats(x: Any = None) -> dict[str, int | float | str]:
 
 def unwrap(x: Any) -> Any:
     """See :func:`bytesched.unwrap`."""
-    if _is_scheduled_store(x):
-        return x.unwrap()
+    if (store := _scheduled_store(x)) is not None:
+        plain = store.unwrap()
+        if store is x:
+            return plain
+        x._kvstore_params["kvstore"] = plain
+        return x
     for session in _sessions(x):
         try:
             session.flush()

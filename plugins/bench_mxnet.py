@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -131,7 +132,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     device.close()
     timed = ends_s[request["warmup"] :]
     found = {
-        "iterations_s": [after - before for before, after in zip(timed, timed[1:], strict=False)],
+        "iterations_s": [after - before for before, after in pairwise(timed)],
         "weights": model.digest(),
         "rank": trainer._kvstore.rank,
     }

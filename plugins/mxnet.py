@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from typing import Any
 
@@ -89,8 +90,11 @@ def _why_plain(store: Any, config: Config) -> str:
 
 @atexit.register
 def _at_exit() -> None:
-    """Before MXNet's own end, which would wait for what is held."""
+    """Before MXNet's own end, which waits for everything; after an exception only stops."""
     for store in list(_stores):
-        if store.error is None:
+        if store.error is not None:
+            # It would wait for ever. Without it, MXNet's threads end the process by an abort.
+            atexit.unregister(mx.base._notify_shutdown)
+        elif not store.is_closed and not hasattr(sys, "last_value"):
             store.flush()
         store.close()

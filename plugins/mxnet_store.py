@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from time import monotonic, perf_counter_ns
+from time import monotonic
 from typing import Any
 
 import mxnet as mx
@@ -70,7 +70,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._closed = threading.Event()
         #: the first error, which is final
         self.error: BaseException | None = None
-        self._pushes = self._scheduled(Pushing(store, self._pieces, self._numbers, self._summed))
+        self._pushing = Pushing(store, self._pieces, self._numbers, self._summed)
+        self._pushes = self._scheduled(self._pushing)
         self._pulls = self._scheduled(Pulling(store, self._pieces))
         self._watchman = threading.Thread(
             target=self._watch, name="bytesched-deadline", daemon=True
@@ -107,6 +108,11 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def num_workers(self) -> int:
         """How many workers push to this store."""
         return int(self.store.num_workers)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can have an optimizer."""
@@ -166,6 +172,16 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self.flush()
         self.store._barrier()
 
+    def unwrap(self) -> Any:
+        """The store, which has no keys yet. PluginError if it has."""
+        if self._slots:
+            raise PluginError(
+                f"the servers know {len(self._slots)} keys in pieces, and MXNet cannot change a "
+                "key: make a new store to go on without bytesched"
+            )
+        self.close()
+        return self.store
+
     def close(self) -> None:
         """Stops our threads. Idempotent; what waits in the engine is let go."""
         if self._closed.is_set():
@@ -187,7 +203,9 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             else:
                 self._call("push", name, values, (), priority)
 
-    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+    def pull(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
+    ) -> None:
         """Fills ``out`` with the values of keys."""
         for name, outs in _pairs(key, out):
             self._call("pull", name, outs, outs, priority)
@@ -228,6 +246,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
                 # a push ends twice: at the server, and when all workers have pushed
                 slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
                 self._held[slot] = monotonic()
+                self._changed.notify_all()
         if is_lost:
             self._release(slot)
             return
@@ -325,8 +344,9 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         return [*self._pushes.core.story().splitlines(), *self._pulls.core.story().splitlines()]
 
     def _make(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
-        self._check("init")
         self.flush()
+        if not self._slots:
+            self._pushing.make_echoes()
         for key, values in pairs:
             if key in self._slots:
                 raise InvalidTransition(f"key {key!r} has been initialised already")

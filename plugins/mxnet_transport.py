@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from threading import Lock
 from typing import Any
@@ -93,8 +93,13 @@ class Pushing(_Moving):
         super().__init__(store, pieces)
         self._numbers = numbers
         self._summed = summed
+        self._echoes: dict[int, Iterator[tuple[int, Any]]] = {}
+
+    def make_echoes(self) -> None:
+        """Before the first piece; every worker calls it."""
+        numbers = self._numbers
         keys = [numbers.new() for _ in range(_ECHOES * numbers.num_servers)]
-        store.init(keys, [mx.nd.zeros(1)] * len(keys))
+        self._store.init(keys, [mx.nd.zeros(1)] * len(keys))
         of_server: dict[int, list[tuple[int, Any]]] = {}
         for key in keys:
             of_server.setdefault(numbers.server(key), []).append((key, mx.nd.zeros(1)))

@@ -115,6 +115,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         "scripts/test",
         "scripts/demo",
         "scripts/horovod-wheel",
+        "scripts/mxnet-venv",
         ".ci/run",
     ],
 )
@@ -164,6 +165,20 @@ def test_horovods_wheel_is_built_once(tmp_path: Path) -> None:
     kept.touch()
     second = _horovod_wheel(sys.executable, tmp_path)
     assert (second.returncode, second.stdout) == (0, f"{kept}\n")
+
+
+def test_mxnets_environment_is_only_looked_for_if_asked_so(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [ROOT / "scripts" / "mxnet-venv", "--find", sys.executable],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "there is no MXNet for cp" in run.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_horovods_wheel_needs_a_torch_to_build_against(tmp_path: Path) -> None:

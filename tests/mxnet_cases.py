@@ -1,0 +1,261 @@
+"""What a worker of `mxnet_cluster.Cluster` runs, in a Python that has MXNet and no torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import sys
+import threading
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+import bytesched
+from bytesched.errors import (
+    InvalidTransition,
+    MismatchError,
+    PluginError,
+    SchedulerClosed,
+    SchedulerTimeout,
+)
+from bytesched.observe import Observer
+from bytesched.plugins.mxnet_engine import post
+
+STEPS = 6
+BATCH = 16
+WAIT_S = 30.0
+
+
+def training(how: str, updates: str, optimizer: str) -> None:
+    """Trains a model and prints what it ends with; ``how``: plain, store or trainer."""
+    mx.random.seed(1)
+    # The initialisers take their numbers from numpy's global generator.
+    np.random.seed(1)
+    net = gluon.nn.HybridSequential()
+    net.add(
+        gluon.nn.Conv2D(4, 3, in_channels=1, activation="relu"),
+        gluon.nn.Flatten(),
+        gluon.nn.Dense(128, activation="relu", in_units=4 * 12 * 12),
+        gluon.nn.Dense(10, in_units=128),
+    )
+    net.initialize(mx.init.Xavier())
+    if optimizer == "adam":
+        net.hybridize()
+    kv = mx.kv.create("dist_sync")
+    # Small enough to cut the larger weights into several pieces.
+    sizes: Any = {"partition_bytes": "32KiB", "credit_bytes": "64KiB", "timeout_s": WAIT_S}
+    store = bytesched.wrap(kv, **sizes) if how == "store" else kv
+    settings = {"learning_rate": 0.05, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    trainer = gluon.Trainer(
+        net.collect_params(),
+        optimizer,
+        settings,
+        kvstore=store,
+        update_on_kvstore=updates == "server",
+    )
+    if how == "trainer":
+        bytesched.wrap(trainer, **sizes)
+    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+    random = np.random.RandomState(kv.rank)
+    losses = []
+    for _ in range(STEPS):
+        x = mx.nd.array(random.rand(BATCH, 1, 14, 14))
+        y = mx.nd.array(random.randint(0, 10, BATCH))
+        with autograd.record():
+            loss = loss_function(net(x), y)
+        loss.backward()
+        trainer.step(2 * BATCH)
+        losses.append(loss)
+    digest = hashlib.sha256()
+    for parameter in net.collect_params().values():
+        digest.update(parameter.data().asnumpy().tobytes())
+    if how != "plain":
+        figures = bytesched.stats(trainer)
+        assert figures["steps"] == STEPS
+        assert int(figures["chunks"]) > 10, figures
+        bytesched.flush(trainer)
+        raises(PluginError, bytesched.unwrap, trainer)
+    total = sum(float(loss.mean().asscalar()) for loss in losses)
+    say(kv.rank, weights=digest.hexdigest(), losses=total)
+
+
+def calls() -> None:
+    """Everything a store can be asked, by its values."""
+    kv = scheduled(partition_bytes="4KiB", credit_bytes="8KiB")
+    rank = kv.rank
+    kv.init("a", mx.nd.ones((70, 70)) * (rank + 5))
+    out = mx.nd.zeros((70, 70))
+    kv.pull("a", out=out)
+    assert (out.asnumpy() == 5).all(), "the value of worker 0"
+    for step in range(3):
+        kv.push("a", mx.nd.ones((70, 70)) * (rank + step))
+        kv.pull("a", out=out)
+        assert (out.asnumpy() == 2 * step + 1).all()
+    value = mx.nd.ones((70, 70)) * (rank + 1)
+    kv.pushpull("a", value, out=out)
+    value[:] = 99
+    assert (out.asnumpy() == 3).all(), "pushed before it was overwritten"
+    kv.pushpull("a", out)
+    assert (out.asnumpy() == 6).all(), "in place"
+    kv.init([7, "c"], [mx.nd.zeros(3, dtype="float64"), mx.nd.zeros((2, 2))])
+    numbers, square = mx.nd.zeros(3, dtype="float64"), mx.nd.zeros((2, 2))
+    kv.push([7, "c"], [numbers + rank, square + 1])
+    kv.pull([7, "c"], out=[numbers, square])
+    assert (numbers.asnumpy() == 1).all()
+    assert (square.asnumpy() == 2).all()
+    # Two devices of each worker: the store sums over them as well.
+    devices = [mx.nd.ones((70, 70), mx.cpu(device)) for device in range(2)]
+    kv.pushpull("a", devices)
+    assert all((device.asnumpy() == 4).all() for device in devices)
+    kv.barrier()
+    kv.close()
+    kv.close()
+
+
+def misuse() -> None:
+    """Named errors, after which the store still works."""
+    plain = mx.kv.create("dist_sync")
+    kv = bytesched.wrap(plain)
+    assert bytesched.unwrap(kv) is plain
+    kv = bytesched.wrap(plain)
+    value = mx.nd.ones((4, 2))
+    raises(InvalidTransition, kv.push, "a", value)
+    raises(InvalidTransition, kv.pull, "a", value)
+    kv.init("a", value)
+    raises(InvalidTransition, kv.init, "a", value)
+    raises(MismatchError, kv.push, "a", mx.nd.ones((2, 4)))
+    raises(MismatchError, kv.pull, "a", mx.nd.ones((4, 2), dtype="float16"))
+    kv.pushpull("a", value)
+    assert (value.asnumpy() == 2).all()
+    kv.init("large", mx.nd.zeros(600_000))
+    raises(PluginError, kv.set_optimizer, mx.optimizer.LAMB())
+    raises(PluginError, bytesched.wrap, mx.nd.ones(1))
+    local = mx.kv.create("local")
+    assert bytesched.wrap(local) is local
+    weight = gluon.Parameter("weight", shape=(2,))
+    weight.initialize()
+    trainer = gluon.Trainer([weight], "sgd", kvstore=None)
+    with autograd.record():
+        loss = weight.data().sum()
+    loss.backward()
+    trainer.step(1)
+    raises(PluginError, bytesched.wrap, trainer)
+    kv.close()
+    raises(SchedulerClosed, kv.push, "a", value)
+
+
+def order(policy: str) -> None:
+    """Prints the order in which keys were begun, most urgent one pushed last."""
+    kv = scheduled(credit_bytes=16, policy=policy)
+    began = Starts()
+    kv._observers.add(began)
+    keys = list(range(8))
+    kv.init(keys, [mx.nd.zeros(1000)] * len(keys))
+    values = [mx.nd.ones(1000) for _ in keys]
+    for key in keys:
+        kv.push(key, values[key], priority=key)
+        if key == 0:
+            assert began.first.wait(WAIT_S), "nothing was begun"
+        # Its turn in the queue shall not depend on the engine's threads.
+        with kv._changed:
+            assert kv._changed.wait_for(lambda key=key: len(kv._held) > key, WAIT_S)  # type: ignore[misc]
+    began.go_on.set()
+    kv.flush()
+    say(kv.rank, order=began.names[: len(keys)])
+    kv.close()
+
+
+def weight_waits() -> None:
+    """What reads a pulled array waits for it, also if the other worker is late."""
+    kv = scheduled(partition_bytes="4KiB")
+    kv.init(0, mx.nd.zeros(5000))
+    kv.init("go", mx.nd.zeros(1))
+    out = mx.nd.zeros(5000)
+    if kv.rank == 0:
+        kv.pushpull(0, mx.nd.ones(5000), out=out)
+        read = out + 1
+        later = threading.Event()
+        post(lambda held: (held.release(), later.set())[0], reads=[read])
+        assert not later.is_set(), "the other worker has pushed nothing"
+        kv.pushpull("go", mx.nd.ones(1))
+        assert (read.asnumpy() == 4).all()
+        assert later.wait(WAIT_S)
+    else:
+        # Only after worker 0 has asked, and in an order of its own.
+        go = mx.nd.ones(1)
+        kv.pushpull("go", go)
+        go.wait_to_read()
+        kv.pushpull(0, mx.nd.ones(5000) * 2, out=out)
+        assert (out.asnumpy() == 3).all()
+    kv.barrier()
+    kv.close()
+
+
+def different_orders() -> None:
+    """Two workers with different pieces in their windows: neither waits for the other's."""
+    kv = scheduled(partition_bytes="4KiB", credit_bytes="4KiB", policy="fifo")
+    keys = list(range(6))
+    kv.init(keys, [mx.nd.zeros(5000)] * len(keys))
+    values = {key: mx.nd.ones(5000) for key in keys}
+    for _ in range(3):
+        for key in keys if kv.rank == 0 else reversed(keys):
+            kv.pushpull(key, values[key])
+    kv.flush()
+    assert all((value.asnumpy() == 8).all() for value in values.values())
+    kv.close()
+
+
+def server_lost() -> None:
+    """Steps until the servers are gone, and says what it was told."""
+    kv = scheduled(timeout_s=2.0)
+    value = mx.nd.ones(1000)
+    kv.init(0, value)
+    print("training", flush=True)
+    try:
+        while True:
+            kv.pushpull(0, value)
+            value.wait_to_read()
+    except SchedulerTimeout as error:
+        print("raised", error, flush=True)
+
+
+def scheduled(**fields: Any) -> Any:
+    return bytesched.wrap(mx.kv.create("dist_sync"), **{"timeout_s": WAIT_S, **fields})
+
+
+class Starts(Observer):
+    """Notes what is sent; the first one keeps the scheduler until it may go on."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.first = threading.Event()
+        self.go_on = threading.Event()
+
+    def on_span(
+        self, track: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
+    ) -> None:
+        if track == "queue":
+            self.names.append(name)
+            self.first.set()
+            assert self.go_on.wait(WAIT_S)
+
+
+def raises(kind: type[Exception], call: Any, *arguments: Any) -> None:
+    try:
+        call(*arguments)
+    except kind:
+        return
+    raise AssertionError(f"{call.__name__}{arguments[:1]} raised no {kind.__name__}")
+
+
+def say(rank: int, **found: Any) -> None:
+    print(json.dumps({"rank": rank, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(2 * WAIT_S)
+    CASES = [training, calls, misuse, order, weight_waits, different_orders, server_lost]
+    {case.__name__: case for case in CASES}[sys.argv[1]](*sys.argv[2:])
