@@ -87,8 +87,8 @@ def wrap(
     `torch.distributed`, or the module behind an optimizer of `hvd.DistributedOptimizer`; the very
     same optimizer is returned. With `kvstore`, the gradients of a plain module travel through that
     store. A store alone is returned as a `ScheduledKVStore` around it, and MXNet's own as one with
-    the calls of MXNet; a `gluon.Trainer` of MXNet is returned itself. The keywords are the fields of
-    `Config`. Raises `PluginError` for a use that is not supported.
+    the calls of MXNet; a `gluon.Trainer` of MXNet is returned itself. The keywords are the fields
+    of `Config`. Raises `PluginError` for a use that is not supported.
     """
     from bytesched import plugins
 

@@ -2,16 +2,15 @@
 
 "$(./scripts/mxnet-venv)" examples/kvstore_mxnet.py     # a server and two workers on this machine
 
-Under a launcher of MXNet's (``tools/launch.py``, or anything that sets ``DMLC_ROLE``) it is one
-process of the job.
+With ``--one`` it is one process of a job that something else starts and tells its ``DMLC_ROLE``.
 """
 
-import os
 import socket
 import subprocess
 import sys
 
 import bytesched
+from bytesched.config import child_environment
 
 STEPS = 20
 BATCH = 32
@@ -58,7 +57,8 @@ def start_all() -> int:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__], env={**os.environ, **cluster, "DMLC_ROLE": role}
+            [sys.executable, __file__, "--one"],
+            env=child_environment({**cluster, "DMLC_ROLE": role}),
         )
         for role in ("scheduler", "server", "worker", "worker")
     ]
@@ -66,7 +66,7 @@ def start_all() -> int:
 
 
 if __name__ == "__main__":
-    if "DMLC_ROLE" in os.environ:
+    if "--one" in sys.argv:
         # In a scheduler and a server, importing MXNet is all: it serves until the workers end.
         train()
     else:

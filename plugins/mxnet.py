@@ -50,14 +50,15 @@ def _trainer(trainer: Any, config: Config) -> Any:
     if isinstance(store, str) and "dist" in store:
         store = mx.kv.create(store)
     if isinstance(store, mx.kv.KVStore):
-        store = _store(store, config)
+        # A trainer sorts a dict of parameters by name, and takes that for the order of the layers.
+        store = _store(store, config, learns_order=True)
     else:
         log.info("left as it was: kvstore %r stays within this process", store)
     settings["kvstore"] = store
     return trainer
 
 
-def _store(store: Any, config: Config) -> Any:
+def _store(store: Any, config: Config, *, learns_order: bool = False) -> Any:
     show(config.log_level, store.rank)
     why = _why_plain(store, config)
     if why:
@@ -69,7 +70,7 @@ def _store(store: Any, config: Config) -> Any:
 
         # Nothing but the store connects the workers: each host's own clock has to do.
         observers = Observers([Timeline(config.timeline, rank=store.rank, clock_offset_ns=0)])
-    scheduled = ScheduledMXNetStore(store, config, observers)
+    scheduled = ScheduledMXNetStore(store, config, observers, learns_order=learns_order)
     _stores.add(scheduled)
     return scheduled
 

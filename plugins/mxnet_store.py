@@ -49,9 +49,13 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     Args:
         store: of a type such as ``dist_sync``, with no keys yet.
         config: policy, sizes and timeout; sizes of 0 are 1 MiB, and four pieces on their way.
+        learns_order: priorities are not those of the calls: what backward computed last in the
+            first step is needed first.
     """
 
-    def __init__(self, store: Any, config: Config, observers: Observers) -> None:
+    def __init__(
+        self, store: Any, config: Config, observers: Observers, *, learns_order: bool = False
+    ) -> None:
         self.store = store
         self._config = config
         self._observers = observers
@@ -66,6 +70,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         #: what is taken in the engine, and since when
         self._held: dict[KeySlot, float] = {}
         self._steps: dict[Key, int] = {}
+        #: by key, if they are learned; lower goes first
+        self._learned: dict[Key, int] | None = {} if learns_order else None
         self._is_cuttable = True
         self._closed = threading.Event()
         #: the first error, which is final
@@ -246,6 +252,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
                 # a push ends twice: at the server, and when all workers have pushed
                 slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
                 self._held[slot] = monotonic()
+                if self._learned is not None and call != "pull":
+                    priority = self._learned.setdefault(slot.key, -len(self._learned))
                 self._changed.notify_all()
         if is_lost:
             self._release(slot)

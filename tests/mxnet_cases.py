@@ -22,7 +22,7 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 from bytesched.observe import Observer
-from bytesched.plugins.mxnet_engine import post
+from bytesched.plugins.mxnet_engine import Held, post
 
 STEPS = 6
 BATCH = 16
@@ -168,6 +168,37 @@ def order(policy: str) -> None:
     kv.close()
 
 
+def learned_order() -> None:
+    """A trainer's parameters are as urgent as they were late in backward."""
+    weights = [gluon.Parameter(name, shape=(1000,)) for name in "abc"]
+    for weight in weights:
+        weight.initialize()
+    trainer = gluon.Trainer(weights, "sgd", kvstore=mx.kv.create("dist_sync"))
+    bytesched.wrap(trainer, timeout_s=WAIT_S)
+    trainer._init_kvstore()
+    trainer._init_params()
+    kv = trainer._kvstore
+    kv.flush()
+    backward: dict[int, Held] = {}
+    computes = [threading.Event() for _ in weights]
+    for number, weight in enumerate(weights):
+
+        def begin(held: Held, number: int = number) -> None:
+            backward[number] = held
+            computes[number].set()
+
+        post(begin, writes=[weight.grad()])
+        weight.data()._fresh_grad = True
+    trainer.step(1)
+    for number in (1, 2, 0):
+        assert computes[number].wait(WAIT_S)
+        backward[number].release()
+        assert weights[number].data().wait_to_read() is None
+    kv.flush()
+    urgencies = [kv._slots[number].pieces[0].push_task.priority for number in range(3)]
+    assert urgencies == [-2, 0, -1], urgencies
+
+
 def weight_waits() -> None:
     """What reads a pulled array waits for it, also if the other worker is late."""
     kv = scheduled(partition_bytes="4KiB")
@@ -257,5 +288,14 @@ def say(rank: int, **found: Any) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(2 * WAIT_S)
-    CASES = [training, calls, misuse, order, weight_waits, different_orders, server_lost]
+    CASES = [
+        training,
+        calls,
+        misuse,
+        order,
+        learned_order,
+        weight_waits,
+        different_orders,
+        server_lost,
+    ]
     {case.__name__: case for case in CASES}[sys.argv[1]](*sys.argv[2:])

@@ -54,6 +54,10 @@ def test_fifo_keeps_the_order_of_the_calls() -> None:
         assert said["order"] == list(map(str, range(8)))
 
 
+def test_a_trainer_sends_first_what_backward_computed_last() -> None:
+    answers("learned_order")
+
+
 def test_readers_wait_for_the_pull() -> None:
     answers("weight_waits")
 
