@@ -15,7 +15,7 @@ from bytesched.kvstore import Key
 from bytesched.plugins.mxnet_engine import Held, alias
 from bytesched.task import CommTask
 
-__all__ = ["KeySlot", "Piece", "ServerKeys"]
+__all__ = ["KeySlot", "Piece", "ServerKeys", "pairs"]
 
 #: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
 #: bits, so there is an end as well.
@@ -148,3 +148,13 @@ class KeySlot:
 
 def _kind(array: Any) -> str:
     return f"{np.dtype(array.dtype).name} {tuple(array.shape)}"
+
+
+def pairs(keys: Any, values: Any) -> list[tuple[Key, list[Any]]]:
+    """Each key with its arrays, one for each device."""
+    if not isinstance(keys, list | tuple):
+        keys, values = [keys], [values]
+    return [
+        (key, list(value) if isinstance(value, list | tuple) else [value])
+        for key, value in zip(keys, values, strict=True)
+    ]

@@ -18,7 +18,8 @@ from bytesched.kvstore import Key
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.mxnet_engine import Held, post
-from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys
+from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys, pairs
+from bytesched.plugins.mxnet_optimizers import why_whole
 from bytesched.plugins.mxnet_transport import Pulling, Pushing
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
@@ -32,10 +33,6 @@ _PARTITION_BYTES = 2**20
 _WINDOW = 4
 #: how often, per timeout, somebody looks whether something is late
 _LOOKS = 4
-#: optimizers that treat every element on its own, and so can update a key in pieces
-_ELEMENTWISE = frozenset(
-    {"SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "AdaDelta", "Ftrl", "FTML", "Adamax", "Signum"}
-)
 
 
 class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
@@ -128,19 +125,18 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def init(self, key: Any, value: Any) -> None:
         """Makes keys, with the values of worker 0."""
-        self._make(_pairs(key, value))
+        self._make(pairs(key, value))
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Makes keys, with the values of worker 0, and fills ``out`` with them."""
-        pairs = _pairs(key, value)
-        self._make(pairs)
-        for name, outs in _pairs(key, out):
+        self._make(pairs(key, value))
+        for name, outs in pairs(key, out):
             self._call("pull", name, outs, outs, priority)
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Lets the servers update; one that looks at a whole key gets it as a whole."""
         self.flush()
-        why = _why_whole(optimizer)
+        why = why_whole(optimizer)
         if why and any(len(slot.pieces) > 1 for slot in self._slots.values()):
             raise PluginError(f"{why}, but keys have been cut: set the optimizer before `init`")
         if why:
@@ -203,23 +199,20 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Adds values to this step of their keys."""
-        for name, values in _pairs(key, value):
-            if values[0].stype != "default":
-                self.store.push(self._slot(name).pieces[0].number, values, priority)
-            else:
-                self._call("push", name, values, (), priority)
+        for name, values in pairs(key, value):
+            self._call("push", name, values, (), priority)
 
     def pull(
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
     ) -> None:
         """Fills ``out`` with the values of keys."""
-        for name, outs in _pairs(key, out):
+        for name, outs in pairs(key, out):
             self._call("pull", name, outs, outs, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, then pull into ``out``, or into ``value`` if that is None."""
-        outs = dict(_pairs(key, value if out is None else out))
-        for name, values in _pairs(key, value):
+        outs = dict(pairs(key, value if out is None else out))
+        for name, values in pairs(key, value):
             self._call("pushpull", name, values, outs[name], priority)
 
     def _call(
@@ -287,12 +280,14 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._release(slot)
 
     def _release(self, slot: KeySlot) -> None:
-        held, slot.held, slot.call = slot.held, None, ""
-        if held is not None:
-            held.release()
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
+        with self._changed:
+            held, slot.held, slot.call = slot.held, None, ""
+        if held is None:
+            return
+        held.release()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -351,26 +346,24 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def _story(self) -> list[str]:
         return [*self._pushes.core.story().splitlines(), *self._pulls.core.story().splitlines()]
 
-    def _make(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
+    def _make(self, initial: Sequence[tuple[Key, Sequence[Any]]]) -> None:
         self.flush()
-        if not self._slots:
-            self._pushing.make_echoes()
-        for key, values in pairs:
+        for key, values in initial:
             if key in self._slots:
                 raise InvalidTransition(f"key {key!r} has been initialised already")
-            value = values[0]
-            slot = KeySlot(key, value)
-            is_dense = value.stype == "default"
-            size = self._partition_bytes if is_dense and self._is_cuttable else 0
+            if values[0].stype != "default":
+                raise PluginError(f"key {key!r} is {values[0].stype}: only dense keys can be cut")
+        if initial and not self._slots:
+            self._pushing.make_echoes()
+        for key, values in initial:
+            slot = KeySlot(key, values[0])
+            size = self._partition_bytes if self._is_cuttable else 0
             for piece in slot.cut(size, self._numbers.new, self._numbers.of(key)):
                 piece.push_task.index = piece.pull_task.index = len(self._pieces)
                 self._pieces.append(piece)
             self._slots[key] = slot
-            if not is_dense:
-                self.store.init(slot.pieces[0].number, value)
-                continue
-            slot.place([value])
-            slot.take([value])
+            slot.place(values[:1])
+            slot.take(values[:1])
             for buffer in slot.buffers:
                 buffer.wait_to_read()
             self.store.init(
@@ -395,25 +388,3 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             f"<ScheduledMXNetStore {len(self._slots)} keys in {len(self._pieces)} pieces, "
             f"worker {self.rank} of {self.num_workers}>"
         )
-
-
-def _pairs(keys: Any, values: Any) -> list[tuple[Key, list[Any]]]:
-    """Each key with its arrays, one for each device."""
-    if not isinstance(keys, list | tuple):
-        keys, values = [keys], [values]
-    return [
-        (key, list(value) if isinstance(value, list | tuple) else [value])
-        for key, value in zip(keys, values, strict=True)
-    ]
-
-
-def _why_whole(optimizer: Any) -> str:
-    """Why an optimizer on the servers needs every key as a whole, or nothing."""
-    name = type(optimizer).__name__
-    if type(optimizer).__module__ != "mxnet.optimizer.optimizer" or name not in _ELEMENTWISE:
-        return f"{name} is not known to treat every element on its own"
-    if optimizer.idx2name or optimizer.lr_mult or optimizer.wd_mult:
-        return f"{name} has settings for single keys"
-    if optimizer.multi_precision:
-        return f"{name} keeps a copy of each key in float32"
-    return ""

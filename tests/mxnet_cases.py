@@ -130,6 +130,7 @@ def misuse() -> None:
     raises(MismatchError, kv.pull, "a", mx.nd.ones((4, 2), dtype="float16"))
     kv.pushpull("a", value)
     assert (value.asnumpy() == 2).all()
+    raises(PluginError, kv.init, "sparse", value.tostype("row_sparse"))
     kv.init("large", mx.nd.zeros(600_000))
     raises(PluginError, kv.set_optimizer, mx.optimizer.LAMB())
     raises(PluginError, bytesched.wrap, mx.nd.ones(1))
