@@ -39,6 +39,8 @@ def train() -> None:
         trainer.step(kv.num_workers * BATCH)
         if step % 5 == 4 and kv.rank == 0:
             print(f"step {step + 1}: loss {loss.mean().asscalar():.4f}", flush=True)
+    # MXNet can hang if a store is left while something is under way.
+    mx.nd.waitall()
     if kv.rank == 0:
         for name, figure in bytesched.stats(trainer).items():
             print(f"  {name} = {figure}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
-from mxnet_cluster import Cluster, find_python
+from mxnet_cluster import ROOT, Cluster, find_python
+
+from bytesched.config import child_environment
 
 PYTHON, WHY_NOT = find_python()
 
@@ -29,6 +32,27 @@ def test_training_has_the_weights_and_losses_of_plain_mxnet(updates: str, optimi
     assert plain[0]["weights"] == plain[1]["weights"]
     assert answers("training", "trainer", updates, optimizer) == plain
     assert answers("training", "store", updates, optimizer, servers=2) == plain
+
+
+def example(**variables: str) -> list[str]:
+    """The lines that the example prints."""
+    ended = subprocess.run(
+        [PYTHON, ROOT / "examples" / "kvstore_mxnet.py"],
+        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_the_example_has_the_losses_of_plain_mxnet() -> None:
+    plain, ours = example(BYTESCHED_ENABLED="0"), example()
+    assert [line for line in ours if "loss" in line] == plain[:-1]
+    assert plain[-1] == "  mode = plain"
+    assert "  mode = kvstore" in ours
 
 
 @pytest.mark.parametrize("servers", [1, 2])
