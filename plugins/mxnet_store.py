@@ -73,9 +73,10 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._closed = threading.Event()
         #: the first error, which is final
         self.error: BaseException | None = None
-        self._pushing = Pushing(store, self._pieces, self._numbers, self._summed)
+        calling = threading.Lock()
+        self._pushing = Pushing(store, self._pieces, calling, self._numbers, self._summed)
         self._pushes = self._scheduled(self._pushing)
-        self._pulls = self._scheduled(Pulling(store, self._pieces))
+        self._pulls = self._scheduled(Pulling(store, self._pieces, calling))
         self._watchman = threading.Thread(
             target=self._watch, name="bytesched-deadline", daemon=True
         )

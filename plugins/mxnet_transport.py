@@ -26,11 +26,16 @@ _NOW = 1_000_000
 
 
 class _Moving:
-    """A transport over the pieces of a store, by the index of their task; there may come more."""
+    """A transport over the pieces of a store, by the index of their task; there may come more.
 
-    def __init__(self, store: Any, pieces: Sequence[Piece]) -> None:
+    Args:
+        calling: held during every call of the store, which is made for one thread.
+    """
+
+    def __init__(self, store: Any, pieces: Sequence[Piece], calling: Lock) -> None:
         self._store = store
         self._pieces = pieces
+        self._calling = calling
         self._lock = Lock()
         self._in_flight: dict[CommTask, Done] = {}
         self._closed = False
@@ -41,7 +46,8 @@ class _Moving:
         with self._lock:
             self._in_flight[task] = done
         try:
-            self._begin(self._pieces[task.index], task)
+            with self._calling:
+                self._begin(self._pieces[task.index], task)
         except BaseException:
             with self._lock:
                 self._in_flight.pop(task)
@@ -87,10 +93,11 @@ class Pushing(_Moving):
         self,
         store: Any,
         pieces: Sequence[Piece],
+        calling: Lock,
         numbers: ServerKeys,
         summed: Callable[[Piece], None],
     ) -> None:
-        super().__init__(store, pieces)
+        super().__init__(store, pieces, calling)
         self._numbers = numbers
         self._summed = summed
         self._echoes: dict[int, Iterator[tuple[int, Any]]] = {}
