@@ -66,7 +66,7 @@ class Held:
         _Callback(callback)(engine, param, None)
 
 
-@_Began
+@_Began  # type: ignore[untyped-decorator]
 def _began(_context: int, complete: Any, number: int) -> None:
     _posted.pop(number)(Held(complete.contents))
 

@@ -21,6 +21,8 @@ __all__ = ["KeySlot", "Piece", "ServerKeys", "pairs"]
 #: bits, so there is an end as well.
 _FIRST = 100_000
 _LAST = (2**31 - 1) // 9973
+#: Through the whole process: the servers keep what a closed store has made there.
+_numbers = itertools.count(_FIRST)
 
 
 class ServerKeys:
@@ -28,7 +30,6 @@ class ServerKeys:
 
     def __init__(self, num_servers: int) -> None:
         self.num_servers = num_servers
-        self._numbers = itertools.count(_FIRST)
 
     def of(self, key: Key) -> int:
         """A small integer is its own; anything else gets a new one."""
@@ -38,7 +39,7 @@ class ServerKeys:
 
     def new(self) -> int:
         """One that was not there before; neighbours are on neighbouring servers."""
-        number = next(self._numbers)
+        number = next(_numbers)
         if number > _LAST:
             raise PluginError(
                 f"more than {_LAST - _FIRST} pieces, which MXNet cannot number: raise "

@@ -35,9 +35,9 @@ class Ended:
 
 
 class Cluster:
-    """Two workers run a case of `mxnet_cases.py`, beside a scheduler and servers."""
+    """Two workers run cases of `mxnet_cases.py`, beside a scheduler and servers."""
 
-    def __init__(self, python: str, case: str, *arguments: str, servers: int = 1) -> None:
+    def __init__(self, python: str, *cases: str, servers: int = 1) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -55,7 +55,7 @@ class Cluster:
         idle = ["-c", "import mxnet"]
         self._start("scheduler", idle)
         self.servers = [self._start("server", idle) for _ in range(servers)]
-        command = [str(HERE / "mxnet_cases.py"), case, *arguments]
+        command = [str(HERE / "mxnet_cases.py"), *cases]
         self.workers = [self._start("worker", command) for _ in range(2)]
 
     def __enter__(self) -> Cluster:

@@ -16,22 +16,36 @@ PYTHON, WHY_NOT = find_python()
 pytestmark = [pytest.mark.procs, pytest.mark.skipif(not PYTHON, reason=WHY_NOT)]
 
 
-def answers(case: str, *arguments: str, servers: int = 1) -> list[dict[str, Any]]:
-    """What both workers say, by rank."""
-    with Cluster(PYTHON, case, *arguments, servers=servers) as cluster:
+#: what one cluster can do after another; each starts several processes
+CASES = ("calls", "misuse", "order:priority", "order:fifo", "learned_order", "weight_waits")
+
+
+def answers(*cases: str, servers: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """What both workers say, by case and rank."""
+    with Cluster(PYTHON, *cases, servers=servers) as cluster:
         ended = cluster.wait()
     assert [worker.code for worker in ended] == [0, 0], "\n".join(one.output for one in ended)
     lines = [line for one in ended for line in one.output.splitlines() if line.startswith("{")]
-    return sorted(map(json.loads, lines), key=lambda said: said["rank"])
+    said = sorted(map(json.loads, lines), key=lambda answer: int(answer["rank"]))
+    return {case: [answer for answer in said if answer["case"] == case] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[dict[str, Any]]]:
+    return answers(*CASES, "different_orders")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "optimizer"), [("worker", "adam"), ("server", "sgd")])
 def test_training_has_the_weights_and_losses_of_plain_mxnet(updates: str, optimizer: str) -> None:
-    plain = answers("training", "plain", updates, optimizer)
+    def trained(how: str, servers: int) -> list[dict[str, Any]]:
+        case = f"training:{how}:{updates}:{optimizer}"
+        return [{**one, "case": ""} for one in answers(case, servers=servers)[case]]
+
+    plain = trained("plain", 1)
     assert plain[0]["weights"] == plain[1]["weights"]
-    assert answers("training", "trainer", updates, optimizer) == plain
-    assert answers("training", "store", updates, optimizer, servers=2) == plain
+    assert trained("trainer", 1) == plain
+    assert trained("store", 2) == plain
 
 
 def example(**variables: str) -> list[str]:
@@ -55,39 +69,33 @@ def test_the_example_has_the_losses_of_plain_mxnet() -> None:
     assert "  mode = kvstore" in ours
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_calls(servers: int) -> None:
-    answers("calls", servers=servers)
+@pytest.mark.parametrize("case", ["calls", "misuse", "learned_order", "weight_waits"])
+def test_case(said: dict[str, list[dict[str, Any]]], case: str) -> None:
+    assert [answer["rank"] for answer in said[case]] == [0, 1]
 
 
-def test_misuse_is_named() -> None:
-    answers("misuse")
+def test_calls_with_two_servers() -> None:
+    answers("calls", "different_orders", servers=2)
 
 
-def test_urgent_keys_overtake() -> None:
-    for said in answers("order", "priority"):
-        first, _, *others = map(int, said["order"])
+def test_urgent_keys_overtake(said: dict[str, list[dict[str, Any]]]) -> None:
+    for answer in said["order:priority"]:
+        first, _, *others = answer["order"]
         # The second one is what was there when the first one had ended.
         assert first == 0
         assert len(others) == 6
         assert others == sorted(others, reverse=True)
 
 
-def test_fifo_keeps_the_order_of_the_calls() -> None:
-    for said in answers("order", "fifo"):
-        assert said["order"] == list(map(str, range(8)))
+def test_fifo_keeps_the_order_of_the_calls(said: dict[str, list[dict[str, Any]]]) -> None:
+    for answer in said["order:fifo"]:
+        assert answer["order"] == list(range(8))
 
 
-def test_a_trainer_sends_first_what_backward_computed_last() -> None:
-    answers("learned_order")
-
-
-def test_readers_wait_for_the_pull() -> None:
-    answers("weight_waits")
-
-
-def test_workers_with_different_orders_do_not_wait_for_ever() -> None:
-    answers("different_orders")
+def test_workers_with_different_orders_do_not_wait_for_ever(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert len(said["different_orders"]) == 2
 
 
 def test_a_lost_server_is_an_error_within_the_timeout() -> None:
@@ -97,6 +105,6 @@ def test_a_lost_server_is_an_error_within_the_timeout() -> None:
             assert worker.stdout.readline() == "training\n"
         cluster.servers[0].kill()
         ended = cluster.wait(30.0)
-    for worker in ended:
-        assert worker.code is not None, "it did not end by itself"
-        assert "raised the servers have not answered for 2 s on key 0" in worker.output
+    for one in ended:
+        assert one.code is not None, "it did not end by itself"
+        assert "raised the servers have not answered for 2 s on key 0" in one.output
