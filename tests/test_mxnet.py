@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from mxnet_cluster import ROOT, Cluster, find_python
+from mxnet_cluster import HERE, ROOT, Cluster, find_python
 
 from bytesched.config import child_environment
 
@@ -35,17 +35,34 @@ def said() -> dict[str, list[dict[str, Any]]]:
     return answers(*CASES, "different_orders")
 
 
+def alone(updates: str, optimizer: str) -> dict[str, Any]:
+    """What the same training comes to in one process."""
+    script = HERE / "mxnet_cases.py"
+    done = subprocess.run(
+        [PYTHON, script, f"training:alone:{updates}:{optimizer}"],
+        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "optimizer"), [("worker", "adam"), ("server", "sgd")])
-def test_training_has_the_weights_and_losses_of_plain_mxnet(updates: str, optimizer: str) -> None:
-    def trained(how: str, servers: int) -> list[dict[str, Any]]:
-        case = f"training:{how}:{updates}:{optimizer}"
-        return [{**one, "case": ""} for one in answers(case, servers=servers)[case]]
-
-    plain = trained("plain", 1)
-    assert plain[0]["weights"] == plain[1]["weights"]
-    assert trained("trainer", 1) == plain
-    assert trained("store", 2) == plain
+@pytest.mark.parametrize(("how", "servers"), [("trainer", 1), ("store", 2)])
+def test_training_is_that_of_one_process(
+    how: str, servers: int, updates: str, optimizer: str
+) -> None:
+    expected = alone(updates, optimizer)
+    case = f"training:{how}:{updates}:{optimizer}"
+    for answer in answers(case, servers=servers)[case]:
+        rank = str(answer["rank"])
+        assert answer["weights"] == expected["weights"]
+        assert answer["losses"] == {rank: expected["losses"][rank]}
 
 
 def example(**variables: str) -> list[str]:
