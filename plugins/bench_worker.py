@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bytesched.bound import gradients, optimum_s
+from bytesched.bench_systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS
+from bytesched.bound import gradients, optimum_s, store_bytes_per_s
 from bytesched.errors import PluginError
 from bytesched.plugins.bench_block import SEED, train
 from bytesched.plugins.bench_models import Workload, build
@@ -26,11 +27,12 @@ from bytesched.plugins.compute_times import (
     record_profile,
 )
 from bytesched.plugins.leaving import leave_after
-from bytesched.plugins.systems import HOROVOD, MIB, make_optimizer, set_up
+from bytesched.plugins.systems import MIB, make_optimizer, set_up
 from bytesched.profile import Profile, parse_profile
 
 if TYPE_CHECKING:
     from bytesched.plugins.bench_horovod import HorovodBlocks, Settings
+    from bytesched.plugins.bench_kvstore import KVStoreBlocks
 
 SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 LINK_PROBE_BYTES = 16 * MIB
@@ -79,6 +81,7 @@ class Bench:
             "world_size": self.world_size,
             "torch": torch.__version__,
             "gradient_bytes_per_s": self.bytes_per_s,
+            **self.two_ways(),
             "compute": compute | model,
             **self.sweeps_ms,
             "systems": systems,
@@ -127,8 +130,23 @@ class Bench:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of gradient that large all-reduces average per second."""
-        return statistics.median(self.link_samples)
+        """Bytes of gradient per second: that large all-reduces average, or that servers sum."""
+        average = statistics.median(self.link_samples)
+        if (servers := self.spec["servers"]) is None:
+            return average
+        # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
+        link_bytes_per_s = average * 2 * (self.world_size - 1) / self.world_size
+        return store_bytes_per_s(link_bytes_per_s, workers=self.world_size, servers=servers)
+
+    def two_ways(self) -> dict[str, Any]:
+        """Of servers: how fast gradients could go through them if links had nominal rates."""
+        servers, link_bytes_per_s = self.spec["servers"], self.spec["link_bytes_per_s"]
+        if servers is None:
+            return {}
+        nominal = self.bytes_per_s
+        if link_bytes_per_s:
+            nominal = store_bytes_per_s(link_bytes_per_s, workers=self.world_size, servers=servers)
+        return {"servers": servers, "nominal_bytes_per_s": nominal}
 
     def probe_link(self) -> None:
         """Time large all-reduces; keep what every rank agrees on."""
@@ -154,6 +172,13 @@ class Bench:
         from bytesched.plugins.bench_horovod import HorovodBlocks
 
         return HorovodBlocks(self.spec, self.content)
+
+    @cached_property
+    def kvstore(self) -> KVStoreBlocks:
+        """What runs parameter servers; made when the first system needs it."""
+        from bytesched.plugins.bench_kvstore import KVStoreBlocks
+
+        return KVStoreBlocks(self.spec, self.content)
 
     def close(self) -> None:
         """Let go of what was started."""
@@ -233,8 +258,10 @@ class Bench:
 
     def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
-        if system["kind"] in HOROVOD:
+        if system["kind"] in HOROVOD_SYSTEMS:
             found = self.horovod.block(system, warmup, iterations)
+        elif system["kind"] in KVSTORE_SYSTEMS:
+            found = self.kvstore.block(system, warmup, iterations)
         else:
             found = self.own_block(system, warmup, iterations)
         return found | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         )
         return Running(wrapped, make_optimizer(optimizer_name, model))
     wrapped = DistributedDataParallel(model)
-    return _scheduled(make_optimizer(optimizer_name, model), wrapped, options)
+    return scheduled(make_optimizer(optimizer_name, model), wrapped, options)
 
 
 def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:
@@ -64,13 +65,17 @@ def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str)
     )
     if kind == "horovod":
         return Running(model, optimizer)
-    return _scheduled(optimizer, model, options)
+    return scheduled(optimizer, model, options)
 
 
-def _scheduled(
-    optimizer: torch.optim.Optimizer, model: nn.Module, options: Mapping[str, str]
+def scheduled(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    options: Mapping[str, str],
+    kvstore: Any = None,
 ) -> Running:
-    bytesched.wrap(optimizer, model, **options)  # type: ignore[call-overload]
+    """``bytesched.wrap`` with these options."""
+    bytesched.wrap(optimizer, model, kvstore=kvstore, **options)  # type: ignore[call-overload]
 
     def close() -> dict[str, int | float | str]:
         bytesched.flush(optimizer)
