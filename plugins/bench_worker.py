@@ -227,7 +227,7 @@ class Bench:
             traffic.close()
             compute_s, work = beside.compute_s, beside.work()
         update_s = measure_update(
-            model, make_optimizer(self.spec["optimizer"], model), COMPUTE_ITERATIONS
+            model, make_optimizer(self.spec["optimizer"], model.parameters()), COMPUTE_ITERATIONS
         )
         self.compute_samples.append(
             {

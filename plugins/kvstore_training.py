@@ -74,6 +74,8 @@ def attach(
     peers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if getattr(store, "updates", False):
         return _in_store(optimizer, model, slots, peers, config)
+    if not config.partition_bytes:
+        peers.warm_link()
     session = Session(
         model,
         slots,

@@ -22,6 +22,7 @@ from bytesched.errors import (
 )
 from bytesched.plugins.kvstore_optimizer import ServerOptimizer, packed_state, unpacked_state
 from bytesched.plugins.mpi_kvstore_loop import TO_WORKER, Loop, Message, Op, pull_tag, push_tag
+from bytesched.plugins.mpi_kvstore_service import Answers
 from bytesched.plugins.mpi_kvstore_transfer import Transfer
 
 __all__ = ["Server", "error_of", "memory_of"]
@@ -52,8 +53,8 @@ class _Entry:
     taken: int = 0
     #: hyper-parameters of this step: those that hold when worker 0 pulls, which is in step()
     hyperparameters: dict[str, Any] | None = None
-    #: (worker, its count) of pulls that wait
-    pulls: list[tuple[int, int]] = field(default_factory=list)
+    #: (worker, its count, priority) of pulls that wait
+    pulls: list[tuple[int, int, int]] = field(default_factory=list)
     #: when the oldest push of this step, or the oldest pull that waits, has come
     since_s: float = 0.0
 
@@ -86,6 +87,8 @@ class Server:
         self._timeout_s = timeout_s
         self._loop: Loop
         self._transfer: Transfer
+        #: by number of the worker
+        self._answers: list[Answers] = []
         self._entries: dict[int, _Entry] = {}
         self._announced: list[_Push] = []
         self._receiving = 0
@@ -117,6 +120,7 @@ class Server:
         """What to answer through."""
         self._loop = loop
         self._transfer = transfer
+        self._answers = [Answers(rank, transfer) for rank in self._workers]
 
     def on_message(self, rank: int, message: Message) -> None:
         """A worker, or another server, says something."""
@@ -353,7 +357,7 @@ class Server:
 
     def _pull(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        entry.pulls.append((worker, message.step))
+        entry.pulls.append((worker, message.step, message.priority))
         if worker == 0 and message.step > entry.completed:
             entry.hyperparameters = self._hyperparameters
             self._complete(entry)
@@ -362,7 +366,7 @@ class Server:
     def _answer(self, entry: _Entry) -> None:
         """Sends the value to everyone whose turn it is."""
         waiting = []
-        for worker, count in entry.pulls:
+        for worker, count, priority in entry.pulls:
             if self._staleness is None:
                 is_ready = entry.completed >= count
             else:
@@ -372,21 +376,21 @@ class Server:
                 # In an asynchronous store the next push may come while this is on its way.
                 is_shared = self._staleness is None
                 value = entry.value if is_shared else self._copy(entry.value)
-                self._transfer.give(
-                    self._workers[worker],
+                self._answers[worker].add(
                     entry.number,
+                    priority,
                     memory_of(value),
                     (lambda: None) if is_shared else partial(self._keep, value),
                 )
             else:
-                waiting.append((worker, count))
+                waiting.append((worker, count, priority))
         entry.pulls = waiting
         self._note_wait(entry)
         self._complain_of_left(entry)
 
     def _complain_of_left(self, entry: _Entry) -> None:
         """Raises PeerLost if a pull waits for a worker that has left."""
-        for worker, count in entry.pulls:
+        for worker, count, _ in entry.pulls:
             for other in self._left:
                 if self._staleness is None and entry.counts[other] < count:
                     raise PeerLost(

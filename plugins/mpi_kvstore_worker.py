@@ -48,6 +48,9 @@ class MPIKVStore:
     Transfers are carried out by a thread of its own, which alone calls MPI.
     """
 
+    #: see `AsyncKVStore`
+    answers_by_priority = True
+
     def __init__(
         self,
         rank: int,

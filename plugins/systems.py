@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,21 +19,31 @@ FSDP_UNITS = 12
 HOROVOD = ("horovod", "bytesched-horovod")
 
 
+class Steps(Protocol):
+    """What a training loop calls of an optimizer."""
+
+    def zero_grad(self) -> None:
+        """Before the forward pass."""
+
+    def step(self) -> Any:
+        """After the backward pass."""
+
+
 @dataclass
 class Running:
     """A system that is ready to train."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Steps
     #: Called when the iterations are over; returns figures of the system's own.
     close: Callable[[], dict[str, int | float | str]] = field(default=dict)
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """AdamW, or SGD with momentum, each in torch's fused form."""
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
 
 
 def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
@@ -45,23 +55,23 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         return _horovod(kind, options, model, optimizer_name)
     if kind == "fsdp2":
         _shard(model)
-        return Running(model, make_optimizer(optimizer_name, model))
+        return Running(model, make_optimizer(optimizer_name, model.parameters()))
     if kind == "ddp":
         wrapped = DistributedDataParallel(
             model,
             bucket_cap_mb=float(options.get("bucket_mb", 25)),
             gradient_as_bucket_view=options.get("bucket_view") == "1",
         )
-        return Running(wrapped, make_optimizer(optimizer_name, model))
+        return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     wrapped = DistributedDataParallel(model)
-    return scheduled(make_optimizer(optimizer_name, model), wrapped, options)
+    return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, options)
 
 
 def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:
     import horovod.torch as hvd
 
     optimizer = hvd.DistributedOptimizer(
-        make_optimizer(name, model), named_parameters=model.named_parameters()
+        make_optimizer(name, model.parameters()), named_parameters=model.named_parameters()
     )
     if kind == "horovod":
         return Running(model, optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,18 +17,14 @@ import torch
 from torch import nn
 
 from bytesched.errors import ConfigError, SchedulerTimeout
-from bytesched.kvstore import Ended, Key
 from bytesched.plugins.systems import Running, make_optimizer, scheduled
 
-__all__ = ["StopAndWait", "WholeKeys", "set_up_store"]
+__all__ = ["P3", "WholeKeys", "set_up_store"]
 
 #: MXNet splits larger arrays evenly over all servers (MXNET_KVSTORE_BIGARRAY_BOUND).
 _LARGE_ELEMENTS = 1_000_000
 #: P3's slices (MXNET_KVSTORE_SLICE_THRESHOLD); its paper has 50,000.
 _SLICE_ELEMENTS = 40_000
-_ELEMENT_BYTES = 4
-#: All slices that are ready go on to the store, which lets them out one by one.
-_NO_LIMIT = 1 << 40
 
 
 def set_up_store(
@@ -46,21 +42,24 @@ def set_up_store(
     kv-plain takes none, kv-p3 ``slice`` (elements) and ``window`` (slices on the way), and
     bytesched-kv the fields of its configuration.
     """
-    optimizer = make_optimizer(optimizer_name, model)
     if kind == "kv-plain":
         _refuse_all_but((), options, kind)
+        optimizer = make_optimizer(optimizer_name, model.parameters())
         WholeKeys(model, optimizer, store, servers=servers, timeout_s=timeout_s)
         return Running(model, optimizer)
     if kind == "kv-p3":
         _refuse_all_but(("slice", "window"), options, kind)
         elements = int(options.get("slice", _SLICE_ELEMENTS))
-        fields = {
-            "partition_bytes": str(_ELEMENT_BYTES * elements),
-            "credit_bytes": str(_NO_LIMIT),
-        }
-        store = StopAndWait(store, window=int(options.get("window", 1)))
-        return scheduled(optimizer, model, fields, kvstore=store)
-    return scheduled(optimizer, model, options, kvstore=store)
+        p3 = P3(
+            model,
+            optimizer_name,
+            store,
+            slice_elements=elements,
+            window=int(options.get("window", 1)),
+            timeout_s=timeout_s,
+        )
+        return Running(model, p3, p3.close)
+    return scheduled(make_optimizer(optimizer_name, model.parameters()), model, options, store)
 
 
 def _refuse_all_but(known: tuple[str, ...], options: Mapping[str, str], kind: str) -> None:
@@ -124,47 +123,149 @@ def _split(tensor: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
     return tensor.view(-1).tensor_split(parts)
 
 
-class StopAndWait:
-    """A store whose pushes leave one at a time, the most urgent first, as from P3's sender.
+class P3:
+    """Priority-based parameter propagation (Jayarajan et al., SysML'19).
 
-    The next one leaves when the server has the last (P3, SysML'19, by way of the talk on
-    ByteScheduler); pulls are not held back. Everything else is the store's own.
+    Every tensor is cut into slices, which are keys. Slices leave one at a time, first layer first:
+    the next one when the server has the last, as the authors of ByteScheduler describe it. Pulls
+    are not held back. A parameter is updated when its last slice is here, beside the forward pass
+    of those before it; nothing waits for the whole model.
+
+    It stands for the optimizer in the training loop.
 
     Args:
-        window: how many may be on the way.
+        slice_elements: most elements of a slice.
+        window: slices that may be on their way to the servers.
     """
 
-    def __init__(self, store: Any, *, window: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_name: str,
+        store: Any,
+        *,
+        slice_elements: int,
+        window: int,
+        timeout_s: float,
+    ) -> None:
         self._store = store
-        self._free = window
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._pushes = 0
-        self._waiting: list[tuple[int, int, Callable[[Ended], None], Ended]] = []
+        self._free = window
+        self._pushes: list[tuple[int, int, str, torch.Tensor]] = []
+        self._tensors: list[_P3Tensor] = []
+        self._stepped = threading.Event()
+        self._complete: SimpleQueue[_P3Tensor | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        of: dict[int, _P3Tensor] = {}
+        for name, parameter in model.named_parameters():
+            parts = -(-parameter.numel() // slice_elements)
+            keys = [f"{name}/{part}" for part in range(parts)]
+            for key, part in zip(keys, _split(parameter.detach(), parts), strict=True):
+                store.init(key, part)
+            optimizer = make_optimizer(optimizer_name, [parameter])
+            tensor = _P3Tensor(len(self._tensors), parameter, optimizer, keys)
+            self._tensors.append(tensor)
+            of[id(parameter)] = tensor
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad, tensor))
+        for module in model.modules():
+            if own := [of[id(p)] for p in module.parameters(recurse=False)]:
+                module.register_forward_pre_hook(partial(self._wait, own))
+        self._thread = threading.Thread(target=self._update, daemon=True)
+        self._thread.start()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def zero_grad(self) -> None:
+        """Gradients are under way, and were taken off their parameters."""
 
-    def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:
-        """Begins a push when its turn has come."""
+    def step(self) -> None:
+        """From now on, what is complete is updated."""
+        self._stepped.set()
 
-        def begin(then: Ended) -> None:
-            self._store.start_push(key, value, then, priority)
+    def close(self) -> dict[str, int | float | str]:
+        """Every update is applied."""
+        self._wait(self._tensors)
+        self._complete.put(None)
+        self._thread.join(self._timeout_s)
+        return {}
 
+    def _on_grad(self, tensor: _P3Tensor, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._stepped.clear()
+        grad, parameter.grad = parameter.grad.div_(self._store.num_workers), None
+        tensor.grad, tensor.missing = grad, len(tensor.keys)
+        tensor.updated.clear()
         with self._lock:
-            self._pushes += 1
-            heapq.heappush(self._waiting, (-priority, self._pushes, begin, ended))
-        self._begin_next()
+            slices = zip(tensor.keys, _split(grad, len(tensor.keys)), strict=True)
+            for number, (key, part) in enumerate(slices):
+                heapq.heappush(self._pushes, (tensor.number, number, key, part))
+        self._push_next()
 
-    def _begin_next(self) -> None:
+    def _push_next(self) -> None:
         with self._lock:
-            if not self._waiting or not self._free:
+            if not self._pushes or not self._free:
                 return
             self._free -= 1
-            _, _, begin, ended = heapq.heappop(self._waiting)
-        begin(partial(self._ended, ended))
+            number, _, key, part = heapq.heappop(self._pushes)
+        tensor = self._tensors[number]
+        self._store.start_push(key, part, partial(self._pushed, tensor, key, part), -number)
 
-    def _ended(self, ended: Ended, error: BaseException | None) -> None:
+    def _pushed(
+        self, tensor: _P3Tensor, key: str, part: torch.Tensor, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+            return
         with self._lock:
             self._free += 1
-        self._begin_next()
-        ended(error)
+        self._store.start_pull(key, part, partial(self._pulled, tensor), -tensor.number)
+        self._push_next()
+
+    def _pulled(self, tensor: _P3Tensor, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        tensor.missing -= 1
+        if not tensor.missing:
+            self._complete.put(tensor)
+
+    def _update(self) -> None:
+        while (tensor := self._complete.get()) is not None:
+            # Backward may still read a parameter whose gradient is there.
+            self._stepped.wait()
+            tensor.parameter.grad, tensor.grad = tensor.grad, None
+            tensor.optimizer.step()
+            tensor.parameter.grad = None
+            tensor.updated.set()
+
+    def _wait(self, tensors: list[_P3Tensor], *_: Any) -> None:
+        for tensor in tensors:
+            if not tensor.updated.wait(self._timeout_s):
+                self._fail(SchedulerTimeout(f"waited {self._timeout_s:g} s for the store"))
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        for tensor in self._tensors:
+            tensor.updated.set()
+
+
+class _P3Tensor:
+    """A parameter, and how far its gradient is."""
+
+    def __init__(
+        self,
+        number: int,
+        parameter: nn.Parameter,
+        optimizer: torch.optim.Optimizer,
+        keys: list[str],
+    ) -> None:
+        self.number = number
+        self.parameter = parameter
+        self.optimizer = optimizer
+        self.keys = keys
+        self.grad: torch.Tensor | None = None
+        #: slices that are not back
+        self.missing = 0
+        self.updated = threading.Event()
+        self.updated.set()
