@@ -77,6 +77,7 @@ def run_own(spec: dict[str, Any], view: RankView) -> str:
         "address": seen_variables().get("MASTER_ADDR", "127.0.0.1"),
         "interface": next(iter(gloo_interfaces()), ""),
         "node": socket.gethostname(),
+        "link_bytes_per_s": None,
     }
     with Lab(1, None) as lab:
         code = lab.launch(0, _worker(spec, view.rank)).wait()

@@ -18,7 +18,8 @@ from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.kvstore_optimizer import is_elementwise
 from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_updates import StoreSession, hyperparameters_of
+from bytesched.plugins.kvstore_state import hyperparameters_of
+from bytesched.plugins.kvstore_updates import StoreSession
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.scheduled_kvstore import ScheduledKVStore

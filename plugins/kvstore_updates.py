@@ -23,7 +23,13 @@ from bytesched.observe import Observers
 from bytesched.plugins.compiling import updating
 from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
 from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_state import gathered_state, scatter_state, send_values
+from bytesched.plugins.kvstore_state import (
+    gathered_state,
+    hyperparameters_of,
+    numbered_state,
+    scatter_state,
+    send_values,
+)
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.pending import LazyGrad, hold, is_held, release
@@ -31,14 +37,15 @@ from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.settling import Settling
 from bytesched.plugins.streams import streams_for
-from bytesched.plugins.update import Job, snapshot
+from bytesched.plugins.update import Job
 from bytesched.plugins.updater import Updater
 
-__all__ = ["StoreSession", "hyperparameters_of"]
+__all__ = ["StoreSession"]
 
 log = logging.getLogger("bytesched")
 
-_PARTITION_BYTES = 2**20
+#: Small, because a value goes through two pipes and waits for the whole of a chunk in between.
+_PARTITION_BYTES = 192 * 1024
 #: chunks in flight per pipe
 _WINDOW = 2
 
@@ -300,21 +307,12 @@ class StoreSession:
         if self.plan is None:
             return state
         entries = gathered_state(self._peers.store, self.plan, self._chunks)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        by_parameter = {id(slot.parameter): entry for slot, entry in entries.items()}
-        numbered = {
-            number: by_parameter[id(parameter)]
-            for number, parameter in enumerate(parameters)
-            if by_parameter.get(id(parameter))
-        }
-        return {**state, "state": numbered}
+        return {**state, "state": numbered_state(optimizer, entries)}
 
     def _send_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded goes to the store; every worker loads."""
-        if not optimizer.state:
-            return
-        if self.plan is None:
-            # It goes to the store with the first parameters.
+        # Before the first forward pass there is no plan: it goes with the first parameters.
+        if not optimizer.state or self.plan is None:
             return
         self.flush()
         self._move_state(self.plan)
@@ -374,17 +372,6 @@ class StoreSession:
         }
 
 
-def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those of all parameters; PluginError if its groups differ."""
-    groups = [snapshot(group) for group in optimizer.param_groups]
-    if any(group != groups[0] for group in groups):
-        raise PluginError(
-            "parameter groups with different settings: a store that updates has one for all"
-        )
-    # What a learning-rate scheduler keeps in the group is its own.
-    return {key: _as_json(value) for key, value in groups[0].items() if key != "initial_lr"}
-
-
 def _nothing() -> None:
     """Compiled code waits at its own gate, in front of the whole."""
 
@@ -404,7 +391,3 @@ def _absent(slot: Slot) -> LazyGrad:
     grad.settle = refuse
     grad.is_taken = lambda: False
     return grad
-
-
-def _as_json(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
