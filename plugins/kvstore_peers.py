@@ -27,8 +27,6 @@ __all__ = ["KVPeers"]
 
 #: The session's scheduler lets everything through: the two pipes behind it have credits.
 _NO_LIMIT: Final = 1 << 62
-_WARMING_BYTES: Final = 2**19
-_WARMING_COUNT: Final = 8
 
 
 class KVPeers:
@@ -108,16 +106,6 @@ class KVPeers:
             self._store.pull(key, tensor)
             if hasattr(self._store, "delete"):
                 self._store.delete(key)
-
-    def warm_link(self) -> None:
-        """Brings the link up to speed, before sizes are chosen by what it does; collective.
-
-        TCP begins with a small window, and what is measured first is the smallest size.
-        """
-        buffers = [torch.zeros(_WARMING_BYTES // 4) for _ in range(_WARMING_COUNT)]
-        works = [self.sum(buffer, f"warming {n}") for n, buffer in enumerate(buffers)]
-        for work in works:
-            self.wait(work, task="bringing the link up to speed")
 
     def transport(self, packer: Packer, streams: Streams) -> _KVTransport:
         self._transport = _KVTransport(self, packer, streams)

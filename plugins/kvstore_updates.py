@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,17 +43,6 @@ __all__ = ["StoreSession"]
 
 log = logging.getLogger("bytesched")
 
-#: Small, because a value goes through two pipes and waits for the whole of a chunk in between.
-_PARTITION_BYTES = 192 * 1024
-#: chunks in flight per pipe
-_WINDOW = 2
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    partition_bytes: int
-    credit_bytes: int
-
 
 class _TakeOver:
     """Stands where a deferred optimizer stands: its update is what came from the store."""
@@ -73,6 +61,7 @@ class StoreSession:
         root: the module whose call is a forward pass.
         slots: its parameters, in registration order, the same on all workers.
         optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
+        config: with the sizes of chunks and window.
         peers: the workers of the store.
     """
 
@@ -151,9 +140,9 @@ class StoreSession:
         if self._peers.rank:
             order.zero_()
         self._peers.wait(self._peers.sum(order, "order"), task="the first forward pass")
-        partition_bytes = self._config.partition_bytes or _PARTITION_BYTES
         plan = Plan(
-            [self._slots[index] for index in order.tolist()], partition_bytes=partition_bytes
+            [self._slots[index] for index in order.tolist()],
+            partition_bytes=self._config.partition_bytes,
         )
         self._packer = Packer(plan, 1, "none")
         for slot in plan.slots:
@@ -164,13 +153,12 @@ class StoreSession:
             self._chunks.append(Chunk(key, task, buffer, buffer))
         self._settling = Settling(plan, self._progress, self._streams, self._meter)
         self._updater = Updater(self._progress, self._streams, self._meter)
-        credit_bytes = self._config.credit_bytes or _WINDOW * partition_bytes
         self._pipes = Pipes(
             self._peers.store,
             self._chunks,
             policy=self._config.policy,
-            push_credit_bytes=credit_bytes,
-            pull_credit_bytes=credit_bytes,
+            push_credit_bytes=self._config.credit_bytes,
+            pull_credit_bytes=self._config.credit_bytes,
             on_pushed=lambda chunk: None,
             on_pulled=self._pulled,
             on_error=self._progress.fail,
@@ -182,8 +170,7 @@ class StoreSession:
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot))
             self._undo.append(hook.remove)
         self._raise_gates(plan)
-        sizes: Any = _Sizes(partition_bytes, credit_bytes)
-        self._meter.active(plan, sizes)
+        self._meter.active(plan, self._config.partition_bytes, self._config.credit_bytes)
         if self._optimizer.state:
             self._move_state(plan)
         self.plan = plan

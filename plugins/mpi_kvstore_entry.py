@@ -19,7 +19,7 @@ class Pull(NamedTuple):
     """A worker waits for the value, after so many pushes of its own."""
 
     worker: int
-    count: int
+    pushes: int
     priority: int
 
 
@@ -128,7 +128,7 @@ class Entry:
     def ask(self, pull: Pull, hyperparameters: dict[str, Any], *, average: bool) -> None:
         """A worker wants the value; worker 0 says by it how the step is to be applied."""
         self._pulls.append(pull)
-        if pull.worker == 0 and pull.count > self._completed:
+        if pull.worker == 0 and pull.pushes > self._completed:
             self._hyperparameters = hyperparameters
             self._complete(average=average)
 
@@ -160,17 +160,17 @@ class Entry:
 
     def _is_ready(self, pull: Pull, left: set[int]) -> bool:
         if self._staleness is None:
-            return self._completed >= pull.count
+            return self._completed >= pull.pushes
         slowest = min(count for worker, count in enumerate(self.counts) if worker not in left)
-        return pull.count - slowest <= self._staleness
+        return pull.pushes - slowest <= self._staleness
 
     def complain_of(self, left: Iterable[int]) -> None:
         """Raises PeerLost if a pull waits for a worker that has left."""
         for pull in self._pulls:
             for other in left:
-                if self._staleness is None and self.counts[other] < pull.count:
+                if self._staleness is None and self.counts[other] < pull.pushes:
                     raise PeerLost(
-                        f"worker {other} left before step {pull.count} of key {self.name!r}, for "
+                        f"worker {other} left before step {pull.pushes} of key {self.name!r}, for "
                         f"which worker {pull.worker} waits"
                     )
 

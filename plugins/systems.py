@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +19,13 @@ FSDP_UNITS = 12
 HOROVOD = ("horovod", "bytesched-horovod")
 
 
-class Steps(Protocol):
-    """What a training loop calls of an optimizer."""
-
-    def zero_grad(self) -> None:
-        """Before the forward pass."""
-
-    def step(self) -> Any:
-        """After the backward pass."""
-
-
 @dataclass
 class Running:
     """A system that is ready to train."""
 
     module: nn.Module
-    optimizer: Steps
+    #: An optimizer, or what stands for one in a training loop.
+    optimizer: Any
     #: Called when the iterations are over; returns figures of the system's own.
     close: Callable[[], dict[str, int | float | str]] = field(default=dict)
 

@@ -225,9 +225,12 @@ def most_complete_keys_are_served_first() -> None:
 def urgent_answers_overtake() -> None:
     sent: list[int] = []
     ends: list[Callable[[], None]] = []
-    transfer: Any = SimpleNamespace(
-        give=lambda rank, key, memory, then: (sent.append(key), ends.append(then))
-    )
+
+    def give(rank: int, key: int, memory: Any, then: Callable[[], None]) -> None:
+        sent.append(key)
+        ends.append(then)
+
+    transfer: Any = SimpleNamespace(give=give)
     answers = Answers(0, transfer)
     for key in (5, 4, 3, 2):
         answers.add(key, -key, None, lambda: None)
