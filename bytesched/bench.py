@@ -20,34 +20,42 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench_ranks import run_all, run_own
+from bytesched.bench_systems import (
+    HOROVOD_SYSTEMS,
+    KVSTORE_SYSTEMS,
+    SYSTEMS,
+    check_horovod,
+    check_kvstore,
+    parse_systems,
+)
 from bytesched.bench_table import add_figures, table
 from bytesched.config import RankView, rank_view
 from bytesched.errors import ConfigError
-from bytesched.lab_mpi import find_mpirun
 from bytesched.profile import load_profile, parse_profile, shipped_profiles
 from bytesched.report import draw_bench
 from bytesched.values import nearest
 
-SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
-HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
-WITH_OPTIONS = ("ddp", "bytesched", "horovod", "bytesched-horovod")
 CONTROLLERS = {"gloo": "Gloo", "mpi": "MPI"}
 MODELS = ("gpt", "vgg", "resnet")
 OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_RATE = "1gbit"
 DEFAULT_CONTROLLER = "gloo"
+DEFAULT_SERVERS = 1
 BUSY_LOAD = 1.0
 LEAST_AUTOTUNE_ITERATIONS = 60
 TERMINATED = 143
 EPILOG = """\
-Further systems: horovod, horovod-best (swept), horovod-autotune, bytesched-horovod.
+Further systems: horovod, horovod-best (swept), horovod-autotune, bytesched-horovod; through
+parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
 A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
-horovod:fusion_mb=4+cycle_ms=1; those of bytesched-horovod are those of bytesched.
+horovod:fusion_mb=4+cycle_ms=1, kv-p3:slice=50000, kv-plain:transfer=one-sided; those of
+bytesched-horovod and bytesched-kv are those of bytesched, and updates=1 of the latter.
 --model also takes module:function of your own; the function returns a pair: the module, and a
 function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
 
   bytesched bench --lab 2 --rate 1gbit --emulate gpt
   bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
+  bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
 
@@ -76,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if view.rank == 0:
             if any(system["kind"] in HOROVOD_SYSTEMS for system in spec["systems"]):
                 network += f", Horovod over {CONTROLLERS[spec['controller']]}"
+            if spec["servers"] is not None:
+                network += f", a store over MPI, served by {spec['servers'] or 'every'} rank"
+                network += "s" if spec["servers"] > 1 else ""
             _report(spec, options, argv, {"network": network, "load_before": load})
     return 0
 
@@ -98,7 +109,11 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
             "for a real model change --batch"
         )
     systems = parse_systems(options.systems)
-    _check_horovod(options, view, systems)
+    check_horovod(systems, options.controller, view.launcher)
+    check_kvstore(systems, options.servers, view.launcher)
+    servers = None
+    if systems[0]["kind"] in KVSTORE_SYSTEMS:
+        servers = DEFAULT_SERVERS if options.servers is None else options.servers
     return {
         "systems": systems,
         "kind": kind,
@@ -110,6 +125,7 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
         "sweep": options.sweep_iterations,
         "autotune": options.autotune_iterations,
         "controller": options.controller or DEFAULT_CONTROLLER,
+        "servers": servers,
         "optimizer": options.optimizer,
         "compute_scale": options.compute_scale,
         "comm_ratio": options.comm_ratio,
@@ -117,29 +133,6 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
         "threads": options.threads,
         "timeout_s": options.timeout_s,
     }
-
-
-def parse_systems(text: str) -> list[dict[str, Any]]:
-    """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
-    known = (*SYSTEMS, *HOROVOD_SYSTEMS)
-    systems: list[dict[str, Any]] = []
-    for label in filter(None, (part.strip() for part in text.split(","))):
-        kind, _, tail = label.partition(":")
-        if kind not in known:
-            raise ConfigError(f"--systems: {kind!r}{nearest(kind, known)}")
-        pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
-        if not all(name and value for name, _, value in pairs):
-            raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
-        if pairs and kind not in WITH_OPTIONS:
-            raise ConfigError(f"--systems: {label!r}: {kind} has no options")
-        if label in {system["label"] for system in systems}:
-            raise ConfigError(f"--systems: {label!r} is there twice")
-        systems.append(
-            {"label": label, "kind": kind, "options": {name: value for name, _, value in pairs}}
-        )
-    if not systems:
-        raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
-    return systems
 
 
 def _check_launch(options: argparse.Namespace, view: RankView) -> None:
@@ -160,24 +153,6 @@ def _check_launch(options: argparse.Namespace, view: RankView) -> None:
         value = getattr(options, name)
         if value is not None and not 2 <= value <= 64:
             raise ConfigError(f"--{name} {value}: from 2 to 64")
-
-
-def _check_horovod(
-    options: argparse.Namespace, view: RankView, systems: Sequence[dict[str, Any]]
-) -> None:
-    if not any(system["kind"] in HOROVOD_SYSTEMS for system in systems):
-        if options.controller:
-            raise ConfigError(f"--controller is for {', '.join(HOROVOD_SYSTEMS)}: name one")
-        return
-    if importlib.util.find_spec("horovod") is None:
-        raise ConfigError("these systems need Horovod: pip install 'bytesched[horovod]'")
-    if options.controller == "mpi":
-        if view.launcher != "none":
-            raise ConfigError(
-                f"--controller mpi starts ranks with mpirun, and {view.launcher} has started "
-                "these: run it alone, with --lab or --workers"
-            )
-        find_mpirun()
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -266,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, metavar="N", help="turns of every system (%(default)s)")
     add("--warmup", type=int, default=5, metavar="N", help="untimed, per round (%(default)s)")
     add("--sweep-iterations", type=int, default=8, metavar="N", help="per setting (%(default)s)")
+    add("--servers", type=int, metavar="N", help="ranks that serve; 0: all do (default 1)")
     add("--controller", choices=CONTROLLERS, help=f"of Horovod (default {DEFAULT_CONTROLLER})")
     add(
         "--autotune-iterations",

@@ -31,14 +31,18 @@ def run_all(
 
     ``worker`` is the module that a rank runs; its argument is ``spec`` as JSON.
     """
-    with Lab(hosts, rate) as lab:
+    with Lab(hosts + (spec.get("servers") or 0), rate) as lab:
         if rate and not lab.shaped:
             print(
                 f"no emulated hosts on this machine, links are not shaped: {lab.reason}",
                 file=sys.stderr,
             )
-        spec = spec | {"address": lab.addresses[0], "interface": lab.interface}
-        if spec.get("controller") == "mpi":
+        spec = spec | {
+            "address": lab.addresses[0],
+            "interface": lab.interface,
+            "link_bytes_per_s": lab.rate_bits_per_s / 8 if lab.shaped else None,
+        }
+        if spec.get("controller") == "mpi" or spec.get("servers") is not None:
             spec["mpirun"] = mpirun_command(lab, folder)
         environment = {
             "WORLD_SIZE": str(hosts),
@@ -73,6 +77,7 @@ def run_own(spec: dict[str, Any], view: RankView) -> str:
         "address": seen_variables().get("MASTER_ADDR", "127.0.0.1"),
         "interface": next(iter(gloo_interfaces()), ""),
         "node": socket.gethostname(),
+        "link_bytes_per_s": None,
     }
     with Lab(1, None) as lab:
         code = lab.launch(0, _worker(spec, view.rank)).wait()

@@ -33,6 +33,9 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
         "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
+    if "nominal_bytes_per_s" in result:
+        least_ms = 1e3 * compute["model_bytes"] / result["nominal_bytes_per_s"]
+        figures["duplex_share"] = least_ms / median
     plain, best = opponents(name, systems)
     for key, other in (("plain", plain), ("best", best)):
         if other:
@@ -50,9 +53,12 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
 def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
     """What a system is compared with: its framework as it is, and at its best; "" if not there.
 
-    Horovod at its best is the fastest of the plain ones that were measured.
+    Horovod at its best is the fastest of the plain ones that were measured; servers at theirs are
+    what P3 makes of them.
     """
-    if not _uses_horovod(name):
+    if name.startswith(("kv-", "bytesched-kv")):
+        plain, best = "kv-plain", "kv-p3"
+    elif not _uses_horovod(name):
         plain, best = "ddp", "ddp-best"
     else:
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
@@ -65,7 +71,7 @@ def _uses_horovod(name: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    return name.startswith(("ddp", "horovod"))
+    return name.startswith(("ddp", "horovod", "kv-"))
 
 
 def _median(system: dict[str, Any]) -> float:
@@ -101,6 +107,8 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     return "identical" if same_weights else "equal, weights not"
 
 
+BUS = "bus MB/s"
+DUPLEX = "duplex"
 COLUMNS = (
     ("system", 16),
     ("iteration ms", 13),
@@ -109,7 +117,7 @@ COLUMNS = (
     ("vs plain", 8),
     ("vs best", 8),
     ("of gain", 8),
-    ("bus MB/s", 9),
+    (BUS, 9),
     ("CPU ms", 7),
     ("losses", 20),
 )
@@ -124,7 +132,10 @@ def table(result: dict[str, Any]) -> str:
     }
     widest = max(map(len, labels.values()))
     lines = [headline(result), *notes(result), ""]
-    lines.append(_row([title for title, _ in COLUMNS], widest))
+    titles = [title for title, _ in COLUMNS]
+    if "nominal_bytes_per_s" in result:
+        titles[titles.index(BUS)] = DUPLEX
+    lines.append(_row(titles, widest))
     for name, system in systems.items():
         figures = system["figures"]
         quartiles = f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}"
@@ -138,7 +149,9 @@ def table(result: dict[str, Any]) -> str:
                     _times(figures.get("speedup_over_plain")),
                     _times(figures.get("speedup_over_best")),
                     _percent(figures.get("share_of_possible_gain")),
-                    f"{figures['bus_mb_per_s']:.1f}",
+                    _percent(figures["duplex_share"])
+                    if "duplex_share" in figures
+                    else f"{figures['bus_mb_per_s']:.1f}",
                     f"{figures['cpu_ms']:.0f}",
                     system["losses"],
                 ],
@@ -167,6 +180,11 @@ def _legend(systems: dict[str, Any]) -> list[str]:
             f"vs best: the same for {best}. of gain: share of what lies between that and T*."
         )
     first = next(iter(systems))
+    if any("duplex_share" in system["figures"] for system in systems.values()):
+        lines.append(
+            "T*: of a push and a pull pipe in series. duplex: bytes of the busiest link in both "
+            "directions, over what its rate could carry in that time."
+        )
     return [
         *lines,
         f"CPU ms: of one rank per iteration. losses: every loss and weight compared with {first}.",

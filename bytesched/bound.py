@@ -90,6 +90,23 @@ def _jackson(work: Sequence[Gradient], bytes_per_s: float) -> list[float]:
     return ends_s
 
 
+def store_bytes_per_s(link_bytes_per_s: float, *, workers: int, servers: int) -> float:
+    """Bytes of gradient per second and direction that every worker can push, and pull.
+
+    A worker's link carries each of its bytes once in either direction, and that of a server those
+    of all workers for its share of the keys. Without servers (0) a rank's link does both, less
+    what stays on the rank.
+
+    A push and its pull are two pipes in series; of a fluid in them, what has left the first is in
+    the second at once. So with equal rates the optimum of both is that of one pipe of this rate:
+    `optimum_s` with it is what no exchange through the servers can beat.
+    """
+    _check_bandwidth(link_bytes_per_s)
+    if not servers:
+        return link_bytes_per_s * workers / (2 * (workers - 1))
+    return link_bytes_per_s * min(1.0, servers / workers)
+
+
 def schedule_bound_s(
     fluid_optimum_s: float,
     *,

@@ -72,7 +72,9 @@ class KVStore(Protocol):
 class AsyncKVStore(KVStore, Protocol):
     """A store that moves by itself: transfers are started, and report their end.
 
-    They are carried out in the order of the calls. Buffers are the caller's until then.
+    They are carried out in the order of the calls. Buffers are the caller's until then. Where
+    ``answers_by_priority`` is there and true, the store itself sends what is most urgent first:
+    any number of pulls may be begun, and those that wait for other workers hold nothing up.
     """
 
     def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:

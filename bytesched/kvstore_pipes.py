@@ -24,6 +24,8 @@ from bytesched.transport import Done, Transport
 
 __all__ = ["Chunk", "Pipes", "twin"]
 
+_NO_LIMIT = 1 << 62
+
 
 class Chunk:
     """A key of the store, and the buffers that its pushes are read from and its pulls fill."""
@@ -60,7 +62,8 @@ class Pipes:
 
     Args:
         store: moves one chunk at a time per pipe, from a thread of ours, unless it is an
-            AsyncKVStore, which is given as many as the credit allows.
+            AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
+            by priority.
         chunks: the plan; push tasks get the numbers from 0, pull tasks those that follow.
         on_pushed: the value of that chunk has left.
         on_pulled: the ``pull_into`` of that chunk is filled.
@@ -101,9 +104,10 @@ class Pipes:
                 observers=observers,
             )
 
+        self._limits_pulls = not getattr(store, "answers_by_priority", False)
         push, pull = _transports(store, self._by_index)
         self.pushes = scheduler(push, push_credit_bytes, self._pushed)
-        self.pulls = scheduler(pull, pull_credit_bytes, self._pulled)
+        self.pulls = scheduler(pull, self._window(pull_credit_bytes), self._pulled)
 
     def push(self, chunk: Chunk) -> None:
         """``push_from`` is complete; its push task is READY."""
@@ -119,7 +123,7 @@ class Pipes:
     def set_credit(self, push_credit_bytes: int, pull_credit_bytes: int) -> None:
         """New windows, in bytes."""
         self.pushes.set_credit(push_credit_bytes)
-        self.pulls.set_credit(pull_credit_bytes)
+        self.pulls.set_credit(self._window(pull_credit_bytes))
 
     def story(self) -> str:
         """The last events of both pipes, for an error's message."""
@@ -129,6 +133,9 @@ class Pipes:
         """Stops both. Idempotent."""
         self.pushes.close()
         self.pulls.close()
+
+    def _window(self, pull_credit_bytes: int) -> int:
+        return pull_credit_bytes if self._limits_pulls else _NO_LIMIT
 
     def _pushed(self, task: CommTask) -> None:
         chunk = self._by_index[task.index]

@@ -8,15 +8,11 @@ block has processes of its own. The ranks that start them wait meanwhile and use
 from __future__ import annotations
 
 import csv
-import json
 import statistics
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +21,7 @@ from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from bytesched.errors import PluginError
-from bytesched.lab import die_with_parent
+from bytesched.plugins.bench_processes import OwnProcesses
 from bytesched.plugins.systems import MIB
 
 RANK = "bytesched.plugins.bench_horovod_rank"
@@ -35,11 +31,8 @@ OTHER_CYCLES_MS = (0.5, 5)
 #: The autotuner judges a setting by the median of five samples, here of one iteration each, and
 #: begins to count one iteration late.
 ITERATIONS_PER_SETTING = 6
-#: Variables that a block does not inherit: settings of the user's, and the rank that starts it.
+#: Settings of the user's that a block does not inherit.
 NOT_INHERITED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
     "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_CYCLE_TIME",
     "HOROVOD_CACHE_CAPACITY",
@@ -100,14 +93,11 @@ class HorovodBlocks:
 
     def __init__(self, spec: Mapping[str, Any], content: object) -> None:
         self._spec = spec
-        self._content = content
-        self._folder = Path(spec["result"]).parent
-        self._rank = dist.get_rank()
-        self._world_size = dist.get_world_size()
+        by_mpi = spec["controller"] == "mpi"
+        self._processes = OwnProcesses(RANK, spec, content, by_mpi=by_mpi, unset=NOT_INHERITED)
         self._server: RendezvousHTTPServer | None = None
-        self._by_mpi = spec["controller"] == "mpi"
         self._network = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-        if not self._by_mpi:
+        if not by_mpi:
             self._network = self._gloo_network()
 
     def close(self) -> None:
@@ -125,25 +115,16 @@ class HorovodBlocks:
     ) -> dict[str, Any]:
         """What `train` found on this rank, with `variables` in Horovod's environment."""
         settings, options = split_options(system["options"])
-        request = {name: self._spec[name] for name in ("kind", "batch", "optimizer", "threads")} | {
-            "controller": self._spec["controller"],
-            "content": self._content,
-            "world_size": self._world_size,
-            "system": system["kind"],
-            "options": options,
-            "warmup": warmup,
-            "iterations": iterations,
-            "folder": str(self._folder),
-        }
-        changed = self._network | settings.environment() | dict(variables or {})
         if self._server is not None:
             self._server.init([])
-        dist.barrier()
-        if not self._by_mpi or self._rank == 0:
-            self._run(changed, request)
-        dist.barrier()
-        found: dict[str, Any] = json.loads((self._folder / f"rank{self._rank}.json").read_text())
-        return found
+        return self._processes.block(
+            system["kind"],
+            options,
+            warmup,
+            iterations,
+            variables=self._network | settings.environment() | dict(variables or {}),
+            facts={"controller": self._spec["controller"]},
+        )
 
     def autotuned(self, iterations: int) -> tuple[Settings, bool]:
         """What Horovod's autotuner found in so many iterations, and whether it was finished.
@@ -152,7 +133,7 @@ class HorovodBlocks:
         iterations. It tries a number of settings with the response cache off and again with it on.
         """
         tried = (iterations // ITERATIONS_PER_SETTING - 2) // 2
-        log = self._folder / "autotune.csv"
+        log = self._processes.folder / "autotune.csv"
         variables = {
             "HOROVOD_AUTOTUNE": "1",
             "HOROVOD_AUTOTUNE_LOG": str(log),
@@ -162,7 +143,7 @@ class HorovodBlocks:
             "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
         }
         self.block({"kind": "horovod", "options": {}}, 0, iterations, variables)
-        text = [log.read_text() if self._rank == 0 else ""]
+        text = [log.read_text() if self._processes.rank == 0 else ""]
         dist.broadcast_object_list(text)
         return read_autotune_log(text[0], 2 * tried)
 
@@ -170,38 +151,18 @@ class HorovodBlocks:
         """What Horovod's own launcher would tell this rank; rank 0 begins to listen for all."""
         port = [0]
         address = self._spec["address"]
-        if self._rank == 0:
+        if self._processes.rank == 0:
             self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
             port = [self._server.server_address[1]]
         dist.broadcast_object_list(port)
-        nodes: list[str] = [""] * self._world_size
+        nodes: list[str] = [""] * self._processes.world_size
         dist.all_gather_object(nodes, self._spec["node"])
         hosts = [HostInfo(node, len(list(ranks))) for node, ranks in groupby(nodes)]
-        slot = get_host_assignments(hosts, self._world_size)[self._rank]
+        slot = get_host_assignments(hosts, self._processes.world_size)[self._processes.rank]
         found = create_slot_env_vars(slot)
         found |= create_run_env_vars(address, [self._spec["interface"]], port[0])
         return {name: str(value) for name, value in found.items() if value != ""}
-
-    def _run(self, changed: Mapping[str, str], request: Mapping[str, Any]) -> None:
-        unset = [word for name in NOT_INHERITED for word in ("-u", name)]
-        command = [
-            *(self._spec["mpirun"] if self._by_mpi else []),
-            *die_with_parent(),
-            "env",
-            *unset,
-            *(f"{name}={value}" for name, value in changed.items()),
-            *(sys.executable, "-m", RANK, json.dumps(request)),
-        ]
-        timeout_s = self._spec["timeout_s"]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            raise PluginError(
-                f"a block of {request['system']} took more than {timeout_s:g} s: raise --timeout-s"
-            ) from None
-        if done.returncode:
-            raise PluginError(f"{request['system']} ended with exit code {done.returncode}")
 
 
 def read_autotune_log(text: str, tried: int) -> tuple[Settings, bool]:

@@ -6,7 +6,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bytesched.bench_systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS
 from bytesched.bound import gradients, optimum_s
 from bytesched.errors import PluginError
 from bytesched.plugins.bench_block import SEED, train
+from bytesched.plugins.bench_link import Link
 from bytesched.plugins.bench_models import Workload, build
 from bytesched.plugins.compute_times import (
     Traffic,
@@ -26,15 +27,14 @@ from bytesched.plugins.compute_times import (
     record_profile,
 )
 from bytesched.plugins.leaving import leave_after
-from bytesched.plugins.systems import HOROVOD, MIB, make_optimizer, set_up
+from bytesched.plugins.systems import make_optimizer, set_up
 from bytesched.profile import Profile, parse_profile
 
 if TYPE_CHECKING:
     from bytesched.plugins.bench_horovod import HorovodBlocks, Settings
+    from bytesched.plugins.bench_kvstore import KVStoreBlocks
 
 SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
-LINK_PROBE_BYTES = 16 * MIB
-LINK_PROBES = 2
 COMPUTE_ITERATIONS = 5
 SWEEP_WARMUP = 2
 
@@ -47,13 +47,13 @@ class Bench:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.content: object = spec["content"]
-        self.link_samples: list[float] = []
+        self.link = Link(spec)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
-        self.probe_link()
+        self.link.probe()
         if self.spec["kind"] == "emulate":
             self.content = self.scaled_profile().to_json()
         model = self.describe()
@@ -61,7 +61,7 @@ class Bench:
         for system in self.spec["systems"]:
             systems[system["label"]] = self.choose(system) | {"rounds": []}
         for turn in range(self.spec["rounds"]):
-            self.probe_link()
+            self.link.probe()
             self.probe_compute()
             for system in self.spec["systems"]:
                 block = self.block(system, self.spec["warmup"], self.spec["iterations"])
@@ -74,11 +74,11 @@ class Bench:
             name: statistics.median(sample[name] for sample in self.compute_samples)
             for name in self.compute_samples[0]
         }
-        compute["communication_ms"] = 1e3 * model["model_bytes"] / self.bytes_per_s
+        compute["communication_ms"] = 1e3 * model["model_bytes"] / self.link.bytes_per_s
         return {
             "world_size": self.world_size,
             "torch": torch.__version__,
-            "gradient_bytes_per_s": self.bytes_per_s,
+            **self.link.facts(),
             "compute": compute | model,
             **self.sweeps_ms,
             "systems": systems,
@@ -125,25 +125,6 @@ class Bench:
         self.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
         return median_ms
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes of gradient that large all-reduces average per second."""
-        return statistics.median(self.link_samples)
-
-    def probe_link(self) -> None:
-        """Time large all-reduces; keep what every rank agrees on."""
-        buffer = torch.zeros(LINK_PROBE_BYTES // 4)
-        dist.all_reduce(buffer)
-        found = []
-        for _ in range(LINK_PROBES):
-            dist.barrier()
-            start_s = time.perf_counter()
-            dist.all_reduce(buffer)
-            found.append(LINK_PROBE_BYTES / (time.perf_counter() - start_s))
-        everywhere = torch.tensor(found, dtype=torch.float64)
-        dist.all_reduce(everywhere)
-        self.link_samples += (everywhere / self.world_size).tolist()
-
     def workload(self) -> Workload:
         """The model as it is at the start of every block."""
         return build(self.spec["kind"], self.content, self.spec["batch"], SEED)
@@ -154,6 +135,13 @@ class Bench:
         from bytesched.plugins.bench_horovod import HorovodBlocks
 
         return HorovodBlocks(self.spec, self.content)
+
+    @cached_property
+    def kvstore(self) -> KVStoreBlocks:
+        """What runs parameter servers; made when the first system needs it."""
+        from bytesched.plugins.bench_kvstore import KVStoreBlocks
+
+        return KVStoreBlocks(self.spec, self.content)
 
     def close(self) -> None:
         """Let go of what was started."""
@@ -169,7 +157,7 @@ class Bench:
         profile = parse_profile(self.content, "of the bench")
         scale = self.spec["compute_scale"]
         if self.spec["comm_ratio"]:
-            comm_s = profile.nbytes / self.bytes_per_s
+            comm_s = profile.nbytes / self.link.bytes_per_s
             scale = comm_s / (profile.compute_s * self.spec["comm_ratio"])
         return profile.scaled(scale)
 
@@ -202,14 +190,14 @@ class Bench:
             traffic.close()
             compute_s, work = beside.compute_s, beside.work()
         update_s = measure_update(
-            model, make_optimizer(self.spec["optimizer"], model), COMPUTE_ITERATIONS
+            model, make_optimizer(self.spec["optimizer"], model.parameters()), COMPUTE_ITERATIONS
         )
         self.compute_samples.append(
             {
                 "compute_ms": self.mean(1e3 * compute_s),
                 "compute_alone_ms": self.mean(1e3 * alone.compute_s),
                 "update_ms": self.mean(1e3 * update_s),
-                "optimum_ms": self.mean(1e3 * optimum_s(work, compute_s, self.bytes_per_s)),
+                "optimum_ms": self.mean(1e3 * optimum_s(work, compute_s, self.link.bytes_per_s)),
             }
         )
 
@@ -233,8 +221,10 @@ class Bench:
 
     def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
-        if system["kind"] in HOROVOD:
+        if system["kind"] in HOROVOD_SYSTEMS:
             found = self.horovod.block(system, warmup, iterations)
+        elif system["kind"] in KVSTORE_SYSTEMS:
+            found = self.kvstore.block(system, warmup, iterations)
         else:
             found = self.own_block(system, warmup, iterations)
         return found | {

@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 
+from bytesched.errors import PluginError
 from bytesched.kvstore_pipes import Chunk
 from bytesched.plugins.plan import Plan, Slot
+from bytesched.plugins.update import snapshot
 
-__all__ = ["gathered_state", "scatter_state", "send_values"]
+__all__ = [
+    "gathered_state",
+    "hyperparameters_of",
+    "numbered_state",
+    "scatter_state",
+    "send_values",
+]
 
 
 def gathered_state(
@@ -79,3 +87,31 @@ def _value(plan: Plan, chunk: Chunk) -> torch.Tensor:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def numbered_state(
+    optimizer: torch.optim.Optimizer, entries: dict[Slot, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """``entries`` by the numbers of their parameters, as a state dict has them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_parameter = {id(slot.parameter): entry for slot, entry in entries.items()}
+    return {
+        number: by_parameter[id(parameter)]
+        for number, parameter in enumerate(parameters)
+        if by_parameter.get(id(parameter))
+    }
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Those of all parameters; PluginError if its groups differ."""
+    groups = [snapshot(group) for group in optimizer.param_groups]
+    if any(group != groups[0] for group in groups):
+        raise PluginError(
+            "parameter groups with different settings: a store that updates has one for all"
+        )
+    # What a learning-rate scheduler keeps in the group is its own.
+    return {key: _as_json(value) for key, value in groups[0].items() if key != "initial_lr"}
+
+
+def _as_json(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

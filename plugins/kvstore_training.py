@@ -18,7 +18,8 @@ from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.kvstore_optimizer import is_elementwise
 from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_updates import StoreSession, hyperparameters_of
+from bytesched.plugins.kvstore_state import hyperparameters_of
+from bytesched.plugins.kvstore_updates import StoreSession
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
@@ -28,6 +29,13 @@ from bytesched.plugins.update import why_not_deferred
 __all__ = ["attach", "begin", "why_plain"]
 
 log = logging.getLogger("bytesched")
+
+#: Small, because a value goes through two pipes, and waits for the whole of a chunk in between. Not
+#: chosen from a probe of the link: how long a push and its pull take in turn says nothing of chunks
+#: that follow one another, and made them two to four times as large as is best.
+_PARTITION_BYTES = 192 * 1024
+#: chunks on their way to the servers
+_WINDOW = 2
 
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -67,6 +75,7 @@ def attach(
         raise PluginError(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
+    config = _sized(config)
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
     peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
@@ -117,6 +126,15 @@ def _in_store(
     )
     peers.store.set_optimizer(name, **hyperparameters_of(optimizer))
     return session
+
+
+def _sized(config: Config) -> Config:
+    """``config`` with the sizes of chunks and windows that it leaves open."""
+    partition_bytes = config.partition_bytes or _PARTITION_BYTES
+    credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
+    return replace(
+        config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
+    )
 
 
 def _why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,13 @@ from bytesched.observe import Observers
 from bytesched.plugins.compiling import updating
 from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
 from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_state import gathered_state, scatter_state, send_values
+from bytesched.plugins.kvstore_state import (
+    gathered_state,
+    hyperparameters_of,
+    numbered_state,
+    scatter_state,
+    send_values,
+)
 from bytesched.plugins.meter import Meter
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.pending import LazyGrad, hold, is_held, release
@@ -31,22 +36,12 @@ from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.settling import Settling
 from bytesched.plugins.streams import streams_for
-from bytesched.plugins.update import Job, snapshot
+from bytesched.plugins.update import Job
 from bytesched.plugins.updater import Updater
 
-__all__ = ["StoreSession", "hyperparameters_of"]
+__all__ = ["StoreSession"]
 
 log = logging.getLogger("bytesched")
-
-_PARTITION_BYTES = 2**20
-#: chunks in flight per pipe
-_WINDOW = 2
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    partition_bytes: int
-    credit_bytes: int
 
 
 class _TakeOver:
@@ -66,6 +61,7 @@ class StoreSession:
         root: the module whose call is a forward pass.
         slots: its parameters, in registration order, the same on all workers.
         optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
+        config: with the sizes of chunks and window.
         peers: the workers of the store.
     """
 
@@ -144,9 +140,9 @@ class StoreSession:
         if self._peers.rank:
             order.zero_()
         self._peers.wait(self._peers.sum(order, "order"), task="the first forward pass")
-        partition_bytes = self._config.partition_bytes or _PARTITION_BYTES
         plan = Plan(
-            [self._slots[index] for index in order.tolist()], partition_bytes=partition_bytes
+            [self._slots[index] for index in order.tolist()],
+            partition_bytes=self._config.partition_bytes,
         )
         self._packer = Packer(plan, 1, "none")
         for slot in plan.slots:
@@ -157,13 +153,12 @@ class StoreSession:
             self._chunks.append(Chunk(key, task, buffer, buffer))
         self._settling = Settling(plan, self._progress, self._streams, self._meter)
         self._updater = Updater(self._progress, self._streams, self._meter)
-        credit_bytes = self._config.credit_bytes or _WINDOW * partition_bytes
         self._pipes = Pipes(
             self._peers.store,
             self._chunks,
             policy=self._config.policy,
-            push_credit_bytes=credit_bytes,
-            pull_credit_bytes=credit_bytes,
+            push_credit_bytes=self._config.credit_bytes,
+            pull_credit_bytes=self._config.credit_bytes,
             on_pushed=lambda chunk: None,
             on_pulled=self._pulled,
             on_error=self._progress.fail,
@@ -175,8 +170,7 @@ class StoreSession:
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot))
             self._undo.append(hook.remove)
         self._raise_gates(plan)
-        sizes: Any = _Sizes(partition_bytes, credit_bytes)
-        self._meter.active(plan, sizes)
+        self._meter.active(plan, self._config.partition_bytes, self._config.credit_bytes)
         if self._optimizer.state:
             self._move_state(plan)
         self.plan = plan
@@ -300,21 +294,12 @@ class StoreSession:
         if self.plan is None:
             return state
         entries = gathered_state(self._peers.store, self.plan, self._chunks)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        by_parameter = {id(slot.parameter): entry for slot, entry in entries.items()}
-        numbered = {
-            number: by_parameter[id(parameter)]
-            for number, parameter in enumerate(parameters)
-            if by_parameter.get(id(parameter))
-        }
-        return {**state, "state": numbered}
+        return {**state, "state": numbered_state(optimizer, entries)}
 
     def _send_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded goes to the store; every worker loads."""
-        if not optimizer.state:
-            return
-        if self.plan is None:
-            # It goes to the store with the first parameters.
+        # Before the first forward pass there is no plan: it goes with the first parameters.
+        if not optimizer.state or self.plan is None:
             return
         self.flush()
         self._move_state(self.plan)
@@ -374,17 +359,6 @@ class StoreSession:
         }
 
 
-def hyperparameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those of all parameters; PluginError if its groups differ."""
-    groups = [snapshot(group) for group in optimizer.param_groups]
-    if any(group != groups[0] for group in groups):
-        raise PluginError(
-            "parameter groups with different settings: a store that updates has one for all"
-        )
-    # What a learning-rate scheduler keeps in the group is its own.
-    return {key: _as_json(value) for key, value in groups[0].items() if key != "initial_lr"}
-
-
 def _nothing() -> None:
     """Compiled code waits at its own gate, in front of the whole."""
 
@@ -404,7 +378,3 @@ def _absent(slot: Slot) -> LazyGrad:
     grad.settle = refuse
     grad.is_taken = lambda: False
     return grad
-
-
-def _as_json(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value

@@ -5,14 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from time import perf_counter_ns, process_time_ns
-from typing import TYPE_CHECKING
 
 from bytesched.observe import Observers
 from bytesched.plugins.plan import Bundle, Plan
 from bytesched.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from bytesched.plugins.warmup import WarmUp
 
 __all__ = ["Meter"]
 
@@ -46,11 +42,11 @@ class Meter:
         self.hook_ns = 0
         self._rounds = 0
 
-    def active(self, plan: Plan, warm: WarmUp) -> None:
-        """The warm-up is over."""
+    def active(self, plan: Plan, partition_bytes: int, credit_bytes: int) -> None:
+        """The warm-up is over, and these sizes are in use."""
         self._plan = plan
-        self._partition_bytes = warm.partition_bytes
-        self._credit_bytes = warm.credit_bytes
+        self._partition_bytes = partition_bytes
+        self._credit_bytes = credit_bytes
         self._active_ns = perf_counter_ns()
 
     def changed(self, partition_bytes: int, credit_bytes: int) -> None:

@@ -1,10 +1,9 @@
-"""The server's side of the store over MPI: sums, updates, and who waits for what."""
+"""The server's side of the store over MPI: who says what, who is still there, and the state."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -15,55 +14,18 @@ from bytesched import errors
 from bytesched.errors import (
     BytesschedError,
     InvalidTransition,
-    MismatchError,
     PeerLost,
     PluginError,
     SchedulerTimeout,
 )
 from bytesched.plugins.kvstore_optimizer import ServerOptimizer, packed_state, unpacked_state
+from bytesched.plugins.mpi_kvstore_entry import Entry, Pull, Spare
 from bytesched.plugins.mpi_kvstore_loop import TO_WORKER, Loop, Message, Op, pull_tag, push_tag
+from bytesched.plugins.mpi_kvstore_memory import memory_of
+from bytesched.plugins.mpi_kvstore_service import Answers, Arrivals, Push
 from bytesched.plugins.mpi_kvstore_transfer import Transfer
 
-__all__ = ["Server", "error_of", "memory_of"]
-
-#: Values that are being received at a time; those that wait are chosen by how complete they are.
-_RECEIVING = 4
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One key."""
-
-    number: int
-    name: str
-    value: torch.Tensor
-    shape: list[int]
-    optimizer: ServerOptimizer | None = None
-    #: how often each worker has pushed it
-    counts: list[int] = field(default_factory=list)
-    #: how many steps are complete
-    completed: int = 0
-    #: this step's sum so far, and the worker whose value is added next
-    total: torch.Tensor | None = None
-    next_worker: int = 0
-    #: received values of workers that come later in the sum
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
-    #: values of this step that were received or are on their way
-    taken: int = 0
-    #: hyper-parameters of this step: those that hold when worker 0 pulls, which is in step()
-    hyperparameters: dict[str, Any] | None = None
-    #: (worker, its count) of pulls that wait
-    pulls: list[tuple[int, int]] = field(default_factory=list)
-    #: when the oldest push of this step, or the oldest pull that waits, has come
-    since_s: float = 0.0
-
-
-@dataclass(eq=False)
-class _Push:
-    worker: int
-    entry: _Entry
-    message: Message
-    sequence: int
+__all__ = ["Server", "error_of"]
 
 
 class Server:
@@ -85,12 +47,11 @@ class Server:
         self._staleness = staleness
         self._timeout_s = timeout_s
         self._loop: Loop
-        self._transfer: Transfer
-        self._entries: dict[int, _Entry] = {}
-        self._announced: list[_Push] = []
-        self._receiving = 0
-        self._pushes = 0
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._arrivals: Arrivals
+        #: by number of the worker
+        self._answers: list[Answers] = []
+        self._spare = Spare()
+        self._entries: dict[int, Entry] = {}
         self._meetings: dict[int, dict[int, str]] = {}
         self._met_since_s: dict[int, float] = {}
         self._optimizer: dict[str, Any] | None = None
@@ -116,7 +77,8 @@ class Server:
     def serve(self, loop: Loop, transfer: Transfer) -> None:
         """What to answer through."""
         self._loop = loop
-        self._transfer = transfer
+        self._arrivals = Arrivals(self._workers, transfer, self._spare, self._received)
+        self._answers = [Answers(rank, transfer) for rank in self._workers]
 
     def on_message(self, rank: int, message: Message) -> None:
         """A worker, or another server, says something."""
@@ -200,7 +162,7 @@ class Server:
     def _bye(self, worker: int, message: Message) -> None:
         self._left.add(worker)
         for entry in self._entries.values():
-            self._complain_of_left(entry)
+            entry.complain_of(self._left)
         for meeting in self._meetings.values():
             if worker not in meeting:
                 raise PeerLost(
@@ -218,8 +180,15 @@ class Server:
     def _init(self, worker: int, message: Message) -> None:
         what = json.loads(message.text)
         value = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]))
-        entry = _Entry(message.key, what["name"], value.reshape(-1), what["shape"])
-        entry.counts = [0] * len(self._workers)
+        entry = Entry(
+            message.key,
+            what["name"],
+            value.reshape(-1),
+            what["shape"],
+            workers=len(self._workers),
+            staleness=self._staleness,
+            spare=self._spare,
+        )
 
         def arrived() -> None:
             # What has no gradient, such as a count, is summed.
@@ -254,150 +223,44 @@ class Server:
         answer = Message(Op.DONE, step=message.step)
         self._loop.tell(self._workers[worker], TO_WORKER, answer)
 
-    def _known(self, message: Message, worker: int) -> _Entry:
+    def _known(self, message: Message, worker: int) -> Entry:
         entry = self._entries.get(message.key)
         if entry is None:
             raise InvalidTransition(f"worker {worker} used key {message.key}, which is not here")
         return entry
 
-    # -- pushes ------------------------------------------------------------------------
+    # -- pushes and pulls --------------------------------------------------------------
 
     def _push(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        if message.nbytes != entry.value.nbytes:
-            raise MismatchError(
-                f"worker {worker} pushed {message.nbytes} bytes of key {entry.name!r}, which has "
-                f"{entry.value.nbytes}"
-            )
-        if message.step != entry.counts[worker] + 1:
-            raise InvalidTransition(
-                f"worker {worker} pushed step {message.step} of key {entry.name!r} after step "
-                f"{entry.counts[worker]}"
-            )
-        entry.counts[worker] += 1
-        self._pushes += 1
-        self._announced.append(_Push(worker, entry, message, self._pushes))
-        self._note_wait(entry)
-        self._receive_next()
+        entry.announce(worker, message)
+        self._arrivals.add(Push(worker, entry, message))
 
-    def _receive_next(self) -> None:
-        """Most complete first: what is nearly summed lets all workers go on (BytePS)."""
-        while self._announced and self._receiving < _RECEIVING:
-            push = min(
-                self._announced,
-                key=lambda p: (-p.entry.taken, -p.message.priority, p.sequence),
-            )
-            self._announced.remove(push)
-            self._receiving += 1
-            push.entry.taken += 1
-            buffer = self._buffer(push.entry.value)
-            self._transfer.take(
-                self._workers[push.worker],
-                push.message,
-                memory_of(buffer),
-                partial(self._received, push, buffer),
-            )
-
-    def _received(self, push: _Push, buffer: torch.Tensor) -> None:
-        self._receiving -= 1
-        entry = push.entry
+    def _received(self, push: Push, value: torch.Tensor) -> None:
+        entry, message = push.entry, push.message
         self._loop.tell(
             self._workers[push.worker],
             TO_WORKER,
-            Message(Op.PUSHED, entry.number, push.message.step, offset=push.message.offset),
+            Message(Op.PUSHED, entry.number, message.step, offset=message.offset),
         )
-        if self._staleness is not None:
-            entry.taken -= 1
-            self._apply(entry, buffer)
-            self._keep(buffer)
-        else:
-            entry.arrived[push.worker] = buffer
-            # In the order of the workers, so that the sum is the same in every run.
-            while (value := entry.arrived.pop(entry.next_worker, None)) is not None:
-                entry.next_worker += 1
-                if entry.total is None:
-                    entry.total = value
-                else:
-                    entry.total += value
-                    self._keep(value)
-            self._complete(entry)
+        entry.receive(push.worker, value, self._hyperparameters, average=self._average)
         self._answer(entry)
-        self._receive_next()
-
-    def _complete(self, entry: _Entry) -> None:
-        """Ends the step of a key, if all workers have pushed, and worker 0 has said how."""
-        if entry.total is None or entry.next_worker < len(self._workers):
-            return
-        if entry.optimizer is not None and entry.hyperparameters is None:
-            return
-        total, entry.total = entry.total, None
-        entry.next_worker = entry.taken = 0
-        entry.completed += 1
-        if entry.optimizer is None:
-            total, entry.value = entry.value, total
-        else:
-            if self._average:
-                total /= len(self._workers)
-            entry.optimizer.update(total.reshape(entry.shape), entry.hyperparameters or {})
-            entry.hyperparameters = None
-        self._keep(total)
-
-    def _apply(self, entry: _Entry, pushed: torch.Tensor) -> None:
-        """At once, in an asynchronous store."""
-        if entry.optimizer is None:
-            entry.value += pushed
-        else:
-            entry.optimizer.update(pushed.reshape(entry.shape), self._hyperparameters)
-
-    # -- pulls -------------------------------------------------------------------------
 
     def _pull(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        entry.pulls.append((worker, message.step))
-        if worker == 0 and message.step > entry.completed:
-            entry.hyperparameters = self._hyperparameters
-            self._complete(entry)
+        pull = Pull(worker, message.step, message.priority)
+        entry.ask(pull, self._hyperparameters, average=self._average)
         self._answer(entry)
 
-    def _answer(self, entry: _Entry) -> None:
+    def _answer(self, entry: Entry) -> None:
         """Sends the value to everyone whose turn it is."""
-        waiting = []
-        for worker, count in entry.pulls:
-            if self._staleness is None:
-                is_ready = entry.completed >= count
-            else:
-                slowest = min(c for w, c in enumerate(entry.counts) if w not in self._left)
-                is_ready = count - slowest <= self._staleness
-            if is_ready:
-                # In an asynchronous store the next push may come while this is on its way.
-                is_shared = self._staleness is None
-                value = entry.value if is_shared else self._copy(entry.value)
-                self._transfer.give(
-                    self._workers[worker],
-                    entry.number,
-                    memory_of(value),
-                    (lambda: None) if is_shared else partial(self._keep, value),
-                )
-            else:
-                waiting.append((worker, count))
-        entry.pulls = waiting
-        self._note_wait(entry)
-        self._complain_of_left(entry)
-
-    def _complain_of_left(self, entry: _Entry) -> None:
-        """Raises PeerLost if a pull waits for a worker that has left."""
-        for worker, count in entry.pulls:
-            for other in self._left:
-                if self._staleness is None and entry.counts[other] < count:
-                    raise PeerLost(
-                        f"worker {other} left before step {count} of key {entry.name!r}, for "
-                        f"which worker {worker} waits"
-                    )
-
-    def _note_wait(self, entry: _Entry) -> None:
-        waits = bool(entry.pulls) or (self._staleness is None and entry.taken > 0)
-        waits = waits or any(push.entry is entry for push in self._announced)
-        entry.since_s = (entry.since_s or monotonic()) if waits else 0.0
+        for pull in entry.answerable(self._left):
+            value, then = entry.value, _nothing
+            if self._staleness is not None:
+                # The next push may change it while it is on its way.
+                value = self._spare.take(entry.value).copy_(entry.value)
+                then = partial(self._spare.keep, value)
+            self._answers[pull.worker].add(entry.number, pull.priority, memory_of(value), then)
 
     # -- state -------------------------------------------------------------------------
 
@@ -432,22 +295,9 @@ class Server:
 
         self._loop.receive(memory_of(data), self._workers[worker], push_tag(entry.number), arrived)
 
-    # -- memory ------------------------------------------------------------------------
 
-    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        spare = self._spare.setdefault((like.numel(), like.dtype), [])
-        return spare.pop() if spare else torch.empty_like(like)
-
-    def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        return self._buffer(value).copy_(value)
-
-    def _keep(self, buffer: torch.Tensor) -> None:
-        self._spare[buffer.numel(), buffer.dtype].append(buffer)
-
-
-def memory_of(tensor: torch.Tensor) -> Any:
-    """The bytes of a flat tensor, as MPI takes them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _nothing() -> None:
+    """A sum is only replaced when all workers have it."""
 
 
 def _listed(workers: list[int]) -> str:

@@ -13,7 +13,6 @@ import torch
 from bytesched.errors import (
     InvalidTransition,
     MismatchError,
-    PluginError,
     SchedulerClosed,
     SchedulerTimeout,
 )
@@ -21,7 +20,8 @@ from bytesched.kvstore import Ended, Key, describe
 from bytesched.plugins.kvstore_optimizer import is_elementwise, packed_state, unpacked_state
 from bytesched.plugins.mpi_kvstore_calls import Calls
 from bytesched.plugins.mpi_kvstore_loop import TO_SERVER, Loop, Message, Op, pull_tag
-from bytesched.plugins.mpi_kvstore_server import Server, error_of, memory_of
+from bytesched.plugins.mpi_kvstore_memory import flat_of, memory_of, tensor_of
+from bytesched.plugins.mpi_kvstore_server import Server, error_of
 from bytesched.plugins.mpi_kvstore_transfer import Transfer
 
 __all__ = ["MPIKVStore"]
@@ -47,6 +47,9 @@ class MPIKVStore:
 
     Transfers are carried out by a thread of its own, which alone calls MPI.
     """
+
+    #: see `AsyncKVStore`
+    answers_by_priority = True
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class MPIKVStore:
             raise InvalidTransition(f"key {key!r} has been initialised already")
         self._calls.meet(f"init {key!r} as {describe(value)}")
         server = min(self._servers, key=lambda rank: (self._load_bytes[rank], rank))
-        flat = _flat(value)
+        flat = flat_of(value)
         remote = _Remote(key, self._numbers, server, describe(value), flat.nbytes)
         self._numbers += 1
         self._load_bytes[server] += flat.nbytes
@@ -163,7 +166,7 @@ class MPIKVStore:
             remote.is_pushed = True
             remote.count += 1
             count = remote.count
-        memory = memory_of(_flat(value))
+        memory = memory_of(flat_of(value))
 
         def begin() -> None:
             # The memory is free when it has left and the server has it.
@@ -185,14 +188,14 @@ class MPIKVStore:
     def start_pull(self, key: Key, out: Any, ended: Ended, priority: int = 0) -> None:
         """Begins a pull; it has ended when ``out`` is filled."""
         remote = self._known(key, "pull", out)
-        flat = _flat(out)
-        is_direct = flat.data_ptr() == _tensor(out).data_ptr()
+        flat = flat_of(out)
+        is_direct = flat.data_ptr() == tensor_of(out).data_ptr()
 
         def filled(error: BaseException | None) -> None:
             if error is None:
                 remote.is_pushed = False
                 if not is_direct:
-                    _tensor(out).copy_(flat.reshape(out.shape))
+                    tensor_of(out).copy_(flat.reshape(out.shape))
             ended(error)
 
         def begin() -> None:
@@ -366,18 +369,3 @@ class MPIKVStore:
             f"<MPIKVStore worker {self._rank} of {self._num_workers}, servers {self._servers}, "
             f"{len(self._remotes)} keys>"
         )
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    """The memory of a torch tensor or a numpy array."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    try:
-        return torch.from_numpy(value)
-    except TypeError as error:
-        raise PluginError(f"a value of type {type(value).__qualname__}: {error}") from None
-
-
-def _flat(value: Any) -> torch.Tensor:
-    """Its elements in one piece of the host's memory: its own, if they are."""
-    return _tensor(value).cpu().contiguous().reshape(-1)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
-from collections.abc import Callable
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 from bytesched.config import Config
@@ -15,21 +11,19 @@ from bytesched.errors import (
     MismatchError,
     PluginError,
     SchedulerClosed,
-    SchedulerTimeout,
 )
 from bytesched.kvstore import Key, KVStore, describe
-from bytesched.kvstore_pipes import Chunk, Pipes
+from bytesched.kvstore_pipes import Chunk
 from bytesched.observe import Observers
 from bytesched.plugins.kvstore_layout import KeySlot, flattened, lay_out, plain, zeros
+from bytesched.plugins.kvstore_transfers import Transfers
 
 __all__ = ["ScheduledKVStore"]
 
-log = logging.getLogger("bytesched")
 
 _PARTITION_BYTES = 2**20
 #: chunks in flight per pipe: the next one is on its way to the wire while one is on it
 _WINDOW = 2
-_WORST = 8
 
 
 class ScheduledKVStore:
@@ -49,29 +43,26 @@ class ScheduledKVStore:
 
     def __init__(self, store: KVStore, config: Config, observers: Observers | None = None) -> None:
         self.store = store
-        self._config = config
         self._observers = observers or Observers()
-        self._changed = threading.Condition()
         self._slots: dict[Key, KeySlot] = {}
-        self._of_chunk: dict[Key, list[KeySlot]] = {}
-        self._chunks: list[Chunk] = []
-        self._pipes: Pipes | None = None
         self._generation = 0
         self._partition_bytes = config.partition_bytes or _PARTITION_BYTES
-        self._credit_bytes = config.credit_bytes or _WINDOW * self._partition_bytes
-        #: chunks whose push has not ended
-        self._pushing = 0
+        self._transfers = Transfers(
+            store,
+            config,
+            self._observers,
+            credit_bytes=config.credit_bytes or _WINDOW * self._partition_bytes,
+        )
         self._waits = 0
         #: false when the keys are to be cut anew, before the next step
         self._is_cut = bool(getattr(store, "is_stateful", False))
         self._closed = False
         self._steps = 0
-        self._wait_ns: Counter[str] = Counter()
-        #: of pipes that were closed: pushes and pulls
-        self._busy_ns = [0, 0]
-        self._cpu_ns = self._started = 0
-        #: the first error, which is final
-        self.error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._transfers.error
 
     @property
     def rank(self) -> int:
@@ -91,10 +82,9 @@ class ScheduledKVStore:
         ``priority`` is that of its pushes and pulls, higher first; by default the keys go in the
         order of their ``init``.
         """
-        with self._changed:
-            self._check(f"init of key {key!r}")
-            if key in self._slots:
-                raise InvalidTransition(f"key {key!r} has been initialised already")
+        self._check(f"init of key {key!r}")
+        if key in self._slots:
+            raise InvalidTransition(f"key {key!r} has been initialised already")
         flat = flattened(value)
         number = len(self._slots)
         slot = KeySlot(
@@ -109,7 +99,7 @@ class ScheduledKVStore:
         chunks = lay_out([slot], partition_bytes=self._partition_bytes, merge=False, generation=0)
         self._init(chunks)
         self._slots[key] = slot
-        self._use([*self._chunks, *chunks])
+        self._transfers.use([*self._transfers.chunks, *chunks], self._slots.values())
 
     def push(self, key: Key, value: Any, priority: int | None = None) -> None:
         """Adds ``value`` to this step of ``key``; it may be overwritten afterwards.
@@ -122,39 +112,25 @@ class ScheduledKVStore:
             raise InvalidTransition(
                 f"worker {self.rank} pushed key {key!r} twice in one step: pull it first"
             )
-        self._wait_for(slot)
+        self._transfers.wait_for(slot)
         if priority is not None:
             slot.priority = -priority
         if slot.steps == self._steps:
             self._next_step()
-        with self._changed:
-            if not slot.steps:
-                slot.segment = self._waits
-            slot.steps = self._steps
-            slot.flat[...] = plain(value).reshape(-1)
-            slot.is_pushed = True
-            pipes = self._running()
-            for chunk in slot.chunks:
-                if chunk.push_task.notify_ready():
-                    self._pushing += 1
-                    pipes.push(chunk)
+        if not slot.steps:
+            slot.segment = self._waits
+        slot.steps = self._steps
+        self._transfers.push(slot, value)
 
     def pull(self, key: Key, out: Any, priority: int | None = None) -> None:
         """Fills ``out`` with the value of ``key``; if it was pushed, `wait` before reading it."""
         slot = self._slot(key, out, "pull")
-        self._wait_for(slot)
-        if not slot.is_pushed:
-            self._read(slot)
-            plain(out)[...] = slot.flat.reshape(slot.shape)
+        self._transfers.wait_for(slot)
+        if slot.is_pushed:
+            self._transfers.pull(slot, out)
             return
-        with self._changed:
-            slot.out = plain(out)
-            slot.missing = set(slot.chunks)
-            pipes = self._running()
-            for chunk in slot.chunks:
-                pipes.ask(chunk)
-            if not slot.chunks:
-                self._fill(slot)
+        self._read(slot)
+        plain(out)[...] = slot.flat.reshape(slot.shape)
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int | None = None) -> None:
         """Push, then pull into ``out``, or into ``value`` if that is None."""
@@ -170,7 +146,7 @@ class ScheduledKVStore:
         slots = list(self._slots.values()) if key is None else [self._known(key, "wait")]
         self._waits += 1
         for slot in slots:
-            self._wait_for(slot)
+            self._transfers.wait_for(slot)
 
     def barrier(self) -> None:
         """Returns when every worker has called it and every push of this one has ended."""
@@ -181,15 +157,15 @@ class ScheduledKVStore:
     def flush(self) -> None:
         """Returns when everything that was begun has ended."""
         for slot in self._slots.values():
-            self._wait_for(slot)
-        self._wait_until(lambda: not self._pushing, "all pushes")
+            self._transfers.wait_for(slot)
+        self._transfers.wait_pushed()
 
     def close(self) -> None:
         """Stops our threads and closes the store; pulls that have not ended never will."""
         if self._closed:
             return
         self._closed = True
-        self._stop()
+        self._transfers.stop()
         self.store.close()
         self._observers.close()
 
@@ -200,53 +176,37 @@ class ScheduledKVStore:
 
         PluginError if the store has an optimizer, whose state belongs to the chunks as they are.
         """
-        with self._changed:
-            self._check("resize")
-            if partition_bytes and getattr(self.store, "is_stateful", False):
-                raise PluginError(
-                    "the optimizer in the store has a state for each chunk: choose the partition "
-                    "size when the store is wrapped"
-                )
-            if partition_bytes:
-                self._partition_bytes = partition_bytes
-                self._is_cut = False
-            self._credit_bytes = credit_bytes or max(self._credit_bytes, self._partition_bytes)
-            if self._pipes is not None:
-                self._pipes.set_credit(self._credit_bytes, self._credit_bytes)
+        self._check("resize")
+        if partition_bytes and getattr(self.store, "is_stateful", False):
+            raise PluginError(
+                "the optimizer in the store has a state for each chunk: choose the partition "
+                "size when the store is wrapped"
+            )
+        if partition_bytes:
+            self._partition_bytes = partition_bytes
+            self._is_cut = False
+        self._transfers.set_credit(
+            credit_bytes or max(self._transfers.credit_bytes, self._partition_bytes)
+        )
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""
-        steps = max(self._steps, 1)
-        pipes = self._pipes
-        schedulers = (pipes.pushes, pipes.pulls) if pipes is not None else ()
-        busy_ns = list(self._busy_ns)
-        for index, scheduler in enumerate(schedulers):
-            busy_ns[index] += scheduler.busy_ns
-        cpu_ns = self._cpu_ns + sum(scheduler.cpu_ns for scheduler in schedulers)
-        started = self._started + sum(scheduler.tasks_started for scheduler in schedulers)
-        wait_ms = sum(self._wait_ns.values()) / 1e6 / steps
-        figures: dict[str, int | float | str] = {
+        return {
             "steps": self._steps,
-            "exposed_comm_ms": wait_ms,
-            "push_ms": busy_ns[0] / 1e6 / steps,
-            "pull_ms": busy_ns[1] / 1e6 / steps,
+            **self._transfers.figures(max(self._steps, 1)),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
-            "chunks": len(self._chunks),
+            "chunks": len(self._transfers.chunks),
             "partition_bytes": self._partition_bytes,
-            "credit_bytes": self._credit_bytes,
-            "scheduler_cpu_us_per_chunk": cpu_ns / 1e3 / max(started, 1),
+            "credit_bytes": self._transfers.credit_bytes,
             "mode": "kvstore",
             "rank": self.rank,
             "world_size": self.num_workers,
         }
-        for name, ns in self._wait_ns.most_common(_WORST):
-            figures[f"wait_ms/{name}"] = ns / 1e6 / steps
-        return figures
 
     def unwrap(self) -> KVStore:
         """The store, with every key under its own name again; every worker calls it."""
         self.flush()
-        self._stop()
+        self._transfers.stop()
         for slot in self._slots.values():
             if [chunk.key for chunk in slot.chunks] != [slot.key]:
                 self._read(slot)
@@ -273,7 +233,7 @@ class ScheduledKVStore:
         for slot in slots:
             if slot.steps < self._steps:
                 self._read(slot)
-        old = {chunk.key for chunk in self._chunks}
+        old = {chunk.key for chunk in self._transfers.chunks}
         self._generation += 1
         chunks = lay_out(
             slots,
@@ -285,20 +245,12 @@ class ScheduledKVStore:
         if hasattr(self.store, "delete"):
             for key in sorted(old - {chunk.key for chunk in chunks}, key=str):
                 self.store.delete(key)
-        self._use(chunks)
+        self._transfers.use(chunks, slots)
         self._is_cut = True
 
     def _init(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             self.store.init(chunk.key, chunk.push_from)
-
-    def _use(self, chunks: list[Chunk]) -> None:
-        self._stop()
-        self._chunks = chunks
-        self._of_chunk = {}
-        for slot in self._slots.values():
-            for chunk in slot.chunks:
-                self._of_chunk.setdefault(chunk.key, []).append(slot)
 
     def _read(self, slot: KeySlot) -> None:
         """Fetches the value of a key that was not pushed; others in its chunks may have been."""
@@ -311,95 +263,6 @@ class ScheduledKVStore:
             slot.flat[start_at - slot.start_at : stop_at - slot.start_at] = whole[
                 start_at - task.start_at : stop_at - task.start_at
             ]
-
-    # -- the pipes ---------------------------------------------------------------------
-
-    def _running(self) -> Pipes:
-        """With the lock held."""
-        if self._pipes is None:
-            self._pipes = Pipes(
-                self.store,
-                self._chunks,
-                policy=self._config.policy,
-                push_credit_bytes=self._credit_bytes,
-                pull_credit_bytes=self._credit_bytes,
-                on_pushed=self._pushed,
-                on_pulled=self._pulled,
-                on_error=self._fail,
-                observers=self._observers,
-            )
-        return self._pipes
-
-    def _stop(self) -> None:
-        pipes, self._pipes = self._pipes, None
-        if pipes is not None:
-            pipes.close()
-            for index, scheduler in enumerate((pipes.pushes, pipes.pulls)):
-                self._busy_ns[index] += scheduler.busy_ns
-                self._cpu_ns += scheduler.cpu_ns
-                self._started += scheduler.tasks_started
-
-    def _pushed(self, chunk: Chunk) -> None:
-        with self._changed:
-            self._pushing -= 1
-            self._changed.notify_all()
-
-    def _pulled(self, chunk: Chunk) -> None:
-        with self._changed:
-            for slot in self._of_chunk[chunk.key]:
-                slot.missing.discard(chunk)
-                if not slot.missing:
-                    self._fill(slot)
-
-    def _fill(self, slot: KeySlot) -> None:
-        """The value of ``slot`` is there; with the lock held."""
-        slot.out[...] = slot.flat.reshape(slot.shape)
-        slot.out = None
-        slot.is_pushed = False
-        self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = self.error or error
-            self._changed.notify_all()
-
-    # -- waiting -----------------------------------------------------------------------
-
-    def _wait_for(self, slot: KeySlot) -> None:
-        if slot.out is None:
-            return
-        with self._changed:
-            for chunk in slot.missing:
-                for other in self._of_chunk[chunk.key]:
-                    if chunk not in other.missing:
-                        raise InvalidTransition(
-                            f"key {slot.key!r} waits for key {other.key!r}, which shares a chunk "
-                            f"with it and was not {'pulled' if other.is_pushed else 'pushed'} in "
-                            "this step: keep to the order of calls of the first step"
-                        )
-        began_ns = perf_counter_ns()
-        self._wait_until(lambda: slot.out is None, f"the pull of key {slot.key!r}")
-        now_ns = perf_counter_ns()
-        self._wait_ns[str(slot.key)] += now_ns - began_ns
-        if self._observers:
-            self._observers.on_span("wait", str(slot.key), began_ns, now_ns)
-            for chunk in slot.chunks:
-                self._observers.on_flow("f", chunk.pull_task.index, "wait", now_ns)
-
-    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        deadline = monotonic() + self._config.timeout_s
-        with self._changed:
-            while not done():
-                if self.error is not None:
-                    raise self.error.with_traceback(None)
-                left_s = deadline - monotonic()
-                if left_s <= 0:
-                    raise SchedulerTimeout(
-                        f"waited {self._config.timeout_s:g} s for {what}",
-                        rank=self.rank,
-                        story=self._pipes.story().splitlines() if self._pipes else (),
-                    )
-                self._changed.wait(left_s)
 
     # -- checks ------------------------------------------------------------------------
 
@@ -426,6 +289,6 @@ class ScheduledKVStore:
 
     def __repr__(self) -> str:
         return (
-            f"<ScheduledKVStore {len(self._slots)} keys in {len(self._chunks)} chunks, "
+            f"<ScheduledKVStore {len(self._slots)} keys in {len(self._transfers.chunks)} chunks, "
             f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
         )

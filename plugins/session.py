@@ -215,7 +215,7 @@ class Session:
         self._undo.extend(
             gates.rise(self.root, plan, self._first_use, self._settling, self._inside_compiled)
         )
-        self._meter.active(plan, warm)
+        self._meter.active(plan, warm.partition_bytes, warm.credit_bytes)
         if self._retuning is not None:
             parts = Parts(plan, warm.packer, self._settling, gates, self._sending)
             self._changing.activate(parts, warm.setting)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,16 +24,17 @@ class Running:
     """A system that is ready to train."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    #: An optimizer, or what stands for one in a training loop.
+    optimizer: Any
     #: Called when the iterations are over; returns figures of the system's own.
     close: Callable[[], dict[str, int | float | str]] = field(default=dict)
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """AdamW, or SGD with momentum, each in torch's fused form."""
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
 
 
 def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
@@ -44,33 +46,37 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         return _horovod(kind, options, model, optimizer_name)
     if kind == "fsdp2":
         _shard(model)
-        return Running(model, make_optimizer(optimizer_name, model))
+        return Running(model, make_optimizer(optimizer_name, model.parameters()))
     if kind == "ddp":
         wrapped = DistributedDataParallel(
             model,
             bucket_cap_mb=float(options.get("bucket_mb", 25)),
             gradient_as_bucket_view=options.get("bucket_view") == "1",
         )
-        return Running(wrapped, make_optimizer(optimizer_name, model))
+        return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     wrapped = DistributedDataParallel(model)
-    return _scheduled(make_optimizer(optimizer_name, model), wrapped, options)
+    return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, options)
 
 
 def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:
     import horovod.torch as hvd
 
     optimizer = hvd.DistributedOptimizer(
-        make_optimizer(name, model), named_parameters=model.named_parameters()
+        make_optimizer(name, model.parameters()), named_parameters=model.named_parameters()
     )
     if kind == "horovod":
         return Running(model, optimizer)
-    return _scheduled(optimizer, model, options)
+    return scheduled(optimizer, model, options)
 
 
-def _scheduled(
-    optimizer: torch.optim.Optimizer, model: nn.Module, options: Mapping[str, str]
+def scheduled(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    options: Mapping[str, str],
+    kvstore: Any = None,
 ) -> Running:
-    bytesched.wrap(optimizer, model, **options)  # type: ignore[call-overload]
+    """``bytesched.wrap`` with these options."""
+    bytesched.wrap(optimizer, model, kvstore=kvstore, **options)  # type: ignore[call-overload]
 
     def close() -> dict[str, int | float | str]:
         bytesched.flush(optimizer)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bytesched.plugins import kvstore_training
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore_loop import Message, Op
 from bytesched.plugins.mpi_kvstore_server import Server
+from bytesched.plugins.mpi_kvstore_service import Answers
 from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
 
 TIMEOUT_S = 30.0
@@ -218,6 +220,25 @@ def most_complete_keys_are_served_first() -> None:
         then()
     # Key 5 has one of three already; of the others 0 is more urgent than 1.
     assert silent.taken[4:] == [(5, 1), (0, 0), (1, 0)], silent.taken
+
+
+def urgent_answers_overtake() -> None:
+    sent: list[int] = []
+    ends: list[Callable[[], None]] = []
+
+    def give(rank: int, key: int, memory: Any, then: Callable[[], None]) -> None:
+        sent.append(key)
+        ends.append(then)
+
+    transfer: Any = SimpleNamespace(give=give)
+    answers = Answers(0, transfer)
+    for key in (5, 4, 3, 2):
+        answers.add(key, -key, None, lambda: None)
+    assert sent == [5, 4], "two are on their way"
+    ends[0]()
+    answers.add(0, 0, None, lambda: None)
+    ends[1]()
+    assert sent == [5, 4, 2, 0], sent
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bytesched import bench
+from bytesched.bench_systems import SYSTEMS, parse_systems
 from bytesched.bench_table import add_figures, table
 from bytesched.errors import ConfigError
 from bytesched.plugins import emulate
@@ -103,7 +104,7 @@ def test_a_wrong_rate_is_refused() -> None:
 
 
 def test_systems_and_their_options() -> None:
-    first, second = bench.parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+order=leader")
+    first, second = parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+order=leader")
     assert first == {"label": "ddp:bucket_mb=4", "kind": "ddp", "options": {"bucket_mb": "4"}}
     assert second["options"] == {"policy": "fifo", "order": "leader"}
 
@@ -349,7 +350,7 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    assert list(result["systems"]) == list(bench.SYSTEMS)
+    assert list(result["systems"]) == list(SYSTEMS)
     assert result["world_size"] == 2
     assert result["workload"] == "tiny (emulated compute)"
     assert result["command"].startswith("bytesched bench --emulate")

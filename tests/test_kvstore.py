@@ -128,6 +128,8 @@ def test_updater_changes_the_value_by_the_sum() -> None:
 class HandStore(LocalKVStore):
     """Transfers end when the test says so."""
 
+    answers_by_priority = False
+
     def __init__(self) -> None:
         super().__init__(timeout_s=TIMEOUT_S)
         self.under_way: list[tuple[str, Key, Any, Ended]] = []
@@ -186,6 +188,25 @@ def test_a_pull_runs_beside_the_next_push() -> None:
     store.end("pull", second)
     kv.wait("a")
     assert torch.equal(out, value)
+    kv.close()
+
+
+def test_a_store_that_answers_by_priority_is_asked_for_everything_at_once() -> None:
+    store = HandStore()
+    store.answers_by_priority = True
+    kv = scheduled(store, partition_bytes=16, credit_bytes=16)
+    for key in ("front", "back"):
+        kv.init(key, torch.zeros(4))
+    for key in ("back", "front"):
+        kv.pushpull(key, torch.zeros(4))
+        store.end("push", key)
+    # The pull of "back" may wait for another worker: that of "front" does not wait behind it.
+    assert set(store.wait_for(4)) >= {("pull", "back"), ("pull", "front")}
+    store.end("pull", "front")
+    kv.wait("front")
+    kv.resize(credit_bytes=16)
+    store.end("pull", "back")
+    kv.wait("back")
     kv.close()
 
 

@@ -87,8 +87,9 @@ def test_beyond_the_contract() -> None:
     assert output.count("done") == 3, output
 
 
-def test_most_complete_keys_are_served_first() -> None:
-    code, output = mpirun(1, "kv_cases.py", "most_complete_keys_are_served_first")
+def test_what_is_served_first() -> None:
+    cases = ("most_complete_keys_are_served_first", "urgent_answers_overtake")
+    code, output = mpirun(1, "kv_cases.py", *cases)
     assert code == 0, output
 
 

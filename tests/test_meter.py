@@ -16,8 +16,7 @@ def steps(crossing_bytes: int, count: int) -> Meter:
     """A meter after so many steps of a model with 1000 bytes of gradients."""
     meter = Meter(Observers(), parameters=1)
     plan: Any = SimpleNamespace(nbytes=1000, chunks=[])
-    sizes: Any = SimpleNamespace(partition_bytes=100, credit_bytes=200)
-    meter.active(plan, sizes)
+    meter.active(plan, partition_bytes=100, credit_bytes=200)
     for _ in range(count):
         meter.stepped(crossing_bytes)
     return meter

@@ -70,7 +70,7 @@ def _loss_fn(spec: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _waves(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[_Step, _Close]:
-    optimizer = make_optimizer("sgd", model)
+    optimizer = make_optimizer("sgd", model.parameters())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     waves = ModelWaves(model, optimizer, _loss_fn(spec), _batch(spec, 0, 0)[0])
 
@@ -95,7 +95,7 @@ def _pipeline(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[
     dist.broadcast(times_s, 0)
     bounds = balanced(len(model), ranks, lambda start, stop: float(times_s[start:stop].sum()))
     part = nn.Sequential(*list(model)[bounds[rank] : bounds[rank + 1]])
-    optimizer = make_optimizer("sgd", part)
+    optimizer = make_optimizer("sgd", part.parameters())
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
     kind = Schedule1F1B if system == "1f1b" else ScheduleGPipe
     at_once = 1 if system == "naive" else ranks

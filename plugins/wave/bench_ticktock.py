@@ -43,7 +43,7 @@ def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
     ranks = dist.get_world_size()
     if ranks > 1:
         model = DistributedDataParallel(model)
-    optimizer = make_optimizer("sgd", workload.model)
+    optimizer = make_optimizer("sgd", workload.model.parameters())
     if system == "tick-tock+bytesched":
         bytesched.wrap(optimizer, model)
     wave = None
