@@ -31,8 +31,11 @@ __all__ = ["HorovodFailed", "HorovodPeerLost", "HorovodPeers", "HorovodTimeout"]
 
 log = logging.getLogger("bytesched")
 
-#: between two looks at an operation that the user's thread waits for
-_LOOK_S: Final = 5e-4
+#: between two looks at an operation that the user's thread waits for; each nap is so much longer
+#: than the one before, so that one that takes a millisecond is not found half a millisecond late
+_SHORTEST_NAP_S: Final = 1e-4
+_LONGEST_NAP_S: Final = 5e-4
+_LONGER: Final = 1.25
 
 #: Powers of two that double precision is scaled by, so that chunks differ.
 _POWERS: Final = 512
@@ -146,6 +149,7 @@ class HorovodPeers:
 
     def wait(self, work: Any, *, task: str = "") -> Any:
         deadline = time.monotonic() + self.timeout_s
+        nap_s = _SHORTEST_NAP_S
         while not self.is_done(work):
             if time.monotonic() > deadline:
                 raise HorovodTimeout(
@@ -155,7 +159,8 @@ class HorovodPeers:
                     rank=self.rank,
                 )
             # Not hvd.synchronize alone: it spins.
-            time.sleep(_LOOK_S)
+            time.sleep(nap_s)
+            nap_s = min(_LONGER * nap_s, _LONGEST_NAP_S)
         return self.result(work, task=task)
 
     def is_done(self, work: int) -> bool:

@@ -72,7 +72,7 @@ def dies_in_wrap(victim: int, timeout_s: float) -> None:
     ddp: Any = importlib.import_module("bytesched.plugins.ddp")
     model = net()
     if dist.get_rank() == victim:
-        ddp._broadcast = lambda *_: FAULTS["kill"]()
+        ddp.broadcast = lambda *_: FAULTS["kill"]()
     tell(fault_at=time.monotonic())
     told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
 
