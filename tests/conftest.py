@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,9 @@ LAUNCHER_NAMES = frozenset(
 pytest_plugins = ["rank_pools"]
 
 faulthandler.enable()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what runs in its background; the processes of the tests would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,8 @@ def check_ended_well(end: RankEnd) -> None:
     """It ended by itself and in good order, however it ended: no thread, no broken file."""
     assert not end.hung, end.stderr
     assert not any(crash in end.stderr for crash in CRASHES), end.stderr
-    assert end.told.get("threads_left") == [], end.stderr
+    left = end.told.get("threads_left")
+    assert left == [], (left, end.stderr)
     check_trace(end)
 
 

@@ -166,7 +166,8 @@ SPACE = {"tune_space": "partition_bytes=32KiB..128KiB", "tune_steps": 40}
 
 def test_a_training_tunes_itself_and_the_next_one_knows(two_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
-    leader, follower = two_ranks.run(tuned, str(file), 60, SPACE)
+    # Twice the steps and more: on a busy machine the cluster may seem to change meanwhile.
+    leader, follower = two_ranks.run(tuned, str(file), 120, SPACE)
     assert leader["sizes"] == follower["sizes"], "the ranks ran with different sizes"
     assert len(leader["sizes"]) > 2
     assert any(off for *_, off in leader["sizes"]), "scheduling was never off"
