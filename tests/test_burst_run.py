@@ -122,12 +122,15 @@ class Waiting:
                 assert until is None or until.wait(WAIT_S)
 
 
-def test_a_background_step_that_raises_ends_the_background_alone() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_background_step_that_raises_ends_the_background_alone(
+    kind: type[BaseException],
+) -> None:
     began = threading.Event()
 
     def step() -> None:
         began.set()
-        raise RuntimeError("no more data")
+        raise kind("no more data")
 
     background = Background(step)
     foreground = Waiting(background)
@@ -135,9 +138,16 @@ def test_a_background_step_that_raises_ends_the_background_alone() -> None:
     assert not began.is_set()
     foreground.iterate(until=began)
     foreground.iterate(3)
-    with pytest.raises(BackgroundError, match="step 0 raised RuntimeError: no more data") as raised:
+    said = f"step 0 raised {kind.__name__}: no more data"
+    with pytest.raises(BackgroundError, match=said) as raised:
         background.close()
-    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__, kind)
+
+
+def test_a_background_on_a_device_that_is_not_there_says_so() -> None:
+    background = Background(lambda: None, device=torch.device("cuda", 99))
+    with pytest.raises(BackgroundError, match="making a stream on cuda:99 raised"):
+        background.close()
 
 
 def test_a_background_step_that_hangs_does_not_hold_the_foreground() -> None:
