@@ -15,7 +15,7 @@ from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import run_fresh
 from torch import nn
 
-from bytesched.burst.cost import Place
+from bytesched.burst.cost import Place, PlacedBranches
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import BackgroundError, PluginError
 from bytesched.plugins.burst import Background, plan_for
@@ -203,6 +203,15 @@ def test_a_plan_of_recorded_modules_fits_the_model(tmp_path: Path) -> None:
         2,
         1,
     ]
+    # As many recorded modules as children, but not one in each.
+    path = a_plan_file(tmp_path, **{"0_0": 1, "0_1": 2})
+    pair = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ReLU())
+    assert plan_for(pair, path) == (Place(0, 2), Place(0, 2))
+    path = a_plan_file(tmp_path, conv=4, fc=1)
+    assert plan_for(pair, path) == (Place(0, 4), Place(0, 1))
+    block = {"name": "1", "first": 0, "width": 2, "lanes": [0], "branches": [[]]}
+    path.write_text(json.dumps({"plan": [{"name": "0", "first": 0, "width": 4}, block]}))
+    assert plan_for(pair, path) == (Place(0, 4), PlacedBranches(((),), (0,), Place(0, 2)))
     path = a_plan_file(tmp_path, **{"1": 4, "2": 4, "3": 4, "9": 4})
     with pytest.raises(PluginError, match="4 layers, 3 of which"):
         plan_for(model, path)

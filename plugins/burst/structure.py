@@ -24,11 +24,11 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
 
     A profile names the modules that hold parameters. A child of the model that holds several of
     them is where the widest of these is; one that holds none is where the child before it is.
-    Raises `PluginError` if the names are not those of the model, and as `load_plan` does.
+    A plan with branches or with other names throughout, but of the same length, is taken item by
+    item.
+    Raises `PluginError` if some of the names are not those of the model, and as `load_plan` does.
     """
     named = load_named_plan(path)
-    if len(named) == len(model):
-        return tuple(placed for _, placed in named)
     found: list[Place | None] = []
     known = 0
     for child, _ in model.named_children():
@@ -40,6 +40,9 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
         known += len(places)
         widest = max(places, key=lambda place: place.width, default=None)
         found.append(widest or (found[-1] if found else None))
+    recorded = known and all(isinstance(placed, Place) for _, placed in named)
+    if not recorded and len(named) == len(model):
+        return tuple(placed for _, placed in named)
     first = next((place for place in found if place is not None), None)
     if first is None or known < len(named):
         raise PluginError(
