@@ -34,12 +34,26 @@ WAIT_S = 20.0
 @pytest.mark.parametrize("name", burst_cases.CASES)
 def test_a_plan_trains_as_data_parallelism_does(name: str, four_ranks: Ranks) -> None:
     figures = four_ranks.run(burst_cases.equals_data_parallel, name)
-    if name != "vgg-uniform":
-        assert figures[0]["move_bytes"] > 0
-        assert figures[3]["move_wait_ms"] > 0
-    else:
+    if name == "vgg-uniform":
         assert figures[0]["move_bytes"] == 0
         assert figures[0]["mode/0-3"] == "cross"
+    elif name == "vgg-on-two-ranks":
+        assert figures[0]["move_bytes"] == 0
+        assert figures[0]["mode/0-1"] == "cross"
+    else:
+        assert figures[0]["move_bytes"] > 0
+        assert figures[3]["move_wait_ms"] > 0
+
+
+@pytest.mark.procs
+def test_samples_may_have_another_size_in_each_step(four_ranks: Ranks) -> None:
+    four_ranks.run(burst_cases.equals_data_parallel, "resnet", (8, 12))
+
+
+@pytest.mark.procs
+def test_a_rank_that_closes_waits_for_those_that_are_behind(four_ranks: Ranks) -> None:
+    changes = four_ranks.run(burst_cases.closes_while_another_is_behind)
+    assert all(changes[0])
 
 
 @pytest.mark.procs
@@ -57,7 +71,9 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
         ("length", "the plan has 3 layers for the model, which has 4"),
         ("norm", "use nn.GroupNorm"),
         ("shared", "2 and 3 share a parameter"),
-        ("plans", "MismatchError: rank 0 and rank 3 have different plans"),
+        ("join", "the join of 1 is planned for ranks 0 to 7, and there are 4 ranks"),
+        ("plans", "MismatchError: the ranks disagree: rank 0 has '1: Place(first=0, width=2)'"),
+        ("models", "MismatchError: the ranks disagree: rank 0 has '2.1.weight (32, 64)"),
     ],
 )
 def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Ranks) -> None:
@@ -107,6 +123,13 @@ def test_a_rank_that_stays_away_is_not_waited_for_without_end(four_ranks: Ranks)
     said = four_ranks.run(burst_cases.is_kept_waiting)
     assert set(said) <= {"SchedulerTimeout", "PeerLost"}, said
     assert "SchedulerTimeout" in said[:3]
+
+
+@pytest.mark.procs
+def test_a_rank_that_never_comes_is_not_waited_for_without_end(four_ranks: Ranks) -> None:
+    said = four_ranks.run(burst_cases.does_not_come)
+    assert said[3] == "RuntimeError: no optimizer"
+    assert all(text.startswith("SchedulerTimeout") for text in said[:3]), said
 
 
 class Waiting:
