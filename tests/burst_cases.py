@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ CASES: dict[str, tuple[Callable[[], nn.Sequential], Plan]] = {
     "vgg": (vgg_like, (FOUR, TWO, ONE, FOUR)),
     "vgg-narrow-first": (vgg_like, (ONE, FOUR, TWO, ONE)),
     "vgg-uniform": (vgg_like, (FOUR, FOUR, FOUR, FOUR)),
+    "vgg-on-two-ranks": (vgg_like, (TWO, TWO, TWO, TWO)),
     "resnet": (
         resnet_like,
         (
@@ -98,9 +100,10 @@ CASES: dict[str, tuple[Callable[[], nn.Sequential], Plan]] = {
 }
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, edges: Sequence[int] = (8,)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)
+    edge = edges[step % len(edges)]
+    images = torch.randn(BATCH, 3, edge, edge, generator=generator, dtype=torch.float64)
     return images, torch.randint(CLASSES, (BATCH,), generator=generator)
 
 
@@ -116,7 +119,7 @@ def mean_over_ranks(loss: Tensor | None) -> float:
     return float(total[0] / total[1])
 
 
-def data_parallel(name: str) -> tuple[list[float], dict[str, Tensor]]:
+def data_parallel(name: str, edges: Sequence[int]) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     inner = CASES[name][0]().double()
     model = DistributedDataParallel(inner)
@@ -124,7 +127,7 @@ def data_parallel(name: str) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
-        images, labels = batch(step)
+        images, labels = batch(step, edges)
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images[rank::size]), labels[rank::size])
         loss.backward()
@@ -133,15 +136,15 @@ def data_parallel(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(inner.state_dict())
 
 
-def planned(name: str, **fields: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
+def planned(
+    name: str, edges: Sequence[int]
+) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(3 + dist.get_rank())
     make, plan = CASES[name]
-    with Burst(
-        make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS | fields
-    ) as burst:
+    with Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS) as burst:
         # Rank 0's parameters are everybody's, and they are to be those of the run above.
         burst.model.load_state_dict(reference_state(name))
-        losses = [mean_over_ranks(burst.step(*batch(step))) for step in range(STEPS)]
+        losses = [mean_over_ranks(burst.step(*batch(step, edges))) for step in range(STEPS)]
         burst.gather()
         return losses, dict(burst.model.state_dict()), burst.stats()
 
@@ -151,9 +154,9 @@ def reference_state(name: str) -> dict[str, Tensor]:
     return dict(CASES[name][0]().double().state_dict())
 
 
-def equals_data_parallel(name: str) -> dict[str, Any]:
-    expected_losses, expected = data_parallel(name)
-    losses, state, stats = planned(name)
+def equals_data_parallel(name: str, edges: Sequence[int] = (8,)) -> dict[str, Any]:
+    expected_losses, expected = data_parallel(name, edges)
+    losses, state, stats = planned(name, edges)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
     assert state.keys() == expected.keys()
     for key, value in state.items():
@@ -182,6 +185,12 @@ def refused(what: str) -> str:
     elif what == "shared":
         model[2], model[3] = nn.Linear(64, 64), nn.Linear(64, 64)
         model[3].weight = model[2].weight
+    elif what == "join":
+        model, block = resnet_like(), PlacedBranches(((TWO, FOUR), ()), (0, 0), Place(0, 8))
+        plan = (FOUR, block, *CASES["resnet"][1][2:])
+    elif what == "models" and dist.get_rank() == 3:
+        # No other rank trains this layer, so that no session would notice.
+        model[2] = nn.Sequential(nn.Flatten(), nn.Linear(64, 40))
     elif what == "plans" and dist.get_rank() == 3:
         plan = (FOUR, FOUR, ONE, FOUR)
     try:
@@ -272,6 +281,47 @@ def is_kept_waiting() -> str:
     finally:
         burst.close()
     return "nothing happened"
+
+
+def does_not_come() -> str:
+    """Rank 3 cannot make its optimizer: what the ranks say that wait for it."""
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if dist.get_rank() == 3:
+            raise RuntimeError("no optimizer")
+        return optimizer_for(parameters)
+
+    plan = (Place(2, 2), FOUR, ONE, FOUR)
+    fields = SETTINGS | {"timeout_s": 2.0}
+    try:
+        Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def closes_while_another_is_behind() -> list[float]:
+    """Rank 0 gets to what the others send in their last backward pass when they close."""
+    make = CASES["vgg"][0]
+    closing = signals()
+
+    def fall_behind(*_: object) -> None:
+        closing.wait("closing")
+        # The others need a moment to do harm.
+        time.sleep(0.3)
+
+    plan = (ONE, FOUR, FOUR, FOUR)
+    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst.step(*batch(0))
+    if dist.get_rank() == 0:
+        burst.model[1].register_full_backward_hook(fall_behind)
+    before = [float(p.detach().sum()) for p in burst.model[0].parameters()]
+    burst.step(*batch(1))
+    if dist.get_rank() != 0:
+        closing.set("closing")
+    burst.close()
+    after = [float(p.detach().sum()) for p in burst.model[0].parameters()]
+    return [a - b for a, b in zip(after, before, strict=True)]
 
 
 class _Unlucky(nn.Module):

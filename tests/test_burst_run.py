@@ -15,7 +15,7 @@ from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import run_fresh
 from torch import nn
 
-from bytesched.burst.cost import Place
+from bytesched.burst.cost import Place, PlacedBranches
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import BackgroundError, PluginError
 from bytesched.plugins.burst import Background, plan_for
@@ -34,12 +34,26 @@ WAIT_S = 20.0
 @pytest.mark.parametrize("name", burst_cases.CASES)
 def test_a_plan_trains_as_data_parallelism_does(name: str, four_ranks: Ranks) -> None:
     figures = four_ranks.run(burst_cases.equals_data_parallel, name)
-    if name != "vgg-uniform":
-        assert figures[0]["move_bytes"] > 0
-        assert figures[3]["move_wait_ms"] > 0
-    else:
+    if name == "vgg-uniform":
         assert figures[0]["move_bytes"] == 0
         assert figures[0]["mode/0-3"] == "cross"
+    elif name == "vgg-on-two-ranks":
+        assert figures[0]["move_bytes"] == 0
+        assert figures[0]["mode/0-1"] == "cross"
+    else:
+        assert figures[0]["move_bytes"] > 0
+        assert figures[3]["move_wait_ms"] > 0
+
+
+@pytest.mark.procs
+def test_samples_may_have_another_size_in_each_step(four_ranks: Ranks) -> None:
+    four_ranks.run(burst_cases.equals_data_parallel, "resnet", (8, 12))
+
+
+@pytest.mark.procs
+def test_a_rank_that_closes_waits_for_those_that_are_behind(four_ranks: Ranks) -> None:
+    changes = four_ranks.run(burst_cases.closes_while_another_is_behind)
+    assert all(changes[0])
 
 
 @pytest.mark.procs
@@ -57,7 +71,9 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
         ("length", "the plan has 3 layers for the model, which has 4"),
         ("norm", "use nn.GroupNorm"),
         ("shared", "2 and 3 share a parameter"),
-        ("plans", "MismatchError: rank 0 and rank 3 have different plans"),
+        ("join", "the join of 1 is planned for ranks 0 to 7, and there are 4 ranks"),
+        ("plans", "MismatchError: the ranks disagree: rank 0 has '1: Place(first=0, width=2)'"),
+        ("models", "MismatchError: the ranks disagree: rank 0 has '2.1.weight (32, 64)"),
     ],
 )
 def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Ranks) -> None:
@@ -109,6 +125,13 @@ def test_a_rank_that_stays_away_is_not_waited_for_without_end(four_ranks: Ranks)
     assert "SchedulerTimeout" in said[:3]
 
 
+@pytest.mark.procs
+def test_a_rank_that_never_comes_is_not_waited_for_without_end(four_ranks: Ranks) -> None:
+    said = four_ranks.run(burst_cases.does_not_come)
+    assert said[3] == "RuntimeError: no optimizer"
+    assert all(text.startswith("SchedulerTimeout") for text in said[:3]), said
+
+
 class Waiting:
     """A foreground that waits in one gap per iteration until it is told to go on."""
 
@@ -122,12 +145,15 @@ class Waiting:
                 assert until is None or until.wait(WAIT_S)
 
 
-def test_a_background_step_that_raises_ends_the_background_alone() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_background_step_that_raises_ends_the_background_alone(
+    kind: type[BaseException],
+) -> None:
     began = threading.Event()
 
     def step() -> None:
         began.set()
-        raise RuntimeError("no more data")
+        raise kind("no more data")
 
     background = Background(step)
     foreground = Waiting(background)
@@ -135,9 +161,16 @@ def test_a_background_step_that_raises_ends_the_background_alone() -> None:
     assert not began.is_set()
     foreground.iterate(until=began)
     foreground.iterate(3)
-    with pytest.raises(BackgroundError, match="step 0 raised RuntimeError: no more data") as raised:
+    said = f"step 0 raised {kind.__name__}: no more data"
+    with pytest.raises(BackgroundError, match=said) as raised:
         background.close()
-    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__, kind)
+
+
+def test_a_background_on_a_device_that_is_not_there_says_so() -> None:
+    background = Background(lambda: None, device=torch.device("cuda", 99))
+    with pytest.raises(BackgroundError, match="making a stream on cuda:99 raised"):
+        background.close()
 
 
 def test_a_background_step_that_hangs_does_not_hold_the_foreground() -> None:
@@ -193,6 +226,15 @@ def test_a_plan_of_recorded_modules_fits_the_model(tmp_path: Path) -> None:
         2,
         1,
     ]
+    # As many recorded modules as children, but not one in each.
+    path = a_plan_file(tmp_path, **{"0_0": 1, "0_1": 2})
+    pair = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ReLU())
+    assert plan_for(pair, path) == (Place(0, 2), Place(0, 2))
+    path = a_plan_file(tmp_path, conv=4, fc=1)
+    assert plan_for(pair, path) == (Place(0, 4), Place(0, 1))
+    block = {"name": "1", "first": 0, "width": 2, "lanes": [0], "branches": [[]]}
+    path.write_text(json.dumps({"plan": [{"name": "0", "first": 0, "width": 4}, block]}))
+    assert plan_for(pair, path) == (Place(0, 4), PlacedBranches(((),), (0,), Place(0, 2)))
     path = a_plan_file(tmp_path, **{"1": 4, "2": 4, "3": 4, "9": 4})
     with pytest.raises(PluginError, match="4 layers, 3 of which"):
         plan_for(model, path)

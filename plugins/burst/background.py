@@ -57,9 +57,8 @@ class Background:
         self._running_since_s: float | None = None
         self._error: BackgroundError | None = None
         self.observers = Observers()
-        #: totals
+        #: that have ended
         self.steps = 0
-        self.busy_ns = 0
         self._thread = threading.Thread(target=self._run, name="bytesched-background", daemon=True)
         self._thread.start()
 
@@ -148,7 +147,11 @@ class Background:
         return not self._paused and self._admission.fits(perf_counter_ns())
 
     def _run(self) -> None:
-        stream = self._own_stream()
+        try:
+            stream = self._own_stream()
+        except Exception as error:  # noqa: BLE001 - check() raises it
+            self._end(f"making a stream on {self._device} raised", error)
+            return
         while True:
             with self._changed:
                 # What does not fit now will not fit later in this gap: the next one notifies.
@@ -160,12 +163,9 @@ class Background:
             try:
                 with self._on(stream):
                     self._step_fn()
-            except Exception as error:
-                log.exception("background step %d raised; the foreground goes on", self.steps)
-                self._error = BackgroundError(
-                    f"background step {self.steps} raised {type(error).__name__}: {error}"
-                )
-                self._error.__cause__ = error
+            except BaseException as error:  # noqa: BLE001 - check() raises it
+                # sys.exit() in a step, too, would end this thread without a word.
+                self._end(f"background step {self.steps} raised", error)
                 return
             finally:
                 self._running_since_s = None
@@ -173,9 +173,14 @@ class Background:
             with self._changed:
                 self._admission.step_took(ended_ns - began_ns)
                 self.steps += 1
-                self.busy_ns += ended_ns - began_ns
             if self.observers:
                 self.observers.on_span("background", f"step {self.steps}", began_ns, ended_ns)
+
+    def _end(self, what: str, error: BaseException) -> None:
+        """No step begins any more, because of an error."""
+        log.error("%s; the foreground goes on", what, exc_info=error)
+        self._error = BackgroundError(f"{what} {type(error).__name__}: {error}")
+        self._error.__cause__ = error
 
     def _own_stream(self) -> torch.cuda.Stream | None:
         if self._device is None:

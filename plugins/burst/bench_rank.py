@@ -127,9 +127,9 @@ class Bench:
         with self.burst(plan, device, timeline=shared) as burst:
             if shared:
                 burst.share(background)
-            elapsed_s, busy_ns = self.steps(burst, lambda: background.busy_ns)
+            elapsed_s, ran = self.steps(burst, lambda: background.steps)
         background.close()
-        share, equal = busy_ns / 1e9 / elapsed_s, job.equals_solo_run()
+        share, equal = ran * self.step_s / elapsed_s, job.equals_solo_run()
         shares = self.gathered([share, float(equal)])
         return self.figures(elapsed_s, [part for part, _ in shares]) | {
             "slowdown": background.slowdown,

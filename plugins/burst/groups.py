@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from bytesched.burst.cost import Place
 from bytesched.config import Config
+from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.c10d import Group, open_group
@@ -19,7 +21,7 @@ from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["SharedObserver", "broadcast_from", "open_session"]
+__all__ = ["SharedObserver", "broadcast_from", "connect", "open_session"]
 
 
 _SEEN_BY_ALL: Final = frozenset({"forward", "backward", "step"})
@@ -45,6 +47,23 @@ class SharedObserver(Observer):
     ) -> None:
         if track not in _SEEN_BY_ALL:
             self._observers.on_span(track, name, start_ns, end_ns, args)
+
+
+def connect(place: Place, rank: int, timeout_s: float) -> dist.ProcessGroup | None:
+    """The process group of the ranks of a place, None on the others; called on all ranks.
+
+    Raises `SchedulerTimeout` if one of its ranks does not come.
+    """
+    ranks = list(place.devices)
+    try:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+    except RuntimeError as error:
+        raise SchedulerTimeout(
+            f"ranks {ranks[0]} to {ranks[-1]} could not connect within {timeout_s:g} s ({error}); "
+            "does every rank make the same Burst?",
+            rank=rank,
+        ) from error
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def open_session(

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PluginError
+from bytesched.errors import PluginError
 from bytesched.observe import Observers
+from bytesched.plugins.agree import agree
 from bytesched.plugins.burst.background import Background
-from bytesched.plugins.burst.groups import SharedObserver, broadcast_from, open_session
+from bytesched.plugins.burst.groups import SharedObserver, broadcast_from, connect, open_session
 from bytesched.plugins.burst.moves import Moves, samples_at
-from bytesched.plugins.burst.structure import end_of, items_of, layers_of
+from bytesched.plugins.burst.structure import end_of, items_of, layers_of, places_of
 from bytesched.plugins.burst.walk import Walk
 from bytesched.plugins.c10d import open_group
 from bytesched.plugins.observing import observers_of
@@ -56,7 +57,8 @@ class Burst(nn.Module):
         loss: the mean loss of outputs and targets.
         fields: as `bytesched.wrap` takes them.
 
-    Raises `PluginError` for what cannot be run, `ConfigError` for a wrong field.
+    Raises `PluginError` for what cannot be run, `ConfigError` for a wrong field, `MismatchError` if
+    the ranks have different plans or models.
     """
 
     def __init__(
@@ -91,13 +93,11 @@ class Burst(nn.Module):
         name = f"burst{next(_number)}"
         moving = open_group(world, "gloo", name=f"{name}/moves", timeout_s=config.timeout_s)
         self._group = moving
-        said = moving.gather_text("plan", repr(plan))
-        if len(set(said)) > 1:
-            other = next(rank for rank, text in enumerate(said) if text != said[0])
+        try:
+            agree(self._statements(config), moving.rank, moving.gather_text)
+        except BaseException:
             moving.close()
-            raise MismatchError(
-                f"rank 0 and rank {other} have different plans: give every rank the same one"
-            )
+            raise
         broadcast_from(
             moving, 0, itertools.chain(model.parameters(), model.buffers()), "the first broadcast"
         )
@@ -113,13 +113,23 @@ class Burst(nn.Module):
         # Threads and connections must end before the interpreter does.
         atexit.register(self.close)
 
+    def _statements(self, config: Config) -> list[str]:
+        """What all ranks must agree on before they send to each other, a line for each."""
+        tensors = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        return [
+            *(f"{name}: {placed}" for _, placed, name in items_of(self.model, self.plan, "")),
+            *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
+            f"timeline {'on' if config.timeline else 'off'}",
+        ]
+
     def _check(self, placed: Sequence[tuple[nn.Module, Place, str]]) -> None:
-        for module, place, name in placed:
+        for place, name in places_of(items_of(self.model, self.plan, "")):
             if place.first + place.width > self._size:
                 raise PluginError(
                     f"{name} is planned for ranks {place.first} to {place.first + place.width - 1}"
                     f", and there are {self._size} ranks"
                 )
+        for module, _, name in placed:
             for part in module.modules():
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
                     raise PluginError(
@@ -151,14 +161,15 @@ class Burst(nn.Module):
             named = [(f"{layer}.{n}", p) for n, p in module.named_parameters() if p.requires_grad]
             by_place.setdefault(place, []).extend(named)
         for place, named in by_place.items():
-            base = dist.new_group(list(place.devices)) if place.width > 1 and named else None
+            base = (
+                connect(place, self._rank, config.timeout_s) if place.width > 1 and named else None
+            )
             if self._rank not in place.devices or not named:
                 continue
             mine = optimizer([parameter for _, parameter in named])
             self.optimizers.append(mine)
             if base is not None:
                 shared = Observers([SharedObserver(self._observers)] if self._observers else [])
-                assert isinstance(base, dist.ProcessGroup)
                 # Only its store is used, by groups of the session's own.
                 self._sessions[place] = open_session(
                     self, named, mine, place, base, config, shared, name
@@ -183,7 +194,10 @@ class Burst(nn.Module):
             turn_ns = perf_counter_ns()
             here = samples_at(self._last, self._rank, len(inputs))
             loss = self._loss(outputs, targets[here.start :: here.step]) if here else None
-            (outputs.sum() * 0 if loss is None else loss).backward()
+            if loss is not None:
+                loss.backward()
+            elif outputs.requires_grad:
+                (outputs.sum() * 0).backward()  # takes part in the moves
             end_ns = perf_counter_ns()
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -247,6 +261,12 @@ class Burst(nn.Module):
             return
         self._closed = True
         atexit.unregister(self.close)
+        try:
+            # Another rank may still be on its way to what this one has sent.
+            if self._moves.error is None:
+                self._moves.finish()
+        except Exception:
+            log.exception("the last moves did not arrive")
         for session in self._sessions.values():
             try:
                 if session.error is None and self._moves.error is None:

@@ -13,7 +13,7 @@ from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
 from bytesched.plugins.burst.branched import Branched
 
-__all__ = ["Item", "end_of", "items_of", "layers_of", "plan_for"]
+__all__ = ["Item", "end_of", "items_of", "layers_of", "places_of", "plan_for"]
 
 #: a layer or branches, where it is, and its name
 Item = tuple[nn.Module, Place | PlacedBranches, str]
@@ -24,11 +24,11 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
 
     A profile names the modules that hold parameters. A child of the model that holds several of
     them is where the widest of these is; one that holds none is where the child before it is.
-    Raises `PluginError` if the names are not those of the model, and as `load_plan` does.
+    A plan with branches or with other names throughout, but of the same length, is taken item by
+    item.
+    Raises `PluginError` if some of the names are not those of the model, and as `load_plan` does.
     """
     named = load_named_plan(path)
-    if len(named) == len(model):
-        return tuple(placed for _, placed in named)
     found: list[Place | None] = []
     known = 0
     for child, _ in model.named_children():
@@ -40,6 +40,9 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
         known += len(places)
         widest = max(places, key=lambda place: place.width, default=None)
         found.append(widest or (found[-1] if found else None))
+    recorded = known and all(isinstance(placed, Place) for _, placed in named)
+    if not recorded and len(named) == len(model):
+        return tuple(placed for _, placed in named)
     first = next((place for place in found if place is not None), None)
     if first is None or known < len(named):
         raise PluginError(
@@ -74,10 +77,25 @@ def layers_of(items: Iterator[Item]) -> Iterator[tuple[nn.Module, Place, str]]:
         if isinstance(placed, Place):
             yield module, placed, name
             continue
-        assert isinstance(module, Branched)
-        for index, (branch, plan) in enumerate(zip(module.branches, placed.branches, strict=True)):
-            prefix = f"{name}.branches.{index}."
-            yield from layers_of(items_of(cast(nn.Sequential, branch), plan, prefix))
+        for branch in _branches_of(module, placed, name):
+            yield from layers_of(branch)
+
+
+def places_of(items: Iterator[Item]) -> Iterator[tuple[Place, str]]:
+    """Every place that a batch is brought to, with the name of the layer or join that is there."""
+    for module, placed, name in items:
+        if isinstance(placed, Place):
+            yield placed, name
+            continue
+        for branch in _branches_of(module, placed, name):
+            yield from places_of(branch)
+        yield placed.join, f"the join of {name}"
+
+
+def _branches_of(module: nn.Module, placed: PlacedBranches, name: str) -> Iterator[Iterator[Item]]:
+    assert isinstance(module, Branched)
+    for index, (branch, plan) in enumerate(zip(module.branches, placed.branches, strict=True)):
+        yield items_of(cast(nn.Sequential, branch), plan, f"{name}.branches.{index}.")
 
 
 def end_of(placed: Place | PlacedBranches) -> Place:

@@ -13,9 +13,11 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import PluginError
 from bytesched.plugins.burst.branched import Branched
 from bytesched.plugins.burst.moves import Move, Moves, move, samples_at
-from bytesched.plugins.burst.structure import Item, end_of, items_of, layers_of
+from bytesched.plugins.burst.structure import Item, end_of, items_of, places_of
 
 __all__ = ["Walk"]
+
+_Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 class Walk:
@@ -32,16 +34,22 @@ class Walk:
         self._moves = moves
         self._anchor = torch.zeros((), requires_grad=True)
         self._ways: dict[tuple[Place, Place, str, int], tuple[Move, Move]] = {}
-        #: what each item gives for one sample
-        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        #: what each item gives for one sample of the batch at hand
+        self._shapes: _Shapes = {}
+        #: the same by what a sample of the inputs is
+        self._known_shapes: dict[tuple[torch.Size, torch.dtype], _Shapes] = {}
 
     def run(self, inputs: Tensor) -> Tensor:
         """The outputs of the samples that this rank has at the last layer."""
         batch = len(inputs)
         items = list(items_of(self._model, self._plan, ""))
+        # Ranks that do not run a layer have to know what it gives, which changes with its inputs.
+        sample = inputs.shape[1:], inputs.dtype
+        self._shapes = self._known_shapes.get(sample, {})
         if not self._shapes:
             self._find_shapes(items, inputs)
-        for _, place, name in layers_of(iter(items)):
+            self._known_shapes[sample] = self._shapes
+        for place, name in places_of(iter(items)):
             if batch % place.width:
                 raise PluginError(
                     f"{batch} samples cannot be split over {place.width} ranks: {name}"
