@@ -263,6 +263,21 @@ def test_steps_aside_on_one_core(
     wave.close()
 
 
+def test_a_step_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error, when waves that are sent one by one go no further."""
+    model = plain_model()
+    wave = TickTock(model, optimizer_of(model), loss_of, overlap=True)
+
+    def refuse() -> None:
+        raise PluginError("it has failed before")
+
+    monkeypatch.setattr(wave._gradients, "begin", refuse)
+    with pytest.raises(PluginError, match="failed before"):
+        wave.step(batch_of(0))
+    wave.close()
+    loss_of(model, batch_of(0)).backward()
+
+
 def test_activation_memory_is_below_that_of_one_big_batch() -> None:
     """Counted exactly in tensors of known size, and nothing is left when a step is over."""
     layers = 6
