@@ -263,6 +263,19 @@ def test_steps_aside_on_one_core(
     wave.close()
 
 
+def test_says_on_stderr_that_it_steps_aside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a script that has set up no logging, and has not called bytesched.wrap."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+    monkeypatch.setattr(logging.getLogger("bytesched"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("bytesched"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    model = plain_model()
+    TickTock(model, optimizer_of(model), loss_of).close()
+    assert "waves step aside" in capsys.readouterr().err
+
+
 def test_a_step_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an error, when waves that are sent one by one go no further."""
     model = plain_model()
