@@ -263,6 +263,16 @@ def test_steps_aside_on_one_core(
     wave.close()
 
 
+def test_counts_cores_where_processes_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    model = plain_model()
+    wave = TickTock(model, optimizer_of(model), loss_of)
+    assert not wave.overlaps
+    wave.close()
+
+
 def test_says_on_stderr_that_it_steps_aside(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

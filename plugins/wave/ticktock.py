@@ -269,6 +269,14 @@ def _why_alone(model: nn.Module, device: torch.device) -> str:
     """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm communicates in forward and backward, in an order of its own"
-    if device.type == "cpu" and len(os.sched_getaffinity(0)) == 1:
+    if device.type == "cpu" and _cores() == 1:
         return "this process has one core"
     return ""
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    # macOS cannot bind a process to cores.
+    return os.cpu_count() or 1
