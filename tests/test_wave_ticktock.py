@@ -37,6 +37,7 @@ from wave_cases import (
 from bytesched.errors import ConfigError, PluginError
 from bytesched.plugins.wave import ActivationMemory, TickTock
 from bytesched.plugins.wave.lanes import CudaLanes
+from bytesched.plugins.wave.state import WaveStates
 from bytesched.plugins.wave.trial import Trial
 
 
@@ -124,6 +125,18 @@ def test_replicas_are_ranks_of_their_own() -> None:
     assert differences(copies[0], model) == []
     torch.set_rng_state(states[0])
     assert torch.equal(drawn, torch.rand(1)), "wave 0 draws from torch's own generator"
+
+
+def test_no_wave_draws_the_numbers_of_another_rank() -> None:
+    """Where each of two ranks has added its number to the seed, as scripts do."""
+    model, drawn = plain_model(), []
+    for rank in range(2):
+        torch.manual_seed(7 + rank)
+        states = WaveStates(model, waves=3, ranks=2)
+        for wave in range(3):
+            with states.of(wave):
+                drawn.append(float(torch.rand(1)))
+    assert len(set(drawn)) == 6
 
 
 def test_names_what_interferes(caplog: pytest.LogCaptureFixture) -> None:

@@ -106,7 +106,7 @@ class TickTock:
                 session.observers if isinstance(session, Session) else _own_observers(config)
             )
         self._passes = Passes(parameters, waves, self._gradients, self._lanes, self._observers)
-        self._states = WaveStates(model, waves) if replicas else None
+        self._states = WaveStates(model, waves, _world_size()) if replicas else None
         self._trial = Trial()
         why = _why_accumulate(self._ddp) if not self._per_wave else ""
         self._accumulates = bool(why)
