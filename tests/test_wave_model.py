@@ -48,6 +48,14 @@ def test_measuring_layers_changes_nothing() -> None:
     assert min(times_s) > 0
 
 
+def test_layers_that_work_in_place_can_be_measured() -> None:
+    inputs = torch.randn(8, 4)
+    before = inputs.clone()
+    layers = [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)]
+    assert len(layer_times_s(layers, inputs)) == 3
+    assert torch.equal(inputs, before)
+
+
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_every_partition_reaches_every_rank_and_every_gradient_its_home(ranks: int) -> None:
     routes = {(rank, route) for rank in range(ranks) for route in sends(rank, ranks)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,12 @@ SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
 
 def chain(layers: int = 9) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        *(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0), nn.Tanh())
-            for i in range(layers)
-        ),
-        nn.Linear(WIDTH, CLASSES),
-    )
+    activations: list[Callable[[], nn.Module]] = [nn.Tanh, lambda: nn.ReLU(inplace=True)]
+    blocks = [
+        nn.Sequential(activations[i % 2](), nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0))
+        for i in range(layers)
+    ]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

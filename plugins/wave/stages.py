@@ -201,7 +201,10 @@ class ModelWaves:
             partition = self.partitions[index]
             if cargo is Cargo.FORWARD:
                 entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
-                exits.append(self._visit(cargo, index, partial(partition.module, entries[-1])))
+                # A first layer that works in place must not overwrite a leaf.
+                entry = entries[-1].clone() if index else inputs
+                exits.append(self._visit(cargo, index, partial(partition.module, entry)))
+                del entry
                 self._traffic.used(cargo, index)
                 if index == ranks - 1:
                     loss = self._loss_fn(exits[-1], targets)
