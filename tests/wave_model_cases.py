@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,13 @@ def chain(layers: int = 9) -> nn.Sequential:
         nn.Sequential(activations[i % 2](), nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0))
         for i in range(layers)
     ]
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            entry=nn.Linear(WIDTH, WIDTH),
+            **{f"block{i}": block for i, block in enumerate(blocks)},
+            exit=nn.Linear(WIDTH, CLASSES),
+        )
+    )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

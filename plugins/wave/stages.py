@@ -87,6 +87,7 @@ class ModelWaves:
         #: where the chain is cut
         self.bounds = _cut(self._group, model, inputs)
         layers = list(model)
+        self._names = list(model._modules)
         self.partitions = [
             Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
             for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
@@ -154,7 +155,7 @@ class ModelWaves:
             work = self._group.backend.broadcast([partition.flat], options)
             self._group.wait(work, task=f"the weights of partition {index}")
             for offset, layer in enumerate(partition.module):
-                prefix = f"{self.bounds[index] + offset}."
+                prefix = f"{self._names[self.bounds[index] + offset]}."
                 found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
             if not partition.is_home:
                 partition.leave()
