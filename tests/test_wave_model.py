@@ -115,10 +115,13 @@ def test_equals_one_process_with_all_batches(ranks: int, request: pytest.Fixture
 
 @pytest.mark.procs
 def test_refuses_what_cannot_be_cut_and_ranks_that_disagree(two_ranks: Ranks) -> None:
-    for few, shared, elsewhere, different in two_ranks.run(refusals):
+    for few, shared, elsewhere, stranger, different in two_ranks.run(refusals):
         assert few.startswith("PluginError: the model is cut into 2 partitions")
         assert shared.startswith("PluginError: layers 0 and 2 share a parameter")
         assert elsewhere.startswith("PluginError: the model is on meta")
+        assert stranger.startswith(
+            "PluginError: the optimizer has 1 parameters that the model has not, of shapes [(3,)]"
+        )
         assert different.startswith("MismatchError: the ranks disagree: rank 0 has '0.weight")
 
 

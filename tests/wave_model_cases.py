@@ -98,11 +98,15 @@ def refusals() -> list[str]:
         nn.Sequential(nn.Linear(4, 4)),
         nn.Sequential(shared, nn.ReLU(), shared),
         nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
     ]
-    for model in models:
+    for number, model in enumerate(models):
+        optimizer = optimizer_of(model)
+        if number == 3:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         try:
-            ModelWaves(model, optimizer_of(model), functional.mse_loss, x, timeout_s=10.0)
+            ModelWaves(model, optimizer, functional.mse_loss, x, timeout_s=10.0)
         except BytesschedError as error:
             told.append(f"{type(error).__name__}: {error}")
     return told

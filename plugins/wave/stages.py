@@ -77,7 +77,7 @@ class ModelWaves:
         name = f"partitions{next(_number)}"
         self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
         self.rank, ranks = self._group.rank, self._group.size
-        _check(model, ranks)
+        _check(model, optimizer, ranks)
         agree(
             [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()],
             self.rank,
@@ -254,7 +254,7 @@ class ModelWaves:
             self._observers.on_span("wait", by, began_ns, now_ns)
 
 
-def _check(model: nn.Sequential, ranks: int) -> None:
+def _check(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
     if not isinstance(model, nn.Sequential) or len(model) < ranks:
         raise PluginError(
             f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
@@ -265,6 +265,18 @@ def _check(model: nn.Sequential, ranks: int) -> None:
         raise PluginError(
             f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
             "memories over Gloo, so it has to be on the CPU"
+        )
+    held = {id(parameter) for parameter in model.parameters()}
+    strangers = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in held
+    ]
+    if strangers:
+        raise PluginError(
+            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
+            f"{strangers}: nothing would update them; give them an optimizer of their own"
         )
     seen: dict[int, str] = {}
     for name, layer in model._modules.items():
