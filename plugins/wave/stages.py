@@ -56,7 +56,8 @@ class ModelWaves:
             parameters, such as clipping by a global norm, see a part of the model only.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
         inputs: a batch like those to come, to measure the layers with.
-        fields: settings, as for ``bytesched.wrap``.
+        fields: settings of ``bytesched.wrap``: ``partition_bytes``, ``timeout_s``, ``timeline``
+            and ``log_level`` are used.
 
     Raises PluginError for what cannot be cut, and MismatchError if ranks disagree. Collective.
     """
