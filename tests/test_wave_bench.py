@@ -43,6 +43,10 @@ def test_model_waves_and_pipelines_train_the_same(capfd: pytest.CaptureFixture[s
         (["ticktock", "--model", "gtp"], "there are gpt, vgg, resnet, lstm"),
         (["ticktock", "--lab", "2", "--workers", "2"], "exclude each other"),
         (["model", "--model", "gpt"], "vgg is a plain chain"),
+        (["ticktock", "--emulate", "vgg", "--slots", "0"], "--slots 0: at least 1"),
+        (["ticktock", "--waves", "1"], "--waves 1: at least 2"),
+        (["model", "--iterations", "0"], "--iterations 0: at least 1"),
+        (["model", "--workers", "1"], "--workers 1: from 2 to 64"),
     ],
 )
 def test_what_cannot_be_run(

@@ -48,6 +48,14 @@ def test_measuring_layers_changes_nothing() -> None:
     assert min(times_s) > 0
 
 
+def test_layers_that_work_in_place_can_be_measured() -> None:
+    inputs = torch.randn(8, 4)
+    before = inputs.clone()
+    layers = [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)]
+    assert len(layer_times_s(layers, inputs)) == 3
+    assert torch.equal(inputs, before)
+
+
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_every_partition_reaches_every_rank_and_every_gradient_its_home(ranks: int) -> None:
     routes = {(rank, route) for rank in range(ranks) for route in sends(rank, ranks)}
@@ -107,10 +115,13 @@ def test_equals_one_process_with_all_batches(ranks: int, request: pytest.Fixture
 
 @pytest.mark.procs
 def test_refuses_what_cannot_be_cut_and_ranks_that_disagree(two_ranks: Ranks) -> None:
-    for few, shared, elsewhere, different in two_ranks.run(refusals):
+    for few, shared, elsewhere, stranger, different in two_ranks.run(refusals):
         assert few.startswith("PluginError: the model is cut into 2 partitions")
         assert shared.startswith("PluginError: layers 0 and 2 share a parameter")
         assert elsewhere.startswith("PluginError: the model is on meta")
+        assert stranger.startswith(
+            "PluginError: the optimizer has 1 parameters that the model has not, of shapes [(3,)]"
+        )
         assert different.startswith("MismatchError: the ranks disagree: rank 0 has '0.weight")
 
 

@@ -37,6 +37,7 @@ from wave_cases import (
 from bytesched.errors import ConfigError, PluginError
 from bytesched.plugins.wave import ActivationMemory, TickTock
 from bytesched.plugins.wave.lanes import CudaLanes
+from bytesched.plugins.wave.state import WaveStates
 from bytesched.plugins.wave.trial import Trial
 
 
@@ -124,6 +125,18 @@ def test_replicas_are_ranks_of_their_own() -> None:
     assert differences(copies[0], model) == []
     torch.set_rng_state(states[0])
     assert torch.equal(drawn, torch.rand(1)), "wave 0 draws from torch's own generator"
+
+
+def test_no_wave_draws_the_numbers_of_another_rank() -> None:
+    """Where each of two ranks has added its number to the seed, as scripts do."""
+    model, drawn = plain_model(), []
+    for rank in range(2):
+        torch.manual_seed(7 + rank)
+        states = WaveStates(model, waves=3, ranks=2)
+        for wave in range(3):
+            with states.of(wave):
+                drawn.append(float(torch.rand(1)))
+    assert len(set(drawn)) == 6
 
 
 def test_names_what_interferes(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,6 +274,44 @@ def test_steps_aside_on_one_core(
     assert "waves step aside, gradients are accumulated: this process has one core" in caplog.text
     assert not wave.overlaps
     wave.close()
+
+
+def test_counts_cores_where_processes_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    model = plain_model()
+    wave = TickTock(model, optimizer_of(model), loss_of)
+    assert not wave.overlaps
+    wave.close()
+
+
+def test_says_on_stderr_that_it_steps_aside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a script that has set up no logging, and has not called bytesched.wrap."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+    monkeypatch.setattr(logging.getLogger("bytesched"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("bytesched"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    model = plain_model()
+    TickTock(model, optimizer_of(model), loss_of).close()
+    assert "waves step aside" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error, when waves that are sent one by one go no further."""
+    model = plain_model()
+    wave = TickTock(model, optimizer_of(model), loss_of, overlap=True)
+
+    def refuse() -> None:
+        raise PluginError("it has failed before")
+
+    monkeypatch.setattr(wave._gradients, "begin", refuse)
+    with pytest.raises(PluginError, match="failed before"):
+        wave.step(batch_of(0))
+    wave.close()
+    loss_of(model, batch_of(0)).backward()
 
 
 def test_activation_memory_is_below_that_of_one_big_batch() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +24,17 @@ SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
 
 def chain(layers: int = 9) -> nn.Sequential:
     torch.manual_seed(3)
+    activations: list[Callable[[], nn.Module]] = [nn.Tanh, lambda: nn.ReLU(inplace=True)]
+    blocks = [
+        nn.Sequential(activations[i % 2](), nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0))
+        for i in range(layers)
+    ]
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        *(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0), nn.Tanh())
-            for i in range(layers)
-        ),
-        nn.Linear(WIDTH, CLASSES),
+        OrderedDict[str, nn.Module](
+            entry=nn.Linear(WIDTH, WIDTH),
+            **{f"block{i}": block for i, block in enumerate(blocks)},
+            exit=nn.Linear(WIDTH, CLASSES),
+        )
     )
 
 
@@ -92,11 +98,15 @@ def refusals() -> list[str]:
         nn.Sequential(nn.Linear(4, 4)),
         nn.Sequential(shared, nn.ReLU(), shared),
         nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
     ]
-    for model in models:
+    for number, model in enumerate(models):
+        optimizer = optimizer_of(model)
+        if number == 3:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         try:
-            ModelWaves(model, optimizer_of(model), functional.mse_loss, x, timeout_s=10.0)
+            ModelWaves(model, optimizer, functional.mse_loss, x, timeout_s=10.0)
         except BytesschedError as error:
             told.append(f"{type(error).__name__}: {error}")
     return told

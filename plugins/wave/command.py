@@ -60,6 +60,16 @@ def specification(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if options.lab and options.workers:
         raise ConfigError("--lab and --workers exclude each other")
     hosts = options.lab or options.workers or (1 if options.kind == "ticktock" else 2)
+    least = {"batch": 1, "iterations": 1, "rounds": 1, "warmup": 0, "threads": 1}
+    least |= {"waves": 2, "slots": 1} if options.kind == "ticktock" else {"activation_bytes": 4}
+    for name, lowest in least.items():
+        if getattr(options, name) < lowest:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)}: at least {lowest}")
+    for name in ("lab", "workers"):
+        value = getattr(options, name)
+        if value is not None and not 2 <= value <= 64:
+            raise ConfigError(f"--{name} {value}: from 2 to 64")
     spec = {name: getattr(options, name) for name in ("kind", "batch", "iterations", "rounds")}
     spec |= {"warmup": options.warmup, "threads": options.threads, "timeout_s": 300.0}
     if options.emulate:

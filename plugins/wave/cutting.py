@@ -51,8 +51,10 @@ def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
             found = []
             for _ in range(_REPEATS):
                 x_in = x.detach().requires_grad_(x.is_floating_point())
+                # Layers that work in place may overwrite neither a leaf nor the next input.
+                x_copy = x_in.clone()
                 began_s = perf_counter()
-                y = twin(x_in)
+                y = twin(x_copy)
                 if y.requires_grad:
                     y.backward(torch.ones_like(y))
                 found.append(perf_counter() - began_s)

@@ -50,14 +50,15 @@ class Passes:
         Without ``overlap`` each backward pass ends before the next forward pass begins: that is
         gradient accumulation.
         """
+        losses: list[torch.Tensor] = []
+        beside: list[Future[None]] = []
+        # First: it raises after an error, and no hook must stay then.
+        self._gradients.begin()
+        self._lanes.begin()
         hooks = [
             parameter.register_hook(partial(self._arrived, index))
             for index, parameter in enumerate(self._parameters)
         ]
-        losses: list[torch.Tensor] = []
-        beside: list[Future[None]] = []
-        self._gradients.begin()
-        self._lanes.begin()
         try:
             for wave, forward in enumerate(forwards):
                 with self._lanes.forward(wave):

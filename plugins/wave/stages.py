@@ -56,7 +56,8 @@ class ModelWaves:
             parameters, such as clipping by a global norm, see a part of the model only.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
         inputs: a batch like those to come, to measure the layers with.
-        fields: settings, as for ``bytesched.wrap``.
+        fields: settings of ``bytesched.wrap``: ``partition_bytes``, ``timeout_s``, ``timeline``
+            and ``log_level`` are used.
 
     Raises PluginError for what cannot be cut, and MismatchError if ranks disagree. Collective.
     """
@@ -77,7 +78,7 @@ class ModelWaves:
         name = f"partitions{next(_number)}"
         self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
         self.rank, ranks = self._group.rank, self._group.size
-        _check(model, ranks)
+        _check(model, optimizer, ranks)
         agree(
             [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()],
             self.rank,
@@ -87,6 +88,7 @@ class ModelWaves:
         #: where the chain is cut
         self.bounds = _cut(self._group, model, inputs)
         layers = list(model)
+        self._names = list(model._modules)
         self.partitions = [
             Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
             for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
@@ -154,7 +156,7 @@ class ModelWaves:
             work = self._group.backend.broadcast([partition.flat], options)
             self._group.wait(work, task=f"the weights of partition {index}")
             for offset, layer in enumerate(partition.module):
-                prefix = f"{self.bounds[index] + offset}."
+                prefix = f"{self._names[self.bounds[index] + offset]}."
                 found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
             if not partition.is_home:
                 partition.leave()
@@ -201,7 +203,10 @@ class ModelWaves:
             partition = self.partitions[index]
             if cargo is Cargo.FORWARD:
                 entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
-                exits.append(self._visit(cargo, index, partial(partition.module, entries[-1])))
+                # A first layer that works in place must not overwrite a leaf.
+                entry = entries[-1].clone() if index else inputs
+                exits.append(self._visit(cargo, index, partial(partition.module, entry)))
+                del entry
                 self._traffic.used(cargo, index)
                 if index == ranks - 1:
                     loss = self._loss_fn(exits[-1], targets)
@@ -250,7 +255,7 @@ class ModelWaves:
             self._observers.on_span("wait", by, began_ns, now_ns)
 
 
-def _check(model: nn.Sequential, ranks: int) -> None:
+def _check(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
     if not isinstance(model, nn.Sequential) or len(model) < ranks:
         raise PluginError(
             f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
@@ -261,6 +266,18 @@ def _check(model: nn.Sequential, ranks: int) -> None:
         raise PluginError(
             f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
             "memories over Gloo, so it has to be on the CPU"
+        )
+    held = {id(parameter) for parameter in model.parameters()}
+    strangers = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in held
+    ]
+    if strangers:
+        raise PluginError(
+            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
+            f"{strangers}: nothing would update them; give them an optimizer of their own"
         )
     seen: dict[int, str] = {}
     for name, layer in model._modules.items():

@@ -42,9 +42,12 @@ class WaveStates:
 
     Wave 0 has those of the model and of torch. The others begin with a copy of the statistics,
     and with seeds of their own. They are put in place for a wave's forward pass.
+
+    Args:
+        ranks: how many there are. Scripts add the rank to the seed: a wave adds more than that.
     """
 
-    def __init__(self, model: nn.Module, waves: int) -> None:
+    def __init__(self, model: nn.Module, waves: int, ranks: int) -> None:
         holders = [module for module in model.modules() if _keeps_statistics(module)]
         self._buffers = [
             (module, name, [buffer, *(buffer.clone() for _ in range(waves - 1))])
@@ -55,12 +58,12 @@ class WaveStates:
         self._generators = [torch.default_generator] + [
             torch.cuda.default_generators[device.index] for device in devices
         ]
-        self._random = [self._seeded(wave) for wave in range(waves)]
+        self._random = [self._seeded(wave * ranks) for wave in range(waves)]
 
-    def _seeded(self, wave: int) -> list[torch.Tensor]:
+    def _seeded(self, more: int) -> list[torch.Tensor]:
         return [
             torch.Generator(generator.device)
-            .manual_seed(generator.initial_seed() + wave)
+            .manual_seed(generator.initial_seed() + more)
             .get_state()
             for generator in self._generators
         ]

@@ -17,6 +17,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
+from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.plugins import session_of
 from bytesched.plugins.ddp import find_ddp
@@ -77,6 +78,9 @@ class TickTock:
             raise ConfigError(f"sync = {sync!r}; there are {', '.join(SYNCS)}")
         config = Config.load(**fields)
         session = session_of(optimizer)
+        if session is None:
+            # Else bytesched.wrap has been told a level.
+            show(config.log_level, _rank())
         _refuse_unsynchronised(model, optimizer, sync, is_wrapped=session is not None)
         self._model = model
         self._optimizer = optimizer
@@ -102,7 +106,7 @@ class TickTock:
                 session.observers if isinstance(session, Session) else _own_observers(config)
             )
         self._passes = Passes(parameters, waves, self._gradients, self._lanes, self._observers)
-        self._states = WaveStates(model, waves) if replicas else None
+        self._states = WaveStates(model, waves, _world_size()) if replicas else None
         self._trial = Trial()
         why = _why_accumulate(self._ddp) if not self._per_wave else ""
         self._accumulates = bool(why)
@@ -205,13 +209,16 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _rank() -> int:
+    return dist.get_rank() if _world_size() > 1 else 0
+
+
 def _own_observers(config: Config) -> Observers:
     """Those of waves that nothing of bytesched sends for."""
     if not config.timeline:
         return Observers()
-    rank = dist.get_rank() if _world_size() > 1 else 0
     # Nothing of ours connects the ranks: each host's own clock has to do.
-    return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=0)])
+    return Observers([Timeline(config.timeline, rank=_rank(), clock_offset_ns=0)])
 
 
 def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -262,6 +269,14 @@ def _why_alone(model: nn.Module, device: torch.device) -> str:
     """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm communicates in forward and backward, in an order of its own"
-    if device.type == "cpu" and len(os.sched_getaffinity(0)) == 1:
+    if device.type == "cpu" and _cores() == 1:
         return "this process has one core"
     return ""
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    # macOS cannot bind a process to cores.
+    return os.cpu_count() or 1

@@ -201,13 +201,15 @@ class Traffic:
             self._used.clear()
             self._left = {r: len(p) for r, p in self._pieces.items() if r.cargo in cargoes}
             self._progress.outstanding = sum(self._left.values())
+            if train:
+                # For the sum of all ranks' gradients; here, because receivers count as well.
+                self._count(self._home.nbytes)
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in _WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
         self._under_way = [self._receivers.submit(self._guarded, self._receive_weights, coming)]
         if train:
             self._coming_home, self._total = [], None
-            self._count(self._home.nbytes)
             if self._rank != self._ranks - 1:
                 # Now, so that the last rank need not keep it.
                 self._total = torch.empty_like(self._home.flat)
