@@ -145,20 +145,23 @@ def test_gradients_in_the_store_cannot_be_read() -> None:
     assert "rank 0: done" in output, output
 
 
-#: what goes wrong -> mpirun's flags; kind of error and words of it, on every rank that can say
+#: The server misses its push, or misses its sign of life: whichever is older comes first.
+SILENT = ("SchedulerTimeout|PeerLost", "worker 1")
+
+#: what goes wrong -> mpirun's flags; kinds of error and words of it, on every rank that can say
 #: anything (the last one is the server)
 FAULTS: dict[str, tuple[tuple[str, ...], dict[int, tuple[str, str]]]] = {
     "worker_killed": (
         ("--enable-recovery",),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "worker_stopped": (
         (),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "scheduled_worker_stopped": (
         (),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "server_killed": (
         ("--enable-recovery",),
@@ -210,7 +213,8 @@ def test_faults_are_named_on_every_survivor(name: str, tmp_path: Path) -> None:
     assert "Timeout (" not in output, f"a rank was ended by its watchdog\n{output}"
     for rank, (kind, words) in expected.items():
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert (seen["error"], words in seen["text"]) == (kind, True), (rank, seen, output)
+        assert seen["error"] in kind.split("|"), (rank, seen, output)
+        assert words in seen["text"], (rank, seen, output)
 
 
 def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None:
