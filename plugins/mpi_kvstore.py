@@ -148,6 +148,8 @@ def _poll(request: Any, timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
+            # A rank that never came would not come to MPI's end either.
+            atexit.register(_abort)
             raise SchedulerTimeout(f"waited {timeout_s:g} s for {what}")
         time.sleep(0.001)
 
@@ -188,6 +190,8 @@ def _serve(loop: Loop, server: Server) -> None:
 
 
 def _at_exit(worker: MPIKVStore) -> None:
+    if worker.is_closed and worker.error is None:
+        return
     died = getattr(sys, "last_value", None)
     if worker.error is None and died is None:
         try:
@@ -199,15 +203,23 @@ def _at_exit(worker: MPIKVStore) -> None:
         worker.fail_with(PeerLost(f"worker {worker.rank} ended with {reason}"))
     if worker.error is not None:
         worker.close()
+    # Also if it could not be said, because the loop is stuck in MPI: MPI's end would be, too.
+    if worker.error is not None or died is not None:
         _abort()
 
 
 def _abort() -> None:
-    """Ends the job: MPI's own end waits for every rank, also for those that are gone."""
+    """Ends the job: MPI's own end waits for every rank, also for those that are gone.
+
+    Under ``mpirun --enable-recovery`` an abort ends this rank alone, so each has to end by itself.
+    """
+    # From here on nothing may hold this process: a full pipe, or an abort that waits for the dead,
+    # as Open MPI's does with fault tolerance on.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(_ABORT_S)
     sys.stdout.flush()
     sys.stderr.flush()
+    # What was to be said to the others has been given to MPI; they hear it meanwhile.
     time.sleep(_GRACE_S)
-    # With fault tolerance on, Open MPI's abort may itself wait for the dead.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_ABORT_S)
     MPI.COMM_WORLD.Abort(1)

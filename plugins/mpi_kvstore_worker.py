@@ -106,6 +106,11 @@ class MPIKVStore:
         return not self._optimizer or is_elementwise(self._optimizer)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._calls.closed
+
+    @property
     def error(self) -> BaseException | None:
         """The first error, which is final."""
         return self._calls.error

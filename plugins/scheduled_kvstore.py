@@ -143,6 +143,7 @@ class ScheduledKVStore:
         InvalidTransition if that can never be: a key that shares a chunk with it was not pushed,
         or not pulled, in this step.
         """
+        self._check("wait")
         slots = list(self._slots.values()) if key is None else [self._known(key, "wait")]
         self._waits += 1
         for slot in slots:
@@ -150,6 +151,7 @@ class ScheduledKVStore:
 
     def barrier(self) -> None:
         """Returns when every worker has called it and every push of this one has ended."""
+        self._check("barrier")
         self.flush()
         self._waits += 1
         self.store.barrier()

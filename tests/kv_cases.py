@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import sys
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from kv_training import OPTIMIZERS, batches, model_of
@@ -15,8 +18,8 @@ from mpi4py import MPI
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import PeerLost, PluginError, UnusedParameterError
-from bytesched.plugins import kvstore_training
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
+from bytesched.plugins import kvstore_training, mpi_kvstore
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore_loop import Message, Op
 from bytesched.plugins.mpi_kvstore_server import Server
@@ -241,7 +244,38 @@ def urgent_answers_overtake() -> None:
     assert sent == [5, 4, 2, 0], sent
 
 
+def end_after_an_exception(kv: MPIKVStore) -> int:
+    """How often the job was aborted."""
+    with (
+        mock.patch.object(sys, "last_value", ValueError("no more data"), create=True),
+        mock.patch.object(mpi_kvstore, "_abort") as abort,
+    ):
+        mpi_kvstore._at_exit(kv)
+    return abort.call_count
+
+
+def an_exception_after_close_waits_for_nobody() -> None:
+    kv = open_store(servers=0, timeout_s=1000.0)
+    kv.close()
+    assert end_after_an_exception(kv) == 0
+
+
+def an_exception_ends_the_job_even_if_nobody_can_be_told() -> None:
+    kv = open_store(servers=0, timeout_s=TIMEOUT_S)
+    with mock.patch.object(kv, "fail_with"):
+        assert end_after_an_exception(kv) == 1
+    kv.close()
+
+
+def ranks_that_never_open_the_store_do_not_hold_the_end() -> None:
+    never: Any = SimpleNamespace(Test=lambda: False)
+    with mock.patch("atexit.register") as register:
+        raises(SchedulerTimeout, lambda: mpi_kvstore._poll(never, 0.01, "all"), "0.01 s for all")
+    register.assert_called_once_with(mpi_kvstore._abort)
+
+
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     for name in sys.argv[1:]:
         with contextlib.suppress(SystemExit):
             globals()[name]()

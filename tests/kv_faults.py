@@ -138,6 +138,7 @@ def nobody_else_pushes() -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(20 * TIMEOUT_S, exit=True)
     name, folder = sys.argv[1:3]
     began_s = time.monotonic()

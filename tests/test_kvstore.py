@@ -16,6 +16,7 @@ from bytesched.errors import (
     MismatchError,
     PeerLost,
     PluginError,
+    SchedulerClosed,
     SchedulerTimeout,
 )
 from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
@@ -370,6 +371,18 @@ def test_a_wait_ends_with_the_limit_and_tells_the_story() -> None:
     with pytest.raises(SchedulerTimeout, match="pull of key 'a'"):
         kv.wait("a")
     kv.close()
+
+
+def test_nobody_waits_for_a_closed_store() -> None:
+    store = HandStore()
+    kv = scheduled(store)
+    kv.init("a", torch.zeros(4))
+    kv.pushpull("a", torch.zeros(4))
+    store.wait_for(1)
+    kv.close()
+    for call in (kv.wait, kv.barrier):
+        with pytest.raises(SchedulerClosed, match="on a closed store"):
+            call()
 
 
 def test_values_of_any_shape_and_of_parameters() -> None:

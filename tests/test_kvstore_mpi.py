@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,9 +26,12 @@ pytestmark = [
 ]
 
 
+LIMIT_S = 110.0
+
+
 def mpirun(ranks: int, script: str, *args: str, flags: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Exit code and output of ``script`` on so many ranks."""
-    run = subprocess.run(
+    """Exit code and output of ``script`` on so many ranks; fails with what hangs, and where."""
+    with subprocess.Popen(
         # Without UCX, whose absence Open MPI reports for every window.
         [
             *(str(MPIRUN), "--oversubscribe", "--mca", "osc", "^ucx", *flags, "-np", str(ranks)),
@@ -39,9 +45,39 @@ def mpirun(ranks: int, script: str, *args: str, flags: tuple[str, ...] = ()) -> 
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=110,
-    )
-    return run.returncode, run.stdout.decode(errors="replace")
+    ) as run:
+        try:
+            output, _ = run.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            left = children(run.pid)
+            told = why_stuck(run, left)
+            pytest.fail(f"mpirun has not ended after {LIMIT_S:g} s; ranks left: {left}\n{told}")
+    return run.returncode, output.decode(errors="replace")
+
+
+def children(parent: int) -> dict[int, str]:
+    """State (R, S, D, T, Z) and command of the processes that ``parent`` has started."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, owner = entry.read_text().rpartition(")")[2].split()[:2]
+            if int(owner) == parent:
+                command = (entry.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(entry.parent.name)] = f"{state} {command.decode(errors='replace')}"
+    return found
+
+
+def why_stuck(run: subprocess.Popen[bytes], left: Iterable[int]) -> str:
+    """Ends all; the output, with the stacks of ranks that print them on SIGUSR1."""
+    for number in (signal.SIGUSR1, signal.SIGKILL):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if number == signal.SIGKILL:
+            run.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return run.communicate(timeout=5.0)[0].decode(errors="replace")
+    return "no output: something else keeps its end open"
 
 
 @pytest.mark.slow
@@ -93,26 +129,39 @@ def test_what_is_served_first() -> None:
     assert code == 0, output
 
 
+def test_the_end_after_an_exception() -> None:
+    cases = (
+        "an_exception_after_close_waits_for_nobody",
+        "an_exception_ends_the_job_even_if_nobody_can_be_told",
+        "ranks_that_never_open_the_store_do_not_hold_the_end",
+    )
+    code, output = mpirun(1, "kv_cases.py", *cases)
+    assert code == 0, output
+
+
 def test_gradients_in_the_store_cannot_be_read() -> None:
     code, output = mpirun(2, "kv_cases.py", "gradients_in_the_store_cannot_be_read")
     assert code != 0
     assert "rank 0: done" in output, output
 
 
-#: what goes wrong -> mpirun's flags; kind of error and words of it, on every rank that can say
+#: The server misses its push, or misses its sign of life: whichever is older comes first.
+SILENT = ("SchedulerTimeout|PeerLost", "worker 1")
+
+#: what goes wrong -> mpirun's flags; kinds of error and words of it, on every rank that can say
 #: anything (the last one is the server)
 FAULTS: dict[str, tuple[tuple[str, ...], dict[int, tuple[str, str]]]] = {
     "worker_killed": (
         ("--enable-recovery",),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "worker_stopped": (
         (),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "scheduled_worker_stopped": (
         (),
-        {0: ("SchedulerTimeout", "worker 1 to push"), 2: ("SchedulerTimeout", "worker 1 to push")},
+        dict.fromkeys((0, 2), SILENT),
     ),
     "server_killed": (
         ("--enable-recovery",),
@@ -161,9 +210,11 @@ def test_faults_are_named_on_every_survivor(name: str, tmp_path: Path) -> None:
     flags, expected = FAULTS[name]
     code, output = mpirun(3, "kv_faults.py", name, str(tmp_path), flags=flags)
     assert code != 0, output
+    assert "Timeout (" not in output, f"a rank was ended by its watchdog\n{output}"
     for rank, (kind, words) in expected.items():
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert (seen["error"], words in seen["text"]) == (kind, True), (rank, seen, output)
+        assert seen["error"] in kind.split("|"), (rank, seen, output)
+        assert words in seen["text"], (rank, seen, output)
 
 
 def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None:
