@@ -80,8 +80,8 @@ def chosen_sizes(
         overhead_s = _UNSEEN * probes[0].cpu_s * busy
         smallest = _MARGIN * fills
         if not hides_overhead:
-            # This has the CPU time in it, which takes longer beside a model.
-            overhead_s = (1.0 + busy) * _startup_s(probes)
+            # What a probe takes has its CPU time in it.
+            overhead_s = max(overhead_s, _startup_s(probes))
             smallest = _SMALLEST_BYTES
         least = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
         partition_bytes = int(min(max(smallest, least), _LARGEST_BYTES))

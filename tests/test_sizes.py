@@ -101,6 +101,5 @@ def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float)
     partition_bytes, credit_bytes = chosen_sizes(
         probe_sizes(measure), model_bytes=25 * MIB, cpu_load=cpu_load, hides_overhead=False
     )
-    overhead_s = 1.2e-3 * (1.0 + cpu_load)
-    assert partition_bytes == pytest.approx((overhead_s * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
+    assert partition_bytes == pytest.approx((1.2e-3 * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
     assert credit_bytes == 2 * partition_bytes
