@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from threading import Lock
@@ -25,7 +26,7 @@ _SPREAD_ELEMENTS = 1_000_000
 _NOW = 1_000_000
 
 
-class _Moving:
+class _Moving(ABC):
     """A transport over the pieces of a store, by the index of their task; there may come more.
 
     Args:
@@ -58,8 +59,9 @@ class _Moving:
         for task in list(self._in_flight):
             self._end(task, SchedulerClosed(f"closed while {task.name} was under way"))
 
+    @abstractmethod
     def _begin(self, piece: Piece, task: CommTask) -> None:
-        raise NotImplementedError
+        """Gives the engine what moves ``piece``, and `_end` to be called after it."""
 
     def _end(self, task: CommTask, error: BaseException | None = None) -> None:
         with self._lock:
