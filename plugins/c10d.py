@@ -28,6 +28,9 @@ _PATIENCE_S: Final = 5.0
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
+#: how long a collective may take before its connections are looked at, and again
+_LOOKS_EVERY: Final = timedelta(seconds=1)
+
 
 class Group:
     """A process group that nobody else issues on, and the store behind it.
@@ -91,11 +94,48 @@ class Group:
         return self._notes.read()
 
     def wait(self, work: Any, *, task: str = "") -> None:
-        """Waits for the end of ``work``, whose failure is an error of ours."""
+        """Waits for the end of ``work``, a collective, whose failure is an error of ours."""
+        try:
+            self.complete(work)
+        except RuntimeError as error:
+            raise self.error(error, task=task) from error
+
+    def wait_message(self, work: Any, *, task: str = "") -> None:
+        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours."""
         try:
             work.wait()
         except RuntimeError as error:
             raise self.error(error, task=task) from error
+
+    def complete(self, work: Any) -> None:
+        """Waits for the end of ``work``, a collective; raises what torch raises.
+
+        When a connection breaks, Gloo tells those who wait for it, but not an operation that is
+        half written or half read, which waits on until it times out. So we look at the connections
+        ourselves if it takes long.
+        """
+        broken: RuntimeError | None = None
+        while self.backend.name() == "gloo" and not work.is_completed():
+            try:
+                work.wait(_LOOKS_EVERY)
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                if broken is not None:
+                    # It had time to finish with what had arrived before.
+                    raise broken from None
+                broken = self._broken()
+        work.wait()
+
+    def _broken(self) -> RuntimeError | None:
+        """What broke a connection to a neighbour in the ring, if something did."""
+        try:
+            for peer in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
+                # Refused on a broken connection; on a whole one never matched, and harmless.
+                self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+        except RuntimeError as error:
+            return error
+        return None
 
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.

@@ -119,7 +119,7 @@ class C10dTransport:
             task, work, done = sent
             try:
                 with self._streams.completion(task):
-                    work.wait()
+                    self._group.complete(work)
                     self._packer.receive(task)
                 self._packer.let_go(task)
             except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it

@@ -119,7 +119,7 @@ class Leader:
         """Lets go of the last iteration's messages, which Gloo has read from our memory by now."""
         while self._sending:
             work, _ = self._sending.popleft()
-            self._group.wait(work, task=_TASK)
+            self._group.wait_message(work, task=_TASK)
 
 
 class Drift:
@@ -246,4 +246,4 @@ class Follower:
             work = self._group.backend.recv([message], 0, _TAG)
         except RuntimeError as error:
             raise self._group.error(error, task=_TASK) from error
-        self._group.wait(work, task=_TASK)
+        self._group.wait_message(work, task=_TASK)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+import torch
+import torch.distributed as dist
+from ranks import run_fresh
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.c10d import Group
+from bytesched.plugins.c10d import Group, open_group
 from bytesched.plugins.control import Follower, Leader
 from bytesched.plugins.notes import Notes
 from bytesched.task import CommTask
@@ -81,3 +89,87 @@ def test_the_first_note_counts() -> None:
     Notes(store, rank=2).leave("a consequence")
     assert Notes(store, rank=0).read() == "; rank 1 said: the reason"
     assert Notes(store, rank=1).read() == ""
+
+
+class Forgotten:
+    """A collective that Gloo does not tell of anything any more."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        # Without one: as long as the operation may take.
+        time.sleep(timeout.total_seconds() if timeout else 300.0)
+        raise RuntimeError("Operation timed out!")
+
+
+def two_connected() -> list[Group]:
+    """Two ranks of one group, in this process."""
+    store = HashStore()
+    groups: list[Any] = [None, None]
+
+    def connect(rank: int) -> None:
+        backend = dist.ProcessGroupGloo(PrefixStore("data", store), rank, 2, timedelta(seconds=300))
+        notes = Notes(PrefixStore("notes", store), rank)
+        groups[rank] = Group(backend, store, notes, name="s/data", timeout_s=300.0)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return groups
+
+
+def test_a_forgotten_collective_ends_with_its_connection() -> None:
+    group, other = two_connected()
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            group.wait(Forgotten(), task="chunk")
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            ended.put(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    # A slow one is left alone, and so are others beside it.
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=2.5)
+    works = [g.backend.allreduce([torch.ones(3)]) for g in (group, other)]
+    for g, work in zip((group, other), works, strict=True):
+        g.wait(work)
+    other.abort()
+    error = ended.get(timeout=30.0)
+    assert isinstance(error, PeerLost)
+    assert "task chunk" in str(error)
+    for g in (group, other):
+        g.close()
+
+
+#: takes far longer on loopback than it is given
+HALF_SENT_FLOATS = 1 << 26
+
+
+def is_killed_while_it_receives() -> None:
+    """Rank 1 is killed with a message half received; the other says what it saw."""
+    assert dist.group.WORLD is not None
+    group = open_group(dist.group.WORLD, "gloo", name="s/data", timeout_s=300.0)
+    value = torch.ones(HALF_SENT_FLOATS)
+    dist.barrier()
+    work = group.backend.allreduce([value])
+    if group.rank:
+        # By then it is on its way, and if it is not, the other must notice all the same.
+        with pytest.raises(RuntimeError):
+            work.wait(timedelta(milliseconds=20))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.wait(work, task="half")
+    except PeerLost as error:
+        print(error)
+
+
+@pytest.mark.procs
+def test_a_rank_that_dies_in_the_middle_of_a_message_is_missed() -> None:
+    survivor, _ = run_fresh(is_killed_while_it_receives, timeout_s=45.0)
+    assert "another rank is gone" in survivor.stdout, survivor.stderr

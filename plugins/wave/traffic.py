@@ -321,7 +321,7 @@ class Traffic:
             # Piece by piece: the last gradients go through all ranks when nobody computes any more.
             for number, (start, stop) in enumerate(self._cut_like(partition)):
                 if earlier is not None:
-                    self._group.wait(works[number], task=_name(Cargo.GRADIENT, index))
+                    self._group.wait_message(works[number], task=_name(Cargo.GRADIENT, index))
                     earlier[start:stop] += own[start:stop]
                 self._ready(Cargo.GRADIENT, index, number)
                 self._ready(Cargo.HOME, index, number)
@@ -347,7 +347,7 @@ class Traffic:
     def _receive(self, cargo: Cargo, index: int, works: Sequence[Any]) -> None:
         """Waits for what was begun; weights are passed on, each piece as soon as it is here."""
         for number, work in enumerate(works):
-            self._group.wait(work, task=_name(cargo, index))
+            self._group.wait_message(work, task=_name(cargo, index))
             if cargo in _WEIGHTS:
                 self._ready(cargo, index, number)
 
