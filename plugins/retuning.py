@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from time import perf_counter
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from bytesched.plugins.peers import Peers, from_leader
 from bytesched.plugins.plan import Plan
 from bytesched.plugins.recording import Recorder
 from bytesched.plugins.settling import Settling
+from bytesched.plugins.streams import Streams
 from bytesched.scheduler import Scheduler
 from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word
 
@@ -27,6 +29,9 @@ WORD = "the word of rank 0"
 #: steps until the next word of a tuner that has failed
 _NEVER = 1 << 40
 
+#: iterations that are recorded: enough for medians, and few to look through
+_RECORDED = 8
+
 
 class Retuning:
     """Counts steps between words, measures them on rank 0, and passes the words on.
@@ -34,20 +39,29 @@ class Retuning:
     Args:
         tuner: who decides; None on the other ranks.
         device: where sums are made.
+        streams: know when what a step has queued is computed.
     """
 
     def __init__(
-        self, tuner: Tuner | None, peers: Peers, device: torch.device, changing: Changing
+        self,
+        tuner: Tuner | None,
+        peers: Peers,
+        device: torch.device,
+        streams: Streams,
+        changing: Changing,
     ) -> None:
         self._tuner = tuner
         self._peers = peers
         self._device = device
+        self._streams = streams
         self._changing = changing
         self._word: Word
         self._left = 0
+        #: a step has begun since the warm-up
+        self._is_counting = False
         self._steps_seen = 0
-        self._began_s = 0.0
-        self._durations_s: list[float] = []
+        #: when each step since the last word began, where there is a tuner
+        self._moments: list[Any] = []
         self._before = (0, 0, 0)
         #: while iterations are recorded
         self._stop_recording: Callable[[], None] | None = None
@@ -98,11 +112,11 @@ class Retuning:
         self._settling.wait_reduced()
         self._settling.settle_all()
         if is_due:
-            measured = self._measured()
-            self._agreed(lambda tuner: tuner.word(measured), self._word.setting)
+            self._agreed(lambda tuner: tuner.word(self._measured()), self._word.setting)
         self._changing.apply(self._word.setting)
         # Changing is no part of the step.
-        self._began_s = perf_counter()
+        self._moments.clear()
+        self._step_noted()
 
     def close(self) -> None:
         """No more steps will come."""
@@ -114,12 +128,22 @@ class Retuning:
 
     def _step_begins(self) -> bool:
         """Counts; whether a word comes first."""
-        now_s = perf_counter()
-        if self._began_s:
-            self._durations_s.append(now_s - self._began_s)
+        if self._is_counting:
             self._left -= 1
-        self._began_s = now_s
+        self._is_counting = True
+        self._step_noted()
+        if len(self._moments) > _RECORDED:
+            self._record_no_more()
         return self._left <= 0
+
+    def _step_noted(self) -> None:
+        if self._tuner is not None:
+            self._moments.append(self._streams.moment())
+
+    def _record_no_more(self) -> None:
+        if self._stop_recording is not None:
+            self._stop_recording()
+            self._stop_recording = None
 
     def _measured(self) -> Steps:
         scheduler = self._scheduler
@@ -128,12 +152,10 @@ class Retuning:
             now - before for now, before in zip(totals, self._before, strict=True)
         )
         self._before = totals
-        durations_s = tuple(self._durations_s)
-        self._durations_s.clear()
+        durations_s = tuple(self._streams.seconds(*step) for step in pairwise(self._moments))
+        self._record_no_more()
         recordings = self._recorder.recordings() if self._recorder is not None else ()
-        if self._stop_recording is not None:
-            self._stop_recording()
-            self._recorder = self._stop_recording = None
+        self._recorder = None
         return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks, recordings)
 
     def _agreed(self, ask: Callable[[Tuner], Word], otherwise: Setting) -> Setting:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -54,6 +56,15 @@ class Streams:
 
     def lend(self, values: Iterable[object]) -> None:
         """Updates will read the tensors among ``values``, which may be let go of meanwhile."""
+
+    def moment(self) -> Any:
+        """Now, as ``seconds`` takes it: when all that is queued by now has been computed."""
+        return perf_counter()
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        """From one moment to a later one; returns when that has come."""
+        elapsed_s: float = ended - began
+        return elapsed_s
 
     def close(self) -> None:
         """Stops what runs beside the user's thread; nothing more becomes computed. Idempotent."""
@@ -140,6 +151,17 @@ class CudaStreams(Streams):
         for value in values:
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(self._updating)
+
+    def moment(self) -> Any:
+        # The host queues plain steps long before they run: its clock would tell how fast it is.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, began: Any, ended: Any) -> float:
+        ended.synchronize()
+        elapsed_ms: float = began.elapsed_time(ended)
+        return elapsed_ms / 1e3
 
     def close(self) -> None:
         if not self._closed:

@@ -49,11 +49,16 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, blocking: bool = False, enable_timing: bool = False) -> None:
         self.clock: Clock = Counter()
+        self.name = ""
 
     def record(self, stream: FakeStream) -> None:
-        self.clock = Counter(stream.clock)
+        self.name, self.clock = stream.name, Counter(stream.clock)
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        """Milliseconds of work between both, on one stream."""
+        return 1e3 * WORK_S * (later.clock[later.name] - self.clock[self.name])
 
     def synchronize(self) -> None:
         time.sleep(WORK_S)
