@@ -88,9 +88,10 @@ def test_it_finds_what_is_nearly_the_best_within_its_budget(model: str, noise: f
     [
         {"stragglers": 0.08},
         {"evaluated_every": 10},
+        {"evaluated_every": 10, "late": 0.3, "noise": 0.01},
         {"evaluated_every": 7, "stragglers": 0.05, "noise": 0.02},
     ],
-    ids=["stragglers", "evaluation", "all"],
+    ids=["stragglers", "evaluation", "short_batches", "all"],
 )
 def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> None:
     cluster = Cluster("vgg", seed=seed, **trouble)  # type: ignore[arg-type]
@@ -105,6 +106,8 @@ def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> Non
 def test_most_of_a_few_steps_may_be_outliers() -> None:
     assert typical_s([1.6, 0.39, 1.53, 1.56, 0.4]) == pytest.approx(0.395)
     assert typical_s([0.41, 0.4, 0.42]) == 0.41
+    assert typical_s([0.4, 0.13, 0.41]) == pytest.approx(0.405)
+    assert typical_s([0.4, 0.41, 0.4, 0.13, 0.42]) == pytest.approx(0.405)
     assert spread([1.6, 0.4, 1.5, 0.4]) == 0
     assert math.isnan(typical_s([math.nan, 0.0, math.inf]))
 

@@ -55,7 +55,7 @@ class Cluster:
     #: share of the steps that take `late` times as long
     stragglers: float = 0.0
     late: float = 4.0
-    #: every so many steps one takes `late` times as long
+    #: every so many steps one takes `late` times as long; less than 1 is a short batch
     evaluated_every: int = 0
     seed: int = 0
     #: called before every step with its number; may change the link

@@ -1,5 +1,5 @@
 """Step times that stand for a setting: what a straggler, a checkpoint or an evaluation adds is not
-the setting's.
+the setting's, nor is what a short batch saves.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from statistics import median
 
 __all__ = ["spread", "typical_s"]
 
-#: a step that takes so many times one of the faster ones has done something else as well
+#: a step that takes so many times one of the faster ones has done something else as well, and one
+#: that much faster has done less
 _OUTLIER = 1.25
 #: those are up to this share of all steps: of a few, most may be outliers
 _FASTER = 0.25
+#: of so many steps, a single fast one is not believed
+_ENOUGH = 3
 
 
 def typical_s(durations_s: Sequence[float]) -> float:
@@ -35,6 +38,8 @@ def _kept(durations_s: Sequence[float]) -> list[float]:
     measured = sorted(duration_s for duration_s in durations_s if 0 < duration_s < math.inf)
     if not measured:
         return []
-    # Outliers are late, so that only the end of the list is theirs.
-    limit_s = _OUTLIER * measured[int(_FASTER * (len(measured) - 1))]
-    return [duration_s for duration_s in measured if duration_s <= limit_s]
+    faster = int(_FASTER * (len(measured) - 1))
+    if len(measured) >= _ENOUGH:
+        faster = max(faster, 1)
+    usual_s = measured[faster]
+    return [each_s for each_s in measured if usual_s / _OUTLIER <= each_s <= _OUTLIER * usual_s]
