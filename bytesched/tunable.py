@@ -118,7 +118,8 @@ class RunFacts:
     framework: str
     #: all gradients together
     model_bytes: int
-    #: a digest of the parameters' shapes and dtypes, in forward order
+    #: a digest of the parameters' shapes and dtypes, in forward order, of what they are compressed
+    #: to, and of whether updates cross the barrier
     signature: str
     #: of the link, by growing size
     probes: tuple[Probe, ...]

@@ -40,7 +40,7 @@ class Fingerprint:
     #: versions of what computes, and of bytesched
     framework: str
     version: str
-    #: of the model: a digest of its parameters, and the bytes of its gradients
+    #: of the model and how it is trained (see tunable.RunFacts), and the bytes of its gradients
     signature: str
     model_bytes: int
     #: the link as it was fitted, rounded

@@ -139,6 +139,8 @@ class WarmUp:
         untuned: Setting,
     ) -> RunFacts:
         shapes = [(tuple(s.parameter.shape), str(s.parameter.dtype)) for s in ordered]
+        # What else decides how much is sent, and when it is needed.
+        said = shapes, self._config.compression, self._config.cross_barrier
         cuda = self._device.type == "cuda"
         return RunFacts(
             backend=self._peers.backend,
@@ -146,7 +148,7 @@ class WarmUp:
             device=torch.cuda.get_device_name(self._device) if cuda else self._device.type,
             framework=f"torch {torch.__version__}",
             model_bytes=model_bytes,
-            signature=hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            signature=hashlib.sha256(repr(said).encode()).hexdigest()[:16],
             probes=tuple(self.probes),
             cpu_load=self._cpu_load,
             untuned=untuned,

@@ -44,6 +44,7 @@ def controller_on(
     pace: Pace | None = None,
     off: bool = True,
     known: Setting | None = None,
+    known_step_s: float = math.nan,
     space: Space = SPACE,
     blind: bool = False,
 ) -> tuple[Controller, Log]:
@@ -61,6 +62,7 @@ def controller_on(
         pace=pace,
         report=log.reports.append,
         known=known,
+        known_step_s=known_step_s,
     )
     return controller, log
 
@@ -215,6 +217,19 @@ def test_a_known_setting_takes_no_step_of_tuning() -> None:
     cluster.drive(controller, 500)
     assert set(cluster.history) == {known}
     assert not log.reports
+
+
+@pytest.mark.parametrize(("factor", "times"), [(1.3, 0), (0.75, 0), (3.0, 1), (0.4, 1)])
+def test_what_another_batch_size_was_tuned_for_is_not_kept(factor: float, times: int) -> None:
+    """A run may be somewhat slower than the one that was tuned, but not another training."""
+    known = Setting(MIB, 2 * MIB)
+    cluster = Cluster(noise=0.02)
+    step_s = factor * exact_step_s(cluster.model, cluster.link, known)
+    controller, log = controller_on(cluster, known=known, known_step_s=step_s, blind=True)
+    cluster.drive(controller, 1500)
+    assert [drift.retunes for drift in log.drifted] == [True] * times
+    assert len(log.adopted) == times
+    assert set(cluster.history[:100]) == {known}
 
 
 @pytest.mark.parametrize("budget", [40, 60, 100, 150, 400])

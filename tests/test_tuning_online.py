@@ -60,6 +60,19 @@ def test_from_the_first_step_to_a_file_that_is_used(
     assert set(again.history) == {found}, "a known cluster costs no step"
 
 
+def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path) -> None:
+    cluster = Cluster()
+    train(cluster, tuner_on(cluster, tmp_path), 200)
+    memory = Memory(folder=tmp_path)
+    ((_, tuning),) = memory.entries()
+    memory.save(replace(tuning, step_ms=4 * tuning.step_ms))
+    larger = Cluster()
+    train(larger, tuner_on(larger, tmp_path), 400)
+    assert len(set(larger.history)) > 1
+    ((_, again),) = memory.entries()
+    assert again.step_ms == pytest.approx(tuning.step_ms, rel=0.05)
+
+
 def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
     cluster = Cluster("gpt")
     train(cluster, tuner_on(cluster, tmp_path), 200)

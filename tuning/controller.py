@@ -123,6 +123,7 @@ class Controller:
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
+        known_step_s: what a step took under it when it was tuned; NaN if that is not known.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Controller:
         pace: Pace | None = None,
         report: Callable[[Report], None] = lambda _: None,
         known: Setting | None = None,
+        known_step_s: float = math.nan,
     ) -> None:
         self._untuned = untuned
         self._off: Setting | None = None
@@ -146,7 +148,9 @@ class Controller:
         self.pace = pace or Pace()
         self._report = report
         self.adopted = known
-        self._step_s: float | None = None
+        self._known_step_s = known_step_s
+        #: under what was adopted, as this run has measured it
+        self._step_s = math.nan
         self._bytes_per_s = math.nan
         self._noise = 0.0
         self._retuned_s = -math.inf
@@ -261,7 +265,7 @@ class Controller:
     def _watch(self) -> _Running[None]:
         """Ends with a drift that a tuning may answer."""
         assert self.adopted is not None
-        drift = Drift(self._step_s)
+        drift = Drift(self._step_s, remembered_s=self._known_step_s)
         told = False
         while True:
             yield from self._measure(self.adopted, self.pace.watch, "watch")

@@ -17,6 +17,8 @@ _WINDOWS = 3
 #: a window that differs by less has not moved; nor has one within so many deviations
 _MOVED = 0.12
 _DEVIATIONS = 4.0
+#: what was tuned in another run was tuned for another training if a step differs by so much
+_OTHER = 1.5
 #: bandwidth is measured from few bytes at times
 _BANDWIDTH_MOVED = 0.3
 
@@ -26,10 +28,15 @@ class Drift:
 
     One window may hold a slow phase of the cluster; only several in a row that all moved, to the
     same side, are a drift.
+
+    Args:
+        step_s: a step as this run has measured it; NaN if it has not.
+        remembered_s: a step as another run had it, which is only roughly the same; NaN if unknown.
     """
 
-    def __init__(self, step_s: float | None = None) -> None:
+    def __init__(self, step_s: float = math.nan, *, remembered_s: float = math.nan) -> None:
         self._step_s = step_s
+        self._remembered_s = remembered_s
         self._bytes_per_s: float | None = None
         self._left_s: list[float] = []
         self._windows: deque[tuple[float, float]] = deque(maxlen=_WINDOWS)
@@ -49,18 +56,20 @@ class Drift:
         latest = list(self._windows)
         if len(latest) < _WINDOWS:
             return ""
-        if self._step_s is None:
-            self._step_s = median(step_s for step_s, _ in latest)
+        before_s, now_s = self._step_s, median(step_s for step_s, _ in latest)
+        if math.isnan(before_s):
+            self._step_s = now_s
             self._windows.clear()
-            return ""
-        before_s = self._step_s
+            # With another batch size, other sizes are the best, or none.
+            then_s = self._remembered_s
+            other = now_s > _OTHER * then_s or now_s < then_s / _OTHER
+            return _instead(now_s, then_s) + ", when it was tuned" if other else ""
         moved = max(_MOVED, _DEVIATIONS * median(deviation for _, deviation in latest))
         slower = all(step_s > (1 + moved) * before_s for step_s, _ in latest)
         faster = all(step_s < before_s / (1 + moved) for step_s, _ in latest)
         if not (slower or faster):
             return ""
-        now_s = median(step_s for step_s, _ in latest)
-        return f"a step takes {1e3 * now_s:.4g} ms instead of {1e3 * before_s:.4g} ms"
+        return _instead(now_s, before_s)
 
     def _bandwidth(self) -> str:
         latest = list(self._rates)
@@ -76,3 +85,7 @@ class Drift:
         if not (slower or faster):
             return ""
         return f"the link carries {median(latest) / 1e6:.4g} MB/s instead of {before / 1e6:.4g}"
+
+
+def _instead(now_s: float, before_s: float) -> str:
+    return f"a step takes {1e3 * now_s:.4g} ms instead of {1e3 * before_s:.4g} ms"

@@ -85,6 +85,7 @@ class OnlineTuner:
         fingerprint = _fingerprint(facts, self._link)
         self._logbook = Logbook(self._memory, fingerprint, facts.untuned)
         self._limits = self._limits.within(facts.knobs)
+        known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
             facts.untuned,
             can_switch_off="enabled" in facts.knobs,
@@ -92,7 +93,8 @@ class OnlineTuner:
             now_s=self._now_s,
             pace=self._pace,
             report=self._reported,
-            known=self._known(fingerprint),
+            known=known,
+            known_step_s=known_step_s,
         )
         return self._word()
 
@@ -113,8 +115,11 @@ class OnlineTuner:
     def _word(self) -> Word:
         return Word(self._controller.turn.setting, self._controller.turn.steps)
 
-    def _known(self, fingerprint: Fingerprint) -> Setting | None:
-        """The setting to begin and stay with, if this case is known or leaves no choice."""
+    def _known(self, fingerprint: Fingerprint) -> tuple[Setting | None, float]:
+        """The setting to begin and stay with, if this case is known or leaves no choice.
+
+        And what a step took under it, NaN if it was never measured.
+        """
         same, near = self._memory.find(fingerprint)
         self._near = [_adopted(tuning) for tuning in near if _adopted(tuning).enabled]
         if same is not None:
@@ -125,14 +130,14 @@ class OnlineTuner:
                 allowed = self._limits.keep(setting)
             if allowed and (setting.enabled or self._can_switch_off):
                 log.info("tuning: known cluster, tuned %s: %s", same.saved_at[:10], setting)
-                return setting
+                return setting, same.step_ms / 1e3
             self._near.append(setting)
         space = seeded_space(self._limits, self._facts, self._link)
         if len(space) == 1 or self._facts.model_bytes <= space.limits.partition.low_bytes:
             log.info("tuning: the model is one chunk, whatever the sizes: nothing to tune")
-            return self._facts.untuned
+            return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
-        return None
+        return None, math.nan
 
     @property
     def _can_switch_off(self) -> bool:
