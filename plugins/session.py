@@ -94,9 +94,7 @@ class Session:
         if config.tune and peers.knobs:
             tuner = find_tuner(config) if peers.rank == 0 else None
             device = slots[0].parameter.device
-            self._retuning = Retuning(
-                tuner, peers, device, self._streams, self._changing
-            )
+            self._retuning = Retuning(tuner, peers, device, self._streams, self._changing)
         elif config.tune and peers.rank == 0:
             log.warning("tune is on, but nothing can change at run time over %s", peers.backend)
         # - after the warm-up

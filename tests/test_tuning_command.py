@@ -15,7 +15,7 @@ from test_tuning_memory import DONE, RUNNING
 from bytesched import cli, report
 from bytesched.tunable import Setting
 from bytesched.tunefile import Trial, TuningFile
-from bytesched.tuning.command import TERMINATED
+from bytesched.tuning.command import KILLED
 from bytesched.tuning.memory import Memory
 
 WRITER = """
@@ -24,7 +24,7 @@ sys.path.insert(0, sys.argv[1])
 from test_tuning_memory import DONE, RUNNING
 from bytesched.tuning.memory import Memory
 assert os.environ["BYTESCHED_TUNE"] == "1", os.environ
-assert os.environ["BYTESCHED_TUNE_STEPS"] == "77"
+assert os.environ["BYTESCHED_TUNE_STEPS"] == "77", os.environ
 memory = Memory(os.environ["BYTESCHED_TUNE_FILE"])
 print("a line of the training", flush=True)
 memory.save(RUNNING)
@@ -39,10 +39,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "bytesched" / "tuning"
 
 
+def writing(end: str) -> list[str]:
+    """A training that leaves a file as the tuner does, and then does `end`."""
+    return [sys.executable, "-c", WRITER.format(end=end), str(Path(__file__).parent)]
+
+
 def tune(end: str, *options: str) -> int:
-    code = WRITER.format(end=end)
-    folder = str(Path(__file__).parent)
-    return cli.main(["tune", "--steps", "77", *options, "--", sys.executable, "-c", code, folder])
+    return cli.main(["tune", "--steps", "77", *options, "--", *writing(end)])
 
 
 def test_a_tuned_run_is_saved_and_told(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +67,29 @@ def test_a_file_of_ones_own(tmp_path: Path, cache: Path) -> None:
     assert list(Memory(folder=cache).entries()) == []
 
 
+def test_it_tunes_whatever_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file of before is replaced by what was found, and by nothing less."""
+    mine = tmp_path / "mine.json"
+    before = Memory(mine).save(replace(DONE, setting=Setting(1 << 16, 1 << 16)))
+    assert before == mine
+    content = mine.read_bytes()
+    assert tune("", "--save", "mine.json") == 1
+    assert "before the tuning did" in capfd.readouterr().err
+    assert mine.read_bytes() == content
+    assert tune("memory.save(DONE)", "--save", "mine.json") == 0
+    assert TuningFile.read(mine).setting == DONE.setting
+    assert [path.name for path in tmp_path.glob("*.json")] == ["mine.json"]
+
+
+def test_what_is_set_elsewhere_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHED_TUNE_FILE", "mine.json")
+    monkeypatch.setenv("BYTESCHED_TUNE_STEPS", "77")
+    (tmp_path / "bytesched.toml").write_text('tune_space = "credit_bytes=..4MiB"')
+    space = "assert os.environ['BYTESCHED_TUNE_SPACE'] == 'credit_bytes=..4MiB', os.environ"
+    assert cli.main(["tune", "--", *writing(f"{space}; memory.save(DONE)")]) == 0
+    assert TuningFile.read(tmp_path / "mine.json").setting == DONE.setting
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
@@ -83,16 +109,29 @@ def test_it_can_end_the_run_when_it_is_done() -> None:
     assert tune("memory.save(DONE); time.sleep(600)", "--stop") == 0
 
 
-def test_what_it_started_ends_with_it() -> None:
-    training = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    command = [sys.executable, "-m", "bytesched", "tune", "--", sys.executable, "-c", training]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tuning:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_it_started_ends_with_it_and_what_it_found_stays(
+    number: signal.Signals, cache: Path
+) -> None:
+    training = writing("memory.save(DONE); print(os.getpid(), flush=True); time.sleep(600)")
+    command = [sys.executable, "-m", "bytesched", "tune", "--steps", "77", "--", *training]
+    # The tests themselves may run under nohup, and what is ignored is inherited.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(number, before)
+    with started as tuning:
         assert tuning.stdout is not None
+        assert tuning.stdout.readline() == "a line of the training\n"
         child = int(tuning.stdout.readline())
-        tuning.send_signal(signal.SIGTERM)
-        assert tuning.wait(20) == TERMINATED
+        tuning.send_signal(number)
+        assert tuning.wait(20) == KILLED + number
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+    ((path, found),) = Memory(folder=cache).entries()
+    assert found.setting == DONE.setting
+    assert "running" not in path.name
 
 
 @pytest.mark.parametrize(

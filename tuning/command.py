@@ -19,7 +19,8 @@ from bytesched.tunefile import TuningFile
 from bytesched.tuning.memory import Memory, cache_folder
 from bytesched.tuning.progress import Progress, progress_for
 
-TERMINATED = 143
+#: the exit code after a signal is this and its number
+KILLED = 128
 LOOK_S = 0.25
 GRACE_S = 15.0
 #: steps of a bench beyond those of its tuning
@@ -35,7 +36,7 @@ The training's own script must call bytesched.wrap, or be started by 'bytesched 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if a setting was adopted, else that of the training, or 1."""
+    """Run the command; its exit code, or 1 if nothing was adopted; 0 if it was ended then."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     mine, rest = arguments, []
@@ -47,32 +48,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _show()
     if options.forget:
         return _forget(options.forget)
-    config = Config(tune=True, tune_steps=options.steps, tune_space=options.space)
+    # What is not said here is as the user has set it elsewhere.
+    said = {"tune_steps": options.steps, "tune_space": options.space, "tune_file": options.save}
+    given = {name: text for name, text in said.items() if text is not None}
+    config = Config.load(tune=True, **given)
+    if not config.enabled:
+        raise ConfigError("enabled is off, so there is nothing to tune: set it to 1, or leave it")
     find_tuner(config)
-    command = _command(options, rest)
+    command = _command(options, rest, config.tune_steps)
     if not command:
         parser.error("nothing to run: bytesched tune -- torchrun ... train.py, or --bench MODEL")
-    return _tune(command, config, options.save, stop=options.stop or bool(options.bench))
+    return _tune(command, config, stop=options.stop or bool(options.bench))
 
 
-def _command(options: argparse.Namespace, rest: list[str]) -> list[str]:
+def _command(options: argparse.Namespace, rest: list[str], tune_steps: int) -> list[str]:
     if not options.bench:
         return rest
     kind, _, name = options.bench.rpartition(":")
     if kind not in ("", "emulate"):
         kind, name = "", options.bench
-    steps = str(int(options.steps) + _MORE_STEPS)
+    steps = str(tune_steps + _MORE_STEPS)
     return [
         sys.executable, "-m", "bytesched", "bench", f"--{kind or 'model'}", name, "--systems",
         "bytesched", "--rounds", "1", "--warmup", "2", "--iterations", steps, *rest,
     ]  # fmt: skip
 
 
-def _tune(command: list[str], config: Config, save: str, *, stop: bool) -> int:
+def _tune(command: list[str], config: Config, *, stop: bool) -> int:
     """Runs `command` until it ends, or with `stop` until a setting is adopted."""
-    file = Path(save or cache_folder() / f"running-{os.getpid()}.json").absolute()
-    if save:
-        _check_target(file)
+    folder = cache_folder()
+    if config.tune_file:
+        folder = _checked(Path(config.tune_file).absolute()).parent
+    # A file of its own: it always tunes, whatever is known, and replaces that when it is done.
+    file = folder / f"running-{os.getpid()}.json"
+    file.unlink(missing_ok=True)
     environment = child_environment(
         {
             "BYTESCHED_TUNE": "1",
@@ -81,41 +90,39 @@ def _tune(command: list[str], config: Config, save: str, *, stop: bool) -> int:
             "BYTESCHED_TUNE_SPACE": config.tune_space,
         }
     )
-    before = _read(file)
-    # Without a handler, what was started would go on.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Without a handler, what was started would go on. What nohup ignores stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(KILLED + number))
+    saved: Path | None = None
     try:
         with progress_for(config.tune_steps) as progress:
-            code = _run(command, environment, file, progress, stop=stop, before=before)
-        tuning = _read(file)
-        if tuning is None or tuning.setting is None or tuning == before:
-            print(_unfinished(tuning, code), file=sys.stderr)
-            return code or 1
-        _report(tuning, file if save else _keep(tuning, file))
-        return 0 if stop else code
+            code = _run(command, environment, file, progress, stop=stop)
     finally:
-        if not save:
-            file.unlink(missing_ok=True)
-            file.with_name(f".{file.name}.lock").unlink(missing_ok=True)
+        # Also of a training that was interrupted, which is how many end.
+        tuning = _read(file)
+        file.unlink(missing_ok=True)
+        file.with_name(f".{file.name}.lock").unlink(missing_ok=True)
+        if tuning is not None and tuning.setting is not None:
+            saved = Memory(config.tune_file).save(tuning)
+    if tuning is None or tuning.setting is None:
+        print(_unfinished(tuning, code), file=sys.stderr)
+        return code or 1
+    _report(tuning, saved)
+    return 0 if stop else code
 
 
-def _keep(tuning: TuningFile, file: Path) -> Path | None:
-    """Moves a tuning to where it is looked for; where that is."""
-    # Its own place: else the memory would find this case in `file`, and write it there.
-    file.unlink()
-    return Memory().save(tuning)
-
-
-def _check_target(file: Path) -> None:
-    """Raises ConfigError if `file` is somebody else's, or can not be."""
+def _checked(file: Path) -> Path:
+    """`file` itself. Raises ConfigError if it is somebody else's, or can not be."""
     if not file.parent.is_dir():
-        raise ConfigError(f"--save {file}: there is no such folder")
+        raise ConfigError(f"{file}: there is no such folder")
     try:
         TuningFile.read(file)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--save {file} is {error}: name another file") from None
+        raise ConfigError(f"{file} is {error}: name another file") from None
+    return file
 
 
 def _run(
@@ -125,7 +132,6 @@ def _run(
     progress: Progress,
     *,
     stop: bool,
-    before: TuningFile | None,
 ) -> int:
     # A group of its own, so that a launcher ends together with its ranks.
     process = subprocess.Popen(
@@ -139,7 +145,7 @@ def _run(
     )
     printer = threading.Thread(target=_pass_on, args=(process, progress), daemon=True)
     printer.start()
-    shown = before
+    shown: TuningFile | None = None
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -151,7 +157,7 @@ def _run(
             if process.returncode is not None:
                 printer.join(GRACE_S)
                 return process.returncode
-            if stop and shown is not before and shown is not None and shown.setting is not None:
+            if stop and shown is not None and shown.setting is not None:
                 return 0
     finally:
         _end(process)
@@ -246,9 +252,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--save", default="", metavar="FILE", help="instead of the user's cache folder")
-    add("--steps", default=150, metavar="N", help=f"most steps ({LEAST_TUNE_STEPS} or more; 150)")
-    add("--space", default="", metavar="TEXT", help='such as "partition_bytes=64KiB..4MiB"')
+    add("--save", metavar="FILE", help="instead of the user's cache folder")
+    add("--steps", metavar="N", help=f"most steps ({LEAST_TUNE_STEPS} or more; 150)")
+    add("--space", metavar="TEXT", help='such as "partition_bytes=64KiB..4MiB"')
     add("--bench", default="", metavar="MODEL", help="train a model of the bench, or emulate:MODEL")
     add("--stop", action="store_true", help="end the command when a setting is adopted")
     add("--show", action="store_true", help="list what is known")
