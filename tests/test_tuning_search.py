@@ -119,6 +119,11 @@ def test_a_given_size_is_kept() -> None:
     assert {setting.partition_bytes for setting in Space(limits).settings} == {MIB}
 
 
+def test_names_are_a_choice_where_both_sizes_are_given() -> None:
+    config = Config(partition_bytes=MIB, credit_bytes=MIB, tune_space="policy=priority|fifo")
+    assert [setting.policy for setting in Space(Limits.of(config)).settings] == ["priority", "fifo"]
+
+
 def test_tune_space_narrows() -> None:
     config = Config(
         tune_space="partition_bytes = 64KiB..1MiB, credit_bytes=..4MiB policy=fifo|priority"
@@ -135,6 +140,8 @@ def test_tune_space_narrows() -> None:
     [
         ({"partition_bytes": MIB, "credit_bytes": MIB}, "nothing to tune"),
         ({"tune_space": "partition_bytes=1MiB credit_bytes=4MiB"}, "nothing to tune"),
+        ({"tune_space": "partition_bytes=1MiB credit_bytes=1MiB..1.5MiB"}, "nothing to tune"),
+        ({"tune_space": "partition_bytes=1MiB..2MiB", "credit_bytes": MIB}, "nothing to tune"),
         ({"tune_space": "partition_bytes=0..1MiB"}, "not 0"),
         ({"tune_space": "partition_bytes=-1..1MiB"}, "negative"),
         ({"tune_space": "partition_bytes=64KiB..9999TiB"}, "unit"),

@@ -133,8 +133,10 @@ class OnlineTuner:
                 return setting, same.step_ms / 1e3
             self._near.append(setting)
         space = seeded_space(self._limits, self._facts, self._link)
-        if len(space) == 1 or self._facts.model_bytes <= space.limits.partition.low_bytes:
-            log.info("tuning: the model is one chunk, whatever the sizes: nothing to tune")
+        one_chunk = self._facts.model_bytes <= space.limits.partition.low_bytes
+        if one_chunk or len(space) == 1:
+            why = "the model is one chunk, whatever the sizes" if one_chunk else repr(space)
+            log.info("tuning: %s: nothing to tune", why)
             return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from bytesched.config import Config
@@ -53,7 +54,7 @@ _ANY = Range()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user allows. Raises `ConfigError` if that is nothing, or a single setting."""
+    """What the user allows. Raises `ConfigError` if that is nothing."""
 
     partition: Range = _ANY
     credit: Range = _ANY
@@ -72,24 +73,16 @@ class Limits:
             )
         for policy in self.policies:
             named_policy(policy)
-        if self.partition.is_point and self.credit.is_point and not self._has_names():
-            raise ConfigError(
-                "partition_bytes and credit_bytes are both given, so there is nothing to tune: "
-                "leave one of them at 0, or set tune to 0"
-            )
-
-    def _has_names(self) -> bool:
-        return len(self.policies) > 1 or len(self.orders) > 1
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """What `config` leaves open: given sizes stay, and `tune_space` narrows the rest."""
-        limits = cls(
-            partition=Range(config.partition_bytes, config.partition_bytes),
-            credit=Range(config.credit_bytes, config.credit_bytes),
-            policies=(config.policy,),
-            orders=(config.order,),
-        )
+        """What `config` leaves open: given sizes stay, and `tune_space` narrows the rest.
+
+        Raises `ConfigError` for what cannot be read, and if there is a single setting.
+        """
+        partition = Range(config.partition_bytes, config.partition_bytes)
+        credit = Range(config.credit_bytes, config.credit_bytes)
+        policies, orders = (config.policy,), (config.order,)
         for name, text in _tokens(config.tune_space):
             if name in ("partition_bytes", "credit_bytes"):
                 given = getattr(config, name)
@@ -97,20 +90,30 @@ class Limits:
                     raise ConfigError(
                         f"tune_space looks for {name}, which is given as {given}: leave out one"
                     )
-                sizes = _range(name, text)
-                limits = (
-                    replace(limits, partition=sizes)
-                    if name == "partition_bytes"
-                    else replace(limits, credit=sizes)
-                )
+                if name == "partition_bytes":
+                    partition = _range(name, text)
+                else:
+                    credit = _range(name, text)
             elif name == "policy":
-                limits = replace(limits, policies=_names(name, text, _policy))
+                policies = _names(name, text, _policy)
             elif name == "order":
-                limits = replace(limits, orders=_names(name, text, one_of(*ORDERS)))
+                orders = _names(name, text, one_of(*ORDERS))
             else:
                 known = ("partition_bytes", "credit_bytes", "policy", "order")
                 raise ConfigError(f"tune_space: there is no {name!r}{nearest(name, known)}")
+        limits = cls(partition, credit, policies, orders)
+        limits._check_choice()
         return limits
+
+    def _check_choice(self) -> None:
+        if self.partition.is_open:
+            return
+        first, *more = islice(_settings(self), 2)
+        if not more:
+            raise ConfigError(
+                "there is nothing to tune: what partition_bytes, credit_bytes and tune_space say "
+                f"leaves one setting, {first}. Leave more open, or set tune to 0"
+            )
 
     def within(self, knobs: Collection[str]) -> Limits:
         """The same, with one name where the names cannot change at run time."""
