@@ -87,6 +87,26 @@ def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
     assert tried[1] == known
 
 
+def test_of_many_models_the_most_alike_are_tried(tmp_path: Path) -> None:
+    """Each costs a trial, and the search has more to try than what others have found."""
+    cluster = Cluster()
+    train(cluster, tuner_on(cluster, tmp_path), 200)
+    memory = Memory(folder=tmp_path)
+    ((_, tuning),) = memory.entries()
+    known = [Setting(n << 18, (2 * n + 1) << 18) for n in range(3, 12)]
+    for number, setting in enumerate(known):
+        nbytes = tuning.fingerprint.model_bytes << number
+        other = replace(tuning.fingerprint, signature=f"model {number}", model_bytes=nbytes)
+        memory.save(replace(tuning, fingerprint=other, setting=setting))
+    last = replace(tuning.fingerprint, framework="torch 2.12.0")
+    memory.save(replace(tuning, fingerprint=last, setting=known[-1]))
+    again = Cluster(seed=1)
+    train(again, tuner_on(again, tmp_path), 140, framework="torch 2.14.0")
+    tried = list(dict.fromkeys(again.history))
+    assert known[-1] in tried[1:3], "the same model under another torch comes first"
+    assert len(set(tried) & set(known)) <= 2
+
+
 def test_the_log_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bytesched")
     cluster = Cluster()

@@ -30,6 +30,8 @@ _NEEDED = ("numpy", "skopt", "platformdirs", "filelock")
 _SEED = 0
 #: the most promising settings of the model, which are tried before the search has its say
 _FIRST_TRIALS = 3
+#: what other models of this cluster have, of those that are most alike; each costs a trial
+_NEAR = 2
 
 
 def tuner_of(config: Config) -> OnlineTuner:
@@ -121,7 +123,9 @@ class OnlineTuner:
         And what a step took under it, NaN if it was never measured.
         """
         same, near = self._memory.find(fingerprint)
-        self._near = [_adopted(tuning) for tuning in near if _adopted(tuning).enabled]
+        near.sort(key=lambda tuning: _unlike(tuning.fingerprint, fingerprint))
+        adopted = dict.fromkeys(_adopted(tuning) for tuning in near)
+        self._near = [setting for setting in adopted if setting.enabled][:_NEAR]
         if same is not None:
             setting = _adopted(same)
             allowed = self._limits.allow(setting)
@@ -180,6 +184,12 @@ class OnlineTuner:
 def _adopted(tuning: TuningFile) -> Setting:
     assert tuning.setting is not None, "a tuning that was found is finished"
     return tuning.setting
+
+
+def _unlike(one: Fingerprint, other: Fingerprint) -> tuple[bool, float]:
+    """Less for a case of the same cluster that is more like the other: the model, then its size."""
+    ratio = max(one.model_bytes, 1) / max(other.model_bytes, 1)
+    return one.signature != other.signature, abs(math.log2(ratio))
 
 
 def _fingerprint(facts: RunFacts, link: Link) -> Fingerprint:
