@@ -129,6 +129,8 @@ class RunFacts:
     untuned: Setting
     #: what can be changed, of `KNOBS`
     knobs: frozenset[str]
+    #: orders that are replayed when they have settled, of `ORDERS`
+    replayed: frozenset[str]
 
     @property
     def world_size(self) -> int:

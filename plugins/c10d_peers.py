@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.c10d import Group
-from bytesched.plugins.led_order import LedOrder
+from bytesched.plugins.led_order import LedOrder, replayed_orders
 from bytesched.plugins.packing import Packer
 from bytesched.plugins.peers import Agreement
 from bytesched.plugins.streams import Streams
@@ -43,6 +43,7 @@ class C10dPeers:
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s
         self.backend: str = data.backend.name()
+        self.replayed = replayed_orders(data.size)
         self._data = data
         self._control = control
         self._groups = (data, control) if buffers is None else (data, control, buffers)

@@ -73,6 +73,7 @@ class HorovodPeers:
     hides_overhead = False
     backend = "horovod"
     knobs = frozenset({"partition_bytes", "credit_bytes", "policy"})
+    replayed: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class KVPeers:
     backend = "kvstore"
     #: its pipes are opened once
     knobs: frozenset[str] = frozenset()
+    replayed: frozenset[str] = frozenset()
 
     def __init__(self, store: Any, *, name: str, timeout_s: float) -> None:
         self.rank: int = store.rank

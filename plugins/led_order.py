@@ -14,13 +14,18 @@ from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["LedOrder"]
+__all__ = ["LedOrder", "replayed_orders"]
 
 #: Followers start what the leader's credit let through.
 _NO_LIMIT: Final = 1 << 62
 
 #: Up to this many ranks the leader's messages are few; above, a settled order is replayed.
 _LED_RANKS: Final = 8
+
+
+def replayed_orders(ranks: int) -> frozenset[str]:
+    """Those settings of the order, of `tunable.ORDERS`, with which a settled one is replayed."""
+    return frozenset({"replay", "auto"} if ranks > _LED_RANKS else {"replay"})
 
 
 class LedOrder:
@@ -64,8 +69,7 @@ class LedOrder:
         )
 
     def _may_replay(self) -> bool:
-        auto = self._order == "auto" and self._group.size > _LED_RANKS
-        return auto or self._order == "replay"
+        return self._order in replayed_orders(self._group.size)
 
     def ready(self) -> None:
         if self._follower is not None:

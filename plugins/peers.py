@@ -68,6 +68,8 @@ class Peers(Protocol):
     backend: str
     #: what can change at run time, of `tunable.KNOBS`
     knobs: frozenset[str]
+    #: orders that are replayed when they have settled, of `tunable.ORDERS`
+    replayed: frozenset[str]
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns what ``wait`` takes.

@@ -153,6 +153,7 @@ class WarmUp:
             cpu_load=self._cpu_load,
             untuned=untuned,
             knobs=self._knobs,
+            replayed=self._peers.replayed,
         )
 
     def _ranks_per_host(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from tuning_cluster import Cluster, exact_step_s
@@ -243,13 +244,25 @@ def test_the_budget_holds(budget: int) -> None:
     assert len(adopted.steps_s) >= 3
 
 
+@pytest.mark.parametrize("order", ["auto", "replay"])
 @pytest.mark.parametrize("off", [False, True])
-def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool) -> None:
-    for budget in range(40, 200):
+def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool, order: str) -> None:
+    limits = replace(SPACE.limits, orders=(order,))
+    for budget in range(40, 200, 1 if order == "auto" else 7):
         cluster = Cluster("resnet", noise=0.05, seed=budget)
-        controller, log = controller_on(cluster, pace=Pace(budget=budget), off=off, blind=True)
+        controller, log = controller_on(
+            cluster,
+            untuned=replace(UNTUNED, order=order),
+            pace=Pace(budget=budget),
+            space=Space(limits),
+            off=off,
+            blind=True,
+        )
         cluster.drive(controller, budget + 10)
         assert log.adopted[0].steps <= budget
+        others = off + any(tried.phase == "search" for tried in log.tried)
+        assert not others or len(log.adopted[0].steps_s) > others, f"no guard within {budget}"
+        assert others or budget < 50, f"nothing was tried within {budget}"
 
 
 def test_steps_without_a_time_do_not_stop_it() -> None:

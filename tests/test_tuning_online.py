@@ -169,6 +169,15 @@ def test_a_drift_is_tuned_away_from_what_is_measured(tmp_path: Path) -> None:
     assert set(later.history) == {setting}
 
 
+def test_an_automatic_order_that_is_replayed_has_time_to_settle(tmp_path: Path) -> None:
+    cluster = Cluster()
+    led = tuner_on(cluster, tmp_path).begin(cluster.facts())
+    replayed = frozenset({"replay", "auto"})
+    settles = tuner_on(cluster, tmp_path).begin(cluster.facts(replayed=replayed))
+    assert settles.setting == led.setting
+    assert settles.next_in_steps > led.next_in_steps + 3
+
+
 def test_words_keep_to_the_seed(tmp_path: Path) -> None:
     def words(folder: Path) -> list[Word]:
         cluster = Cluster(noise=0.02, seed=7)

@@ -130,6 +130,7 @@ class Cluster:
             "cpu_load": 0.1,
             "untuned": Setting(*sizes),
             "knobs": frozenset(KNOBS),
+            "replayed": frozenset({"replay"}),
         }
         return RunFacts(**(facts | changes))  # type: ignore[arg-type]
 

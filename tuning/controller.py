@@ -123,6 +123,7 @@ class Controller:
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
+        replayed: orders under which the steps until one has settled do not count.
         known_step_s: what a step took under it when it was tuned; NaN if that is not known.
     """
 
@@ -137,12 +138,16 @@ class Controller:
         report: Callable[[Report], None] = lambda _: None,
         known: Setting | None = None,
         known_step_s: float = math.nan,
+        replayed: frozenset[str] = frozenset({"replay"}),
     ) -> None:
         self._untuned = untuned
         self._off: Setting | None = None
         if can_switch_off:
             sizes = untuned.partition_bytes, untuned.credit_bytes
             self._off = Setting(*sizes, untuned.policy, untuned.order, enabled=False)
+        self._replayed = replayed
+        #: a setting was measured whose order has to settle
+        self._settles = False
         self._search = search
         self._now_s = now_s
         self.pace = pace or Pace()
@@ -175,7 +180,8 @@ class Controller:
     def more_trials(self) -> int:
         """About how many candidates there is time for."""
         left = self.pace.budget - self.guard_steps - self.steps
-        return max(0, left // (2 * self.pace.drop + self.pace.least + self.pace.more))
+        trial = self._new_drop + self.pace.drop + self.pace.least + self.pace.more
+        return max(0, left // trial)
 
     @property
     def guard_steps(self) -> int:
@@ -288,6 +294,7 @@ class Controller:
         """Runs a turn; its typical step."""
         dropped = self._dropped(self._before, setting)
         self._before = setting
+        self._settles = self._settles or self._must_settle(setting)
         self._samples_s = yield Turn(setting, dropped + samples, dropped, phase)
         return typical_s(self._samples_s)
 
@@ -305,9 +312,17 @@ class Controller:
         drop = pace.warm_drop if before is None else pace.drop
         if before is not None and setting.enabled is not before.enabled:
             drop = max(drop, pace.off_drop)
-        if setting.enabled and setting.order == "replay" and setting != before:
+        if self._must_settle(setting) and setting != before:
             drop = max(drop, pace.replay_drop)
         return drop
+
+    def _must_settle(self, setting: Setting) -> bool:
+        return setting.enabled and setting.order in self._replayed
+
+    @property
+    def _new_drop(self) -> int:
+        """Steps that do not count of a turn under another setting than before, at most."""
+        return max(self.pace.drop, self.pace.replay_drop if self._settles else 0)
 
     @property
     def _finalists(self) -> int:
@@ -316,8 +331,10 @@ class Controller:
         return 2 if self.pace.budget >= enough else 1
 
     def _round_steps(self, candidates: int) -> int:
-        steps = (1 + candidates) * (self.pace.drop + self.pace.guard)
+        drop = self._new_drop
+        steps = (1 + candidates) * (drop + self.pace.guard)
         if self._off is None:
             return steps
         # What comes after it, in this round or the next, begins with as many that do not count.
-        return steps + 2 * self.pace.off_drop - self.pace.drop + self.pace.guard
+        after_off = max(0, self.pace.off_drop - drop)
+        return steps + self.pace.off_drop + self.pace.guard + after_off

@@ -91,6 +91,7 @@ class OnlineTuner:
         self._controller = Controller(
             facts.untuned,
             can_switch_off="enabled" in facts.knobs,
+            replayed=facts.replayed,
             search=self._searcher,
             now_s=self._now_s,
             pace=self._pace,
