@@ -47,7 +47,7 @@ def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
 def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:
     """The host is far ahead: by its own clock, these steps would take nothing."""
     with fake_cuda() as device:
-        streams = CudaStreams(torch.device("cuda", 0), pytest.fail)
+        streams = CudaStreams(torch.device("cuda", 0), lambda error: pytest.fail(str(error)))
         tuner = Asked(3)
         measured = retuning(tuner, streams, Observers())
         for step, work in enumerate((5, 2, 40, 1)):

@@ -99,6 +99,30 @@ def test_one_that_runs_is_kept_but_not_used(tmp_path: Path) -> None:
     assert [tuning.state for _, tuning in memory.entries()] == ["done"]
 
 
+def test_one_that_runs_replaces_nothing_that_was_found(tmp_path: Path) -> None:
+    """Of another case neither, where there is one file for all."""
+    memory = Memory(tmp_path / "mine.json")
+    memory.save(DONE)
+    other = replace(FINGERPRINT, signature="other")
+    memory.save(replace(RUNNING, fingerprint=other))
+    assert memory.find(FINGERPRINT)[0] is not None
+    memory.save(replace(DONE, fingerprint=other))
+    assert memory.find(other)[0] is not None
+
+
+def test_many_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait while rank 0 saves a trial."""
+    memory = Memory(folder=tmp_path)
+    for number in range(9):
+        fingerprint = replace(FINGERPRINT, signature=f"model {number}")
+        Memory(folder=tmp_path).save(replace(DONE, fingerprint=fingerprint))
+    read, found = TuningFile.read, []
+    monkeypatch.setattr(TuningFile, "read", lambda path: found.append(path) or read(path))
+    for _ in range(20):
+        memory.save(RUNNING)
+    assert len(found) < 9 + 2 * 20
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, '{"format": "another"}', "\ud800"],

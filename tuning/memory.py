@@ -45,6 +45,8 @@ class Memory:
         self._file = Path(file) if file else None
         self._folder = folder or (cache_folder() if self._file is None else Path())
         self._complained: set[str] = set()
+        #: where tunings of this run belong: many files may have to be read to find that out
+        self._places: dict[Fingerprint, Path] = {}
 
     def find(self, fingerprint: Fingerprint) -> tuple[TuningFile | None, list[TuningFile]]:
         """The tuning of this very case, if it was finished, and others of the same cluster."""
@@ -71,16 +73,17 @@ class Memory:
         """Where a tuning of this case belongs."""
         if self._file is not None:
             return self._file
-        for path, known in self.entries():
-            if known.fingerprint.is_same(fingerprint):
-                return path
-        rate = f"{fingerprint.bytes_per_s:.1e}".replace("+", "")
-        return self._folder / f"{fingerprint.name}-{rate}.json"
+        if fingerprint not in self._places:
+            rate = f"{fingerprint.bytes_per_s:.1e}".replace("+", "")
+            new = self._folder / f"{fingerprint.name}-{rate}.json"
+            same = [path for path, one in self.entries() if one.fingerprint.is_same(fingerprint)]
+            self._places[fingerprint] = same[0] if same else new
+        return self._places[fingerprint]
 
     def save(self, tuning: TuningFile) -> Path | None:
         """Writes a tuning in one piece; where it is now, or None if it could not be written.
 
-        A finished tuning of the same case is not replaced by one that is still running.
+        A finished tuning is not replaced by one that is still running, be it of another case.
         """
         try:
             path = self.path_of(tuning.fingerprint)
@@ -103,8 +106,7 @@ class Memory:
                 self._complain(path, f"is left alone: {error}")
                 return False
         else:
-            same = known.fingerprint.is_same(tuning.fingerprint)
-            if same and known.state == "done" and tuning.state != "done":
+            if known.state == "done" and tuning.state != "done":
                 return True
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         scratch = path.with_name(f".{path.name}.new")

@@ -82,7 +82,8 @@ class Limits:
         """
         partition = Range(config.partition_bytes, config.partition_bytes)
         credit = Range(config.credit_bytes, config.credit_bytes)
-        policies, orders = (config.policy,), (config.order,)
+        policies: tuple[str, ...] = (config.policy,)
+        orders: tuple[str, ...] = (config.order,)
         for name, text in _tokens(config.tune_space):
             if name in ("partition_bytes", "credit_bytes"):
                 given = getattr(config, name)
