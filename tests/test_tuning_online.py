@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy
 import pytest
 from tuning_cluster import Cluster, exact_step_s
 
@@ -167,6 +171,28 @@ def test_a_drift_is_tuned_away_from_what_is_measured(tmp_path: Path) -> None:
     later = Cluster(link=Link(4e-4, 40e6, 8e-4))
     assert train(later, tuner_on(later, tmp_path), 100).setting == setting
     assert set(later.history) == {setting}
+
+
+_DRAWS = """
+import random, sys
+from pathlib import Path
+import numpy
+sys.path.insert(0, sys.argv[1])
+from test_tuning_online import Cluster, train, tuner_on
+cluster = Cluster()
+random.seed(1)
+numpy.random.seed(1)
+train(cluster, tuner_on(cluster, Path(sys.argv[2])), 200)
+print(random.random(), numpy.random.random())
+"""
+
+
+def test_it_draws_no_number_of_the_scripts(tmp_path: Path) -> None:
+    """In a process that has imported nothing of what tuning needs."""
+    command = [sys.executable, "-c", _DRAWS, str(Path(__file__).parent), str(tmp_path)]
+    drawn = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    own, numpy_s = random.Random(1), numpy.random.RandomState(1)
+    assert drawn == [str(own.random()), str(numpy_s.random())]
 
 
 def test_an_automatic_order_that_is_replayed_has_time_to_settle(tmp_path: Path) -> None:

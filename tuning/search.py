@@ -125,6 +125,7 @@ class BayesianSearch(_Told):
         self._least_gain = least_gain
         self._random = random.Random(seed)
         self._first_cost_s = 0.0
+        drawn = random.getstate()
         try:
             import numpy as np
             from skopt import Optimizer
@@ -135,6 +136,10 @@ class BayesianSearch(_Told):
             raise ConfigError(
                 "tuning needs scikit-optimize: pip install 'bytesched[tune]'"
             ) from error
+        finally:
+            # What is imported there draws a number, and the script may draw its data in step on all
+            # ranks, of which only one tunes.
+            random.setstate(drawn)
         self._array: Any = np.array
         self._expected_improvement: Any = gaussian_ei
         self._optimizer: Any = None
