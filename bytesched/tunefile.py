@@ -112,7 +112,7 @@ class TuningFile:
     setting: Setting | None
     state: str
     trials: tuple[Trial, ...]
-    #: what the tuning took
+    #: what the tuning took, so far
     steps: int
     #: of the settings that took turns at the end, medians
     step_ms: float = math.nan
@@ -120,6 +120,8 @@ class TuningFile:
     off_ms: float = math.nan
     #: ISO 8601, UTC
     saved_at: str = ""
+    #: about as many candidates will follow, while it is "running"
+    more_trials: int = 0
 
     @property
     def gain_pct(self) -> float:
@@ -191,6 +193,7 @@ class TuningFile:
             untuned_ms=fields.number("untuned_ms", optional=True),
             off_ms=fields.number("off_ms", optional=True),
             saved_at=fields.text("saved_at"),
+            more_trials=int(fields.number("more_trials")),
         )
 
 

@@ -17,9 +17,10 @@ from bytesched.tunable import Setting
 from bytesched.tunefile import Trial, TuningFile
 from bytesched.tuning.command import KILLED
 from bytesched.tuning.memory import Memory
+from bytesched.tuning.progress import summary
 
 WRITER = """
-import json, os, sys, time
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from test_tuning_memory import DONE, RUNNING
 from bytesched.tuning.memory import Memory
@@ -59,6 +60,7 @@ def test_a_tuned_run_is_saved_and_told(cache: Path, capfd: pytest.CaptureFixture
     assert str(path) in out
     assert [file.name for file in cache.iterdir() if "running" in file.name] == []
     assert "of 77 steps" in err
+    assert summary(replace(RUNNING, more_trials=3)).startswith("trial 2 of about 5, best 400.0 ms")
 
 
 def test_a_file_of_ones_own(tmp_path: Path, cache: Path) -> None:

@@ -222,6 +222,9 @@ def test_a_run_that_ends_early_leaves_nothing_to_be_used(tmp_path: Path) -> None
     ((_, tuning),) = Memory(folder=tmp_path).entries()
     assert tuning.state == "running"
     assert tuning.setting is None
+    measured = sum(len(trial.durations_ms) for trial in tuning.trials)
+    assert measured < tuning.steps <= cluster.steps, "steps that do not count are spent as well"
+    assert tuning.more_trials > 0
 
 
 def test_steps_that_were_not_measured_do_not_end_it(tmp_path: Path) -> None:

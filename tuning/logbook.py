@@ -41,14 +41,14 @@ class Logbook:
 
     def _begin(self) -> None:
         self._trials: list[Trial] = []
-        self._steps = self._watched_steps = self._tried = 0
+        self._watched_steps = self._tried = 0
         self._best: tuple[Setting, float] | None = None
         self._untuned_s = math.nan
 
-    def note(self, report: Report, *, more_trials: int = 0) -> None:
-        """Something happened; about `more_trials` will follow."""
+    def note(self, report: Report, *, steps: int, more_trials: int) -> None:
+        """Something happened after `steps` of this tuning; about `more_trials` will follow."""
         if isinstance(report, Tried):
-            self._note_trial(report, more_trials)
+            self._note_trial(report, steps, more_trials)
         elif isinstance(report, Adopted):
             self._note_adopted(report)
         else:
@@ -65,8 +65,7 @@ class Logbook:
         if self._done is not None and self._watched_steps:
             self._memory.save(replace(self._done, trials=tuple(self._trials)))
 
-    def _note_trial(self, tried: Tried, more_trials: int) -> None:
-        self._steps += len(tried.durations_s)
+    def _note_trial(self, tried: Tried, steps: int, more_trials: int) -> None:
         self._trials.append(
             Trial(
                 tried.setting,
@@ -77,7 +76,13 @@ class Logbook:
             )
         )
         if tried.phase == "guard":
-            return
+            more_trials = 0
+        else:
+            self._tell_trial(tried, more_trials)
+        trials = tuple(self._trials)
+        self._memory.save(replace(self._begun, trials=trials, steps=steps, more_trials=more_trials))
+
+    def _tell_trial(self, tried: Tried, more_trials: int) -> None:
         if self._best is None or tried.step_s < self._best[1]:
             self._best = tried.setting, tried.step_s
         if tried.phase == "baseline":
@@ -95,7 +100,6 @@ class Logbook:
                 1e3 * self._best[1],
                 100 * (self._best[1] / self._untuned_s - 1),
             )
-        self._memory.save(replace(self._begun, trials=tuple(self._trials), steps=self._steps))
 
     def _note_adopted(self, adopted: Adopted) -> None:
         untuned = self._begun.untuned

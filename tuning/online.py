@@ -179,7 +179,8 @@ class OnlineTuner:
         return replace(self._link, bytes_per_s=factor * self._link.bytes_per_s)
 
     def _reported(self, report: Report) -> None:
-        self._logbook.note(report, more_trials=self._controller.more_trials)
+        controller = self._controller
+        self._logbook.note(report, steps=controller.steps, more_trials=controller.more_trials)
 
 
 def _adopted(tuning: TuningFile) -> Setting:

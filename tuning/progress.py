@@ -48,7 +48,8 @@ def summary(tuning: TuningFile) -> str:
         return "measuring the untuned setting"
     best = min(measured, key=lambda trial: trial.step_ms)
     gain = 100 * (1 - best.step_ms / measured[0].step_ms)
-    return f"trial {len(tried)}, best {best.step_ms:.1f} ms, {gain:.1f} % gained: {best.setting}"
+    number = f"trial {len(tried)} of about {len(tried) + tuning.more_trials}"
+    return f"{number}, best {best.step_ms:.1f} ms, {gain:.1f} % gained: {best.setting}"
 
 
 class _Lines:
