@@ -117,7 +117,12 @@ def test_many_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fingerprint = replace(FINGERPRINT, signature=f"model {number}")
         Memory(folder=tmp_path).save(replace(DONE, fingerprint=fingerprint))
     read, found = TuningFile.read, []
-    monkeypatch.setattr(TuningFile, "read", lambda path: found.append(path) or read(path))
+
+    def counted(path: Path) -> TuningFile:
+        found.append(path)
+        return read(path)
+
+    monkeypatch.setattr(TuningFile, "read", counted)
     for _ in range(20):
         memory.save(RUNNING)
     assert len(found) < 9 + 2 * 20
