@@ -57,14 +57,17 @@ def test_a_tuned_run_is_saved_and_told(cache: Path, capfd: pytest.CaptureFixture
     assert "440.0 ms" in out
     ((path, tuning),) = Memory(folder=cache).entries()
     assert tuning.setting == DONE.setting
-    assert str(path) in out
+    assert f"saved in {path}; the next run with BYTESCHED_TUNE=1 begins" in out
     assert [file.name for file in cache.iterdir() if "running" in file.name] == []
     assert "of 77 steps" in err
     assert summary(replace(RUNNING, more_trials=3)).startswith("trial 2 of about 5, best 400.0 ms")
 
 
-def test_a_file_of_ones_own(tmp_path: Path, cache: Path) -> None:
+def test_a_file_of_ones_own(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert tune("memory.save(DONE)", "--save", "mine.json") == 0
+    assert f"BYTESCHED_TUNE_FILE={tmp_path / 'mine.json'} begins" in capfd.readouterr().out
     assert TuningFile.read(tmp_path / "mine.json").setting == DONE.setting
     assert list(Memory(folder=cache).entries()) == []
 

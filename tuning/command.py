@@ -207,7 +207,8 @@ def _report(tuning: TuningFile, file: Path | None) -> None:
     if tuning.off_ms > 0:
         print(f"  {'scheduling off':<16}{tuning.off_ms:8.1f} ms")
     if file is not None:
-        print(f"saved in {file}; the next run with BYTESCHED_TUNE=1 begins with it")
+        own = "" if file.parent == cache_folder() else f" BYTESCHED_TUNE_FILE={file.absolute()}"
+        print(f"saved in {file}; the next run with BYTESCHED_TUNE=1{own} begins with it")
     print(f"to use it without tuning:\n  {tuning.paste()}")
 
 
