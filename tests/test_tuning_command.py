@@ -63,9 +63,7 @@ def test_a_tuned_run_is_saved_and_told(cache: Path, capfd: pytest.CaptureFixture
     assert summary(replace(RUNNING, more_trials=3)).startswith("trial 2 of about 5, best 400.0 ms")
 
 
-def test_a_file_of_ones_own(
-    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_ones_own(tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert tune("memory.save(DONE)", "--save", "mine.json") == 0
     assert f"BYTESCHED_TUNE_FILE={tmp_path / 'mine.json'} begins" in capfd.readouterr().out
     assert TuningFile.read(tmp_path / "mine.json").setting == DONE.setting

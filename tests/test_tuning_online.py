@@ -6,7 +6,7 @@ import logging
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +23,12 @@ from bytesched.tuning.online import OnlineTuner, tuner_of
 from bytesched.tuning.space import Limits, Range
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nobody_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test may leave its tuner in the middle of a tuning."""
+    monkeypatch.setattr(OnlineTuner, "_at_work", None)
 
 
 def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:
@@ -197,11 +203,57 @@ def test_it_draws_no_number_of_the_scripts(tmp_path: Path) -> None:
 
 def test_an_automatic_order_that_is_replayed_has_time_to_settle(tmp_path: Path) -> None:
     cluster = Cluster()
-    led = tuner_on(cluster, tmp_path).begin(cluster.facts())
+    tuner = tuner_on(cluster, tmp_path)
+    led = tuner.begin(cluster.facts())
+    tuner.close()
     replayed = frozenset({"replay", "auto"})
     settles = tuner_on(cluster, tmp_path).begin(cluster.facts(replayed=replayed))
     assert settles.setting == led.setting
     assert settles.next_in_steps > led.next_in_steps + 3
+
+
+@dataclass
+class Model:
+    """One of several that are trained in turns, with its tuner."""
+
+    cluster: Cluster
+    tuner: OnlineTuner
+
+    def __post_init__(self) -> None:
+        self.untuned = self.cluster.facts().untuned
+        self.word = self.tuner.begin(self.cluster.facts())
+        self._durations_s: list[float] = []
+
+    def step(self, duration_s: float) -> None:
+        self._durations_s.append(duration_s)
+        if len(self._durations_s) == self.word.next_in_steps:
+            steps = Steps(tuple(self._durations_s), 0.0, 0, 0)
+            self._durations_s.clear()
+            self.word = self.tuner.word(steps)
+
+
+@pytest.mark.parametrize("stops_after", [1000, 20])
+def test_two_models_are_tuned_one_after_the_other(stops_after: int, tmp_path: Path) -> None:
+    """A step of one holds a step of the other. The first may end before it is tuned."""
+    clusters = [Cluster("gpt"), Cluster("vgg", noise=0.01)]
+    models = [Model(cluster, tuner_on(cluster, tmp_path)) for cluster in clusters]
+    states = []
+    for step in range(600):
+        trained = models if step < stops_after else models[1:]
+        states.append([model.word.setting for model in trained])
+        duration_s = sum(model.cluster.step_s(model.word.setting) for model in trained)
+        for model in trained:
+            model.step(duration_s)
+    tunings = {t.fingerprint.signature: t for _, t in Memory(folder=tmp_path).entries()}
+    done = {name for name, tuning in tunings.items() if tuning.state == "done"}
+    assert done == ({"gpt", "vgg"} if stops_after == 1000 else {"vgg"})
+    last = states[-1]
+    if stops_after == 1000:
+        for now in states:
+            trying = [
+                s not in (m.untuned, s_last) for s, m, s_last in zip(now, models, last, strict=True)
+            ]
+            assert not all(trying), now
 
 
 def test_words_keep_to_the_seed(tmp_path: Path) -> None:
@@ -209,7 +261,9 @@ def test_words_keep_to_the_seed(tmp_path: Path) -> None:
         cluster = Cluster(noise=0.02, seed=7)
         tuner = tuner_on(cluster, folder)
         first = tuner.begin(cluster.facts())
-        return [first, *islice(cluster.turns(tuner, first), 25)]
+        said = [first, *islice(cluster.turns(tuner, first), 25)]
+        tuner.close()
+        return said
 
     assert words(tmp_path / "a") == words(tmp_path / "b")
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import bytesched
 from bytesched.config import Config
@@ -32,6 +33,8 @@ _SEED = 0
 _FIRST_TRIALS = 3
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
+#: between two looks at whether another model is still being tuned
+_WAIT_STEPS = 20
 
 
 def tuner_of(config: Config) -> OnlineTuner:
@@ -50,12 +53,18 @@ def tuner_of(config: Config) -> OnlineTuner:
 class OnlineTuner:
     """Puts link, model, searcher, controller and memory together (see tunable.Tuner).
 
+    Of several in one process, one at a time tries settings: a step of one model lasts until its
+    next one, and the step of another model may lie in between.
+
     Args:
         limits: what may be tried.
         memory: what is known, and where it is kept.
         steps: the most that one tuning takes.
         now_s: reads the time.
     """
+
+    #: who tries settings now
+    _at_work: ClassVar[OnlineTuner | None] = None
 
     def __init__(
         self,
@@ -74,6 +83,10 @@ class OnlineTuner:
         #: of the untuned setting, when it was measured first
         self._first_bytes_per_s = math.nan
         self._near: list[Setting] = []
+        #: the steps until the next word are those of a setting that holds, and tell nothing
+        self._waits = False
+        #: turns of its own, and those of the other when it was asked last
+        self._turns, self._heard = 0, -1
         # - from the beginning on
         self._facts: RunFacts
         self._link: Link
@@ -105,6 +118,8 @@ class OnlineTuner:
         """The next word."""
         self._recordings.extend(steps.recordings)
         self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
+        if self._waits:
+            return self._word()
         turn = self._controller.turn
         self._controller.observe(steps.durations_s, self._bytes_per_s)
         if turn.phase == "watch":
@@ -113,10 +128,32 @@ class OnlineTuner:
 
     def close(self) -> None:
         """Training is over."""
+        self._let_go()
         self._logbook.close()
 
     def _word(self) -> Word:
-        return Word(self._controller.turn.setting, self._controller.turn.steps)
+        turn = self._controller.turn
+        self._waits = turn.phase != "watch" and self._must_wait()
+        if self._waits:
+            return Word(self._controller.adopted or self._facts.untuned, _WAIT_STEPS)
+        if turn.phase == "watch":
+            self._let_go()
+        else:
+            OnlineTuner._at_work = self
+        self._turns += 1
+        return Word(turn.setting, turn.steps)
+
+    def _must_wait(self) -> bool:
+        """Whether another one is at work, and has not stopped in the middle."""
+        other = OnlineTuner._at_work
+        if other is None or other is self:
+            return False
+        heard, self._heard = self._heard, other._turns
+        return heard != self._heard
+
+    def _let_go(self) -> None:
+        if OnlineTuner._at_work is self:
+            OnlineTuner._at_work = None
 
     def _known(self, fingerprint: Fingerprint) -> tuple[Setting | None, float]:
         """The setting to begin and stay with, if this case is known or leaves no choice.
