@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from bytesched.errors import (
 )
 from bytesched.plugins.notes import Notes
 
-__all__ = ["Group", "open_group"]
+__all__ = ["Group", "closed_on_error", "open_group"]
 
 #: for threads of a broken group to end
 _PATIENCE_S: Final = 5.0
@@ -187,6 +188,20 @@ class Group:
             kind = PeerLost
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
         return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
+
+
+@contextlib.contextmanager
+def closed_on_error(*groups: Group) -> Iterator[None]:
+    """Around what is done with new groups: an error is told to the other ranks, and closes them."""
+    try:
+        yield
+    except BaseException as error:
+        for group in groups:
+            if not isinstance(error, PeerLost):
+                group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            group.abort()
+            group.close()
+        raise
 
 
 def _stop(backend: Any, how: str) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_worker import signals
+from rank_worker import gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
-from bytesched.plugins.burst import Background, Branched, Burst
+from bytesched.plugins.burst import Background, Branched, Burst, runtime
 
 BATCH = 8
 STEPS = 4
@@ -173,7 +173,9 @@ def first_weights_are_rank_0s() -> list[float]:
 
 
 def refused(what: str) -> str:
-    model, plan = vgg_like(), CASES["vgg"][1]
+    """What was said, and that nothing stays open, also while the error is kept."""
+    model, plan, fields = vgg_like(), CASES["vgg"][1], SETTINGS
+    before = gloo_groups()
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
     elif what == "first":
@@ -193,11 +195,60 @@ def refused(what: str) -> str:
         model[2] = nn.Sequential(nn.Flatten(), nn.Linear(64, 40))
     elif what == "plans" and dist.get_rank() == 3:
         plan = (FOUR, FOUR, ONE, FOUR)
+    elif what == "settings" and dist.get_rank() == 3:
+        fields = SETTINGS | {"compression": "bf16"}
     try:
-        Burst(model, plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+        Burst(model, plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
+        left = gloo_groups() - before
+        return f"{type(error).__name__}: {error}" + (f" and left {left} groups" if left else "")
     return "not refused"
+
+
+def first_broadcast_fails() -> str:
+    """Rank 3 cannot take part in it."""
+    before = gloo_groups()
+    broadcast_from = runtime.broadcast_from
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    if dist.get_rank() == 3:
+        runtime.broadcast_from = fail
+    try:
+        Burst(vgg_like(), CASES["vgg"][1], optimizer_for, functional.cross_entropy, **SETTINGS)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, MemoryError):
+            # While the error is kept. Those of the others hold an operation, and that its group.
+            return f"{said} and left {gloo_groups() - before} groups"
+    finally:
+        runtime.broadcast_from = broadcast_from
+    return f"{said} and left {gloo_groups() - before} groups"
+
+
+def used_after_it_was_closed() -> list[str]:
+    said = []
+    burst = Burst(
+        vgg_like().double(),
+        CASES["vgg"][1],
+        optimizer_for,
+        functional.cross_entropy,
+        **SETTINGS | {"timeout_s": 600.0},
+    )
+    burst.step(*batch(0))
+    burst.close()
+    uses: list[Callable[[], object]] = [
+        lambda: burst.step(*batch(1)),
+        lambda: burst(batch(1)[0]),
+        burst.gather,
+    ]
+    for use in uses:
+        try:
+            use()
+        except BytesschedError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 class Job:
@@ -283,8 +334,9 @@ def is_kept_waiting() -> str:
     return "nothing happened"
 
 
-def does_not_come() -> str:
-    """Rank 3 cannot make its optimizer: what the ranks say that wait for it."""
+def makes_no_optimizer() -> str:
+    """What the ranks say of which one cannot make its optimizer."""
+    before = gloo_groups()
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if dist.get_rank() == 3:
@@ -292,11 +344,31 @@ def does_not_come() -> str:
         return optimizer_for(parameters)
 
     plan = (Place(2, 2), FOUR, ONE, FOUR)
-    fields = SETTINGS | {"timeout_s": 2.0}
+    fields = SETTINGS | {"timeout_s": 600.0}
     try:
         Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error} and left {gloo_groups() - before} groups"
+    return "nothing happened"
+
+
+def does_not_come() -> str:
+    """Rank 3 is lost while sets of ranks connect: what the ranks say that wait for it."""
+    connect = runtime.connect
+
+    def lost(*args: Any) -> Any:
+        raise RuntimeError("lost")
+
+    if dist.get_rank() == 3:
+        runtime.connect = lost
+    plan = (Place(2, 2), FOUR, ONE, FOUR)
+    fields = SETTINGS | {"timeout_s": 2.0}
+    try:
+        Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
+    finally:
+        runtime.connect = connect
     return "nothing happened"
 
 

@@ -71,11 +71,42 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
         ("join", "the join of 1 is planned for ranks 0 to 7, and there are 4 ranks"),
         ("plans", "MismatchError: the ranks disagree: rank 0 has '1: Place(first=0, width=2)'"),
         ("models", "MismatchError: the ranks disagree: rank 0 has '2.1.weight (32, 64)"),
+        ("settings", "rank 0 has \"compression = 'none'\", rank 3 has \"compression = 'bf16'\""),
     ],
 )
 def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Ranks) -> None:
     for said in four_ranks.run(burst_cases.refused, what):
         assert message in said
+        assert "and left" not in said
+
+
+@pytest.mark.procs
+def test_a_first_broadcast_that_fails_leaves_nothing_open(four_ranks: Ranks) -> None:
+    *others, failed = four_ranks.run(burst_cases.first_broadcast_fails)
+    assert failed == "MemoryError: no room and left 0 groups"
+    for said in others:
+        assert "rank 3 said: MemoryError: no room" in said
+        assert said.endswith("and left 0 groups")
+
+
+@pytest.mark.procs
+def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
+    for rank, said in enumerate(four_ranks.run(burst_cases.used_after_it_was_closed)):
+        assert said == [
+            f"SchedulerClosed: rank {rank}: {what}() of a Burst that is closed; make another one"
+            for what in ("step", "forward", "gather")
+        ]
+
+
+@pytest.mark.procs
+def test_a_rank_without_an_optimizer_is_heard_of_at_once(four_ranks: Ranks) -> None:
+    *others, failed = four_ranks.run(burst_cases.makes_no_optimizer)
+    assert failed == "RuntimeError: no optimizer and left 0 groups"
+    for said in others:
+        assert said == (
+            "PluginError: rank 3 could not make its optimizers: RuntimeError: no optimizer "
+            "and left 0 groups"
+        )
 
 
 @pytest.mark.procs
@@ -127,7 +158,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_end() -> None:
     # One that has made fewer groups than the others is in step with nobody afterwards.
     with contextlib.closing(Ranks(4)) as ranks:
         said = ranks.run(burst_cases.does_not_come)
-    assert said[3] == "RuntimeError: no optimizer"
+    assert said[3] == "RuntimeError: lost"
     assert all(text.startswith("SchedulerTimeout") for text in said[:3]), said
 
 
