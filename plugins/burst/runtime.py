@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config
 from bytesched.errors import PluginError, SchedulerClosed
+from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.plugins.agree import agree, settings
 from bytesched.plugins.burst.background import Background
@@ -33,6 +34,7 @@ from bytesched.plugins.burst.walk import Walk
 from bytesched.plugins.c10d import closed_on_error, open_group
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.session import Session
+from bytesched.plugins.unused_settings import warn_of_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,6 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["Burst"]
 
 log = logging.getLogger("bytesched")
+
+_USED: Final = frozenset(
+    {
+        *("policy", "partition_bytes", "credit_bytes", "order", "compression", "cross_barrier"),
+        *("timeout_s", "timeline", "log_level"),
+    }
+)
 
 #: instances are numbered in the order in which they are made, which is the same on all ranks
 _number = itertools.count()
@@ -61,7 +70,7 @@ class Burst(nn.Module):
         plan: where each of them is, such as `plan_for` returns.
         optimizer: makes an optimizer for some parameters; called once per set of ranks.
         loss: the mean loss of outputs and targets.
-        fields: as `bytesched.wrap` takes them.
+        fields: as `bytesched.wrap` takes them; a warning names those that do nothing here.
 
     Raises `PluginError` for what cannot be run, `ConfigError` for a wrong field, `MismatchError` if
     the ranks have different plans or models.
@@ -79,10 +88,11 @@ class Burst(nn.Module):
         if not dist.is_available() or not dist.is_initialized():
             raise PluginError("torch.distributed is not initialized: call init_process_group first")
         config = Config.load(**fields)
-        if config.tune:
-            log.warning("tune is on, but the sizes of a burst are not tuned")
-            config = replace(config, tune=False)
         world = dist.distributed_c10d._get_default_group()
+        show(config.log_level, world.rank())
+        if world.rank() == 0:
+            warn_of_unused(config, _USED, "Burst")
+        config = replace(config, tune=False)
         check(model, plan, world.size())
         self.model = model
         self.plan = plan

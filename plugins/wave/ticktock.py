@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import ConfigError, PluginError
+from bytesched.errors import ConfigError, PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.plugins import session_of
 from bytesched.plugins.ddp import find_ddp
 from bytesched.plugins.session import Session
+from bytesched.plugins.unused_settings import warn_of_unused
 from bytesched.plugins.wave.batches import of_waves
 from bytesched.plugins.wave.gradients import Gradients, JoinedGradients
 from bytesched.plugins.wave.lanes import lanes_for
@@ -37,6 +38,8 @@ log = logging.getLogger("bytesched")
 
 SYNCS: Final = ("joined", "per-wave")
 _NAMED = 5
+_USED = frozenset({"enabled", "timeout_s", "timeline", "log_level"})
+_USED_PER_WAVE = _USED | {"policy", "partition_bytes", "credit_bytes", "order", "compression"}
 
 
 class TickTock:
@@ -70,6 +73,7 @@ class TickTock:
         sync: str = "joined",
         replicas: bool = False,
         overlap: bool | None = None,
+        update: Callable[[], object] | None = None,
         **fields: Any,
     ) -> None:
         if waves < 2:
@@ -81,36 +85,51 @@ class TickTock:
         if session is None:
             # Else bytesched.wrap has been told a level.
             show(config.log_level, _rank())
-        _refuse_unsynchronised(model, optimizer, sync, is_wrapped=session is not None)
+        # Per wave nothing but ours sends: where that is off, whatever else there is does.
+        self._per_wave = sync == "per-wave" and config.enabled and _world_size() > 1
+        _refuse_unsynchronised(
+            model,
+            optimizer,
+            per_wave=self._per_wave,
+            is_wrapped=session is not None,
+            is_off=not config.enabled,
+        )
+        if _rank() == 0 and self._per_wave:
+            warn_of_unused(config, _USED_PER_WAVE, 'TickTock with sync="per-wave"')
+        elif _rank() == 0:
+            # Those from elsewhere may be meant for bytesched.wrap.
+            warn_of_unused(config, _USED, 'TickTock with sync="joined"', origins=["code"])
         self._model = model
         self._optimizer = optimizer
         self._loss_fn = loss_fn
         self._waves = waves
         self._ddp = find_ddp(model)
-        self._per_wave = sync == "per-wave"
+        self._update = update
         self._steps = 0
+        self._closed = False
         self._all = _all_parameters(model, optimizer)
-        parameters = _trained(self._all)
-        self._trained = {id(parameter) for parameter in parameters}
-        self._lanes = lanes_for(parameters[0].device, waves)
+        named = _named(model, _trained(self._all))
+        self._trained = {id(parameter) for _, parameter in named}
+        device = named[0][1].device
+        self._lanes = lanes_for(device, waves)
         self._owns_observers = not isinstance(session, Session)
         self._gradients: Gradients
-        if self._per_wave and _world_size() > 1:
-            sent = PerWaveGradients(model, parameters, waves, self._lanes, config)
+        if self._per_wave:
+            sent = PerWaveGradients(model, optimizer, named, waves, config)
             self._gradients, self._observers = sent, sent.observers
         else:
             self._gradients = JoinedGradients(
-                parameters, waves, self._lanes, timeout_s=config.timeout_s
+                named, waves, self._lanes, rank=_rank(), timeout_s=config.timeout_s
             )
             self._observers = (
                 session.observers if isinstance(session, Session) else _own_observers(config)
             )
-        self._passes = Passes(parameters, waves, self._gradients, self._lanes, self._observers)
+        self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
         self._states = WaveStates(model, waves, _world_size()) if replicas else None
         self._trial = Trial()
         why = _why_accumulate(self._ddp) if not self._per_wave else ""
         self._accumulates = bool(why)
-        why = why or _why_alone(model, parameters[0].device)
+        why = why or ("" if config.enabled else "enabled is off") or _why_alone(model, device)
         if why:
             log.info("waves step aside, gradients are accumulated: %s", why)
             self._trial.overlap = False
@@ -129,6 +148,8 @@ class TickTock:
 
         Gradients are set to none first and the optimizer is stepped at the end.
         """
+        if self._closed:
+            raise SchedulerClosed(f"rank {_rank()}: step() of waves that are closed; make others")
         parts, shares = of_waves(batches, self._waves)
         forwards = [
             partial(self._forward, wave, part, share)
@@ -151,7 +172,10 @@ class TickTock:
                 # Under no_sync DDP would never make rank 0's buffers everybody's.
                 self._ddp.require_forward_param_sync = True
             losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
-        self._optimizer.step()
+        if self._update is None:
+            self._optimizer.step()
+        else:
+            self._update()
         if undecided:
             self._lanes.settle()
             self._trial.add(perf_counter() - began_s)
@@ -178,6 +202,7 @@ class TickTock:
 
     def close(self) -> None:
         """Ends threads and connections of its own. Idempotent."""
+        self._closed = True
         self._passes.close()
         self._gradients.close()
         if self._owns_observers:
@@ -237,21 +262,32 @@ def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return found
 
 
+def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(names.get(id(p), "a parameter of the loss"), p) for p in parameters]
+
+
 def _refuse_unsynchronised(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sync: str, *, is_wrapped: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    per_wave: bool,
+    is_wrapped: bool,
+    is_off: bool,
 ) -> None:
     """Raises PluginError where the ranks would train apart, or send twice."""
     if _world_size() == 1:
         return
-    if sync == "per-wave" and is_wrapped:
+    if per_wave and is_wrapped:
         raise PluginError(
             'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
             "leave out one of the two"
         )
     sends = is_wrapped or find_ddp(model) is not None or hasattr(optimizer, "_allreduce_grad_async")
-    if sync == "joined" and not sends:
+    if not per_wave and not sends:
+        why = ", and enabled is off" if is_off else ""
         raise PluginError(
-            f"nothing synchronises the gradients of the {_world_size()} ranks: put the "
+            f"nothing synchronises the gradients of the {_world_size()} ranks{why}: put the "
             "model into DistributedDataParallel, or call bytesched.wrap(optimizer, model) first"
         )
 
