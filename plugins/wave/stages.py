@@ -24,6 +24,7 @@ from bytesched.plugins.ddp import broadcast
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.unused_settings import warn_of_unused
+from bytesched.plugins.wave.conditions import refuse_uncuttable
 from bytesched.plugins.wave.cutting import balanced, layer_times_s
 from bytesched.plugins.wave.partition import Partition
 from bytesched.plugins.wave.routes import Cargo, visits
@@ -85,7 +86,7 @@ class ModelWaves:
         self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
         self.rank, ranks = self._group.rank, self._group.size
         with closed_on_error(self._group):
-            _check(model, optimizer, ranks)
+            refuse_uncuttable(model, optimizer, ranks)
             named = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
             agree([*named, *settings(config)], self.rank, self._group.gather_text)
             broadcast(self._group, model)
@@ -266,39 +267,6 @@ class ModelWaves:
         self._waited_s += (now_ns - began_ns) / 1e9
         if self._observers:
             self._observers.on_span("wait", by, began_ns, now_ns)
-
-
-def _check(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    if not isinstance(model, nn.Sequential) or len(model) < ranks:
-        raise PluginError(
-            f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
-            "so many layers"
-        )
-    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
-    if elsewhere:
-        raise PluginError(
-            f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
-            "memories over Gloo, so it has to be on the CPU"
-        )
-    held = {id(parameter) for parameter in model.parameters()}
-    strangers = [
-        tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in held
-    ]
-    if strangers:
-        raise PluginError(
-            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
-            f"{strangers}: nothing would update them; give them an optimizer of their own"
-        )
-    seen: dict[int, str] = {}
-    for name, layer in model._modules.items():
-        assert layer is not None
-        for parameter in layer.parameters():
-            other = seen.setdefault(id(parameter), name)
-            if other != name:
-                raise PluginError(f"layers {other} and {name} share a parameter: they cannot part")
 
 
 def _cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -12,7 +11,6 @@ from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
@@ -24,6 +22,14 @@ from bytesched.plugins.ddp import find_ddp
 from bytesched.plugins.session import Session
 from bytesched.plugins.unused_settings import warn_of_unused
 from bytesched.plugins.wave.batches import of_waves
+from bytesched.plugins.wave.conditions import (
+    refuse_unsynchronised,
+    this_rank,
+    trained,
+    why_accumulate,
+    why_alone,
+    world_size,
+)
 from bytesched.plugins.wave.gradients import Gradients, JoinedGradients
 from bytesched.plugins.wave.lanes import lanes_for
 from bytesched.plugins.wave.passes import Passes
@@ -84,19 +90,19 @@ class TickTock:
         session = session_of(optimizer)
         if session is None:
             # Else bytesched.wrap has been told a level.
-            show(config.log_level, _rank())
+            show(config.log_level, this_rank())
         # Per wave nothing but ours sends: where that is off, whatever else there is does.
-        self._per_wave = sync == "per-wave" and config.enabled and _world_size() > 1
-        _refuse_unsynchronised(
+        self._per_wave = sync == "per-wave" and config.enabled and world_size() > 1
+        refuse_unsynchronised(
             model,
             optimizer,
             per_wave=self._per_wave,
             is_wrapped=session is not None,
             is_off=not config.enabled,
         )
-        if _rank() == 0 and self._per_wave:
+        if this_rank() == 0 and self._per_wave:
             warn_of_unused(config, _USED_PER_WAVE, 'TickTock with sync="per-wave"')
-        elif _rank() == 0:
+        elif this_rank() == 0:
             # Those from elsewhere may be meant for bytesched.wrap.
             warn_of_unused(config, _USED, 'TickTock with sync="joined"', origins=["code"])
         self._model = model
@@ -108,7 +114,7 @@ class TickTock:
         self._steps = 0
         self._closed = False
         self._all = _all_parameters(model, optimizer)
-        named = _named(model, _trained(self._all))
+        named = _named(model, trained(self._all))
         self._trained = {id(parameter) for _, parameter in named}
         device = named[0][1].device
         self._lanes = lanes_for(device, waves)
@@ -119,17 +125,17 @@ class TickTock:
             self._gradients, self._observers = sent, sent.observers
         else:
             self._gradients = JoinedGradients(
-                named, waves, self._lanes, rank=_rank(), timeout_s=config.timeout_s
+                named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
             )
             self._observers = (
                 session.observers if isinstance(session, Session) else _own_observers(config)
             )
         self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
-        self._states = WaveStates(model, waves, _world_size()) if replicas else None
+        self._states = WaveStates(model, waves, world_size()) if replicas else None
         self._trial = Trial()
-        why = _why_accumulate(self._ddp) if not self._per_wave else ""
+        why = why_accumulate(self._ddp) if not self._per_wave else ""
         self._accumulates = bool(why)
-        why = why or ("" if config.enabled else "enabled is off") or _why_alone(model, device)
+        why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
         if why:
             log.info("waves step aside, gradients are accumulated: %s", why)
             self._trial.overlap = False
@@ -149,7 +155,9 @@ class TickTock:
         Gradients are set to none first and the optimizer is stepped at the end.
         """
         if self._closed:
-            raise SchedulerClosed(f"rank {_rank()}: step() of waves that are closed; make others")
+            raise SchedulerClosed(
+                f"rank {this_rank()}: step() of waves that are closed; make others"
+            )
         parts, shares = of_waves(batches, self._waves)
         forwards = [
             partial(self._forward, wave, part, share)
@@ -230,20 +238,12 @@ class TickTock:
         return losses
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _world_size() > 1 else 0
-
-
 def _own_observers(config: Config) -> Observers:
     """Those of waves that nothing of bytesched sends for."""
     if not config.timeline:
         return Observers()
     # Nothing of ours connects the ranks: each host's own clock has to do.
-    return Observers([Timeline(config.timeline, rank=_rank(), clock_offset_ns=0)])
+    return Observers([Timeline(config.timeline, rank=this_rank(), clock_offset_ns=0)])
 
 
 def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -252,67 +252,6 @@ def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return list({id(p): p for p in chain(model.parameters(), updated)}.values())
 
 
-def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that may get a gradient."""
-    found = [parameter for parameter in parameters if parameter.requires_grad]
-    if not found:
-        raise PluginError("the model has no parameter that requires a gradient")
-    if len({parameter.device for parameter in found}) > 1:
-        raise PluginError("the parameters are on several devices: waves need them on one")
-    return found
-
-
 def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [(names.get(id(p), "a parameter of the loss"), p) for p in parameters]
-
-
-def _refuse_unsynchronised(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    per_wave: bool,
-    is_wrapped: bool,
-    is_off: bool,
-) -> None:
-    """Raises PluginError where the ranks would train apart, or send twice."""
-    if _world_size() == 1:
-        return
-    if per_wave and is_wrapped:
-        raise PluginError(
-            'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
-            "leave out one of the two"
-        )
-    sends = is_wrapped or find_ddp(model) is not None or hasattr(optimizer, "_allreduce_grad_async")
-    if not per_wave and not sends:
-        why = ", and enabled is off" if is_off else ""
-        raise PluginError(
-            f"nothing synchronises the gradients of the {_world_size()} ranks{why}: put the "
-            "model into DistributedDataParallel, or call bytesched.wrap(optimizer, model) first"
-        )
-
-
-def _why_accumulate(ddp: nn.parallel.DistributedDataParallel | None) -> str:
-    """Why every wave needs an ordinary backward pass of its own; empty if it does not."""
-    if ddp is not None and ddp.static_graph:
-        return "DDP with static_graph counts the backward passes of all waves"
-    if ddp is not None and ddp.find_unused_parameters:
-        return "DDP with find_unused_parameters knows only what the last wave uses"
-    return ""
-
-
-def _why_alone(model: nn.Module, device: torch.device) -> str:
-    """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return "SyncBatchNorm communicates in forward and backward, in an order of its own"
-    if device.type == "cpu" and _cores() == 1:
-        return "this process has one core"
-    return ""
-
-
-def _cores() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    # macOS cannot bind a process to cores.
-    return os.cpu_count() or 1
