@@ -173,6 +173,7 @@ class Waiting:
             self.background.iteration_begins()
             with self.background.gap("gap"):
                 assert until is None or until.wait(WAIT_S)
+            self.background.iteration_ends()
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])

@@ -196,6 +196,8 @@ class Burst(nn.Module):
         except BaseException as error:
             self.fail(error)
             raise
+        if self._background is not None:
+            self._background.iteration_ends()
         self._steps += 1
         if self._observers:
             self._observers.on_span("forward", "forward", began_ns, turn_ns)
