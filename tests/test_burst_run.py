@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 from collections import Counter
@@ -15,10 +16,11 @@ from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import Ranks, run_fresh
 from torch import nn
 
+from bytesched.burst import command
 from bytesched.burst.cost import Place, PlacedBranches
-from bytesched.burst.graph import layers_of, load_graph
+from bytesched.burst.graph import Branches, Layer, layers_of, load_graph
 from bytesched.errors import BackgroundError, PluginError
-from bytesched.plugins.burst import Background, plan_for
+from bytesched.plugins.burst import Background, Branched, plan_for, record, structure
 from bytesched.plugins.burst.bench_rank import scaled
 from bytesched.plugins.burst.emulated import Device, emulated_model
 from bytesched.timeline import trace_name
@@ -293,6 +295,49 @@ def test_on_cuda_one_step_at_a_time_is_queued_on_a_stream_of_its_own() -> None:
     assert after(steps[0], made)
     # The host has seen the end of each step before the next one is queued.
     assert all(after(host, place) for place, host in zip(steps, host_before[1:], strict=False))
+
+
+def test_a_model_with_branches_is_recorded_planned_and_placed(tmp_path: Path) -> None:
+    model = burst_cases.inception_like()
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(0)
+    record(model, torch.randn(4, 3, 8, 8), tmp_path / "mine.json")
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    torch.randn(4, 3, 8, 8)
+    assert torch.equal(drawn, torch.rand(1)), "random numbers were drawn"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    graph = load_graph([f"{tmp_path}/mine.json"], fixed_share=0.2)
+    assert (graph.batch, graph.assumed) == (4, "")
+    entry, block, head = graph.chain
+    assert isinstance(entry, Layer)
+    assert [samples for samples, _ in entry.forward.points] == [1, 2, 4]
+    assert entry.forward.ns(4) > 0
+    assert entry.backward.ns(4) > 0
+    assert (entry.parameter_bytes, entry.output_bytes) == (4 * (6 * 3 * 9 + 6), 4 * 6 * 64)
+    assert isinstance(block, Branches)
+    assert [len(branch) for branch in block.branches] == [2, 1, 2, 0]
+    assert isinstance(block.branches[2][1], Branches)
+    assert (block.output_bytes, head.output_bytes) == (4 * 18 * 64, 4 * burst_cases.CLASSES)
+    plan_file = str(tmp_path / "plan.json")
+    arguments = ["plan", "--profile", f"{tmp_path}/mine.json", "--gpus", "2", "--json", plan_file]
+    assert command.main(arguments) == 0
+    items = structure.items_of(model, plan_for(model, plan_file), "")
+    assert len(list(structure.layers_of(items))) == len(list(layers_of(graph.chain)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [((1, 5), "from 1 to 4"), ((0, 2), "from 1 to 4"), ((), "the model begins with branches")],
+)
+def test_what_cannot_be_recorded_is_refused(
+    batches: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(Branched(nn.Sequential(nn.Linear(2, 2)), nn.Sequential()))
+    with pytest.raises(PluginError, match=message):
+        record(model, torch.randn(4, 2), tmp_path / "mine.json", batches=batches)
+    assert not (tmp_path / "mine.json").exists()
 
 
 def test_an_emulated_model_has_the_sizes_of_its_graph() -> None:
