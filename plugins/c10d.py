@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -125,13 +125,14 @@ class Group:
                 if broken is not None:
                     # It had time to finish with what had arrived before.
                     raise broken from None
-                broken = self._broken()
+                ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+                broken = self.broken(ring)
         work.wait()
 
-    def _broken(self) -> RuntimeError | None:
-        """What broke a connection to a neighbour in the ring, if something did."""
+    def broken(self, peers: Iterable[int]) -> RuntimeError | None:
+        """What broke a connection to one of ``peers``, if something did. Gloo only; any thread."""
         try:
-            for peer in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
+            for peer in peers:
                 # Refused on a broken connection; on a whole one never matched, and harmless.
                 self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
         except RuntimeError as error:

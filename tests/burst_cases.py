@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import gloo_groups, signals
+from rank_worker import die_at, gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
 from bytesched.plugins.burst import Background, Branched, Burst
+from bytesched.plugins.burst.moves import Moves
+from bytesched.task import CommTask
+from bytesched.transport import Done
 
 BATCH = 8
 STEPS = 4
@@ -308,6 +311,48 @@ def loses_a_rank(victim: int) -> None:
             burst.step(*batch(step))
     except BytesschedError as error:
         print(type(error).__name__)
+    burst.close()
+    dist.destroy_process_group()
+
+
+class _Wide(nn.Module):
+    """Hands on so much of a sample that sending it takes far longer than its receiver lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 1 << 26) * self.weight
+
+
+class _Narrow(_Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) * self.weight
+
+
+def dies_while_it_receives() -> None:
+    """Rank 0 is killed with the last move half received; the other says what it saw."""
+    start, sending = Moves.start, signals()
+
+    def start_and_say(self: Moves, task: CommTask, done: Done) -> None:
+        start(self, task, done)
+        if task.name == "from 1":
+            sending.set("sending")
+
+    if dist.get_rank():
+        mock.patch.object(Moves, "start", start_and_say).start()
+    else:
+        die_at("sending")
+    model, plan = nn.Sequential(_Wide(), _Narrow()), (Place(0, 1), Place(1, 1))
+    fields = SETTINGS | {"timeout_s": 300.0}
+    burst = Burst(model, plan, optimizer_for, functional.mse_loss, **fields)
+    try:
+        burst.step(torch.ones(1, 1), torch.ones(1, 1))
+        print("stepped", flush=True)
+        burst.gather()
+    except BytesschedError as error:
+        print(type(error).__name__, flush=True)
     burst.close()
     dist.destroy_process_group()
 

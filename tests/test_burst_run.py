@@ -142,6 +142,13 @@ def test_when_a_rank_dies_the_others_say_so(victim: int) -> None:
 
 
 @pytest.mark.procs
+def test_a_rank_that_dies_in_the_middle_of_the_last_move_is_missed() -> None:
+    _, survivor = run_fresh(burst_cases.dies_while_it_receives, timeout_s=45.0)
+    assert survivor.stdout.split() == ["stepped", "PeerLost"], survivor.stderr
+    assert survivor.code == 0
+
+
+@pytest.mark.procs
 def test_an_error_of_one_rank_ends_the_others(four_ranks: Ranks) -> None:
     said = four_ranks.run(burst_cases.raises_on_one_rank)
     assert said[2] == "RuntimeError: out of luck"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ranks import Ranks, run_fresh
 from torch import nn
 from wave_model_cases import (
+    dies_while_it_receives,
     model_waves_equal,
     rank_dies,
     refusals,
@@ -142,6 +143,13 @@ def test_a_rank_that_dies_is_a_named_error_on_all_others() -> None:
     for survivor in survivors:
         assert survivor.stdout.strip() == "PeerLost", survivor.stderr
         assert survivor.code == 0
+
+
+@pytest.mark.procs
+def test_a_rank_that_dies_in_the_middle_of_the_last_message_is_missed() -> None:
+    _, survivor = run_fresh(dies_while_it_receives, timeout_s=45.0)
+    assert survivor.stdout.strip() == "PeerLost", survivor.stderr
+    assert survivor.code == 0
 
 
 @pytest.mark.procs

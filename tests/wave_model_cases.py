@@ -7,16 +7,20 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import gloo_groups, signals
+from rank_worker import die_at, gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
+from bytesched.plugins.wave.senders import Senders
+from bytesched.task import CommTask
+from bytesched.transport import Done
 
 STEPS = 4
 # Far below the size of a layer, so that every partition travels in many pieces.
@@ -145,6 +149,33 @@ def rank_dies() -> None:
         print(type(error).__name__, flush=True)
     waves.close()
     os._exit(0)
+
+
+def dies_while_it_receives() -> None:
+    """Rank 0 is killed with the last message half received; the other says what it saw."""
+    start, sending = Senders.start, signals()
+
+    def start_and_say(self: Senders, task: CommTask, done: Done) -> None:
+        start(self, task, done)
+        if task.name == "home 0 to 0":
+            sending.set("sending")
+
+    if dist.get_rank():
+        mock.patch.object(Senders, "start", start_and_say).start()
+    else:
+        die_at("sending")
+    width = 1 << 12
+    model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
+    # Each partition is one message, which takes long.
+    fields = {"partition_bytes": 2**28, "timeout_s": 300.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    waves = ModelWaves(model, optimizer, functional.mse_loss, torch.ones(1, width), **fields)
+    try:
+        waves.step(torch.ones(1, width), torch.ones(1, width))
+    except TransportError as error:
+        print(type(error).__name__, flush=True)
+    waves.close()
+    dist.destroy_process_group()
 
 
 def user_error() -> str:

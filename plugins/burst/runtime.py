@@ -241,7 +241,6 @@ class Burst(nn.Module):
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank."""
-        self._group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         self._moves.fail(error)
         for session in self._sessions.values():
             session.fail(error)

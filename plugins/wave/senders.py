@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytesched.errors import BytesschedError, SchedulerClosed
+from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.c10d import Group
+from bytesched.plugins.messages import Messages
 from bytesched.plugins.wave.routes import Cargo, Route
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -23,6 +24,7 @@ class _Sent(NamedTuple):
 
     task: CommTask
     work: Any
+    to: int
     done: Done
 
 
@@ -37,10 +39,12 @@ class Senders:
     def __init__(
         self,
         group: Group,
+        messages: Messages,
         addresses: Mapping[CommTask, tuple[Route, int]],
         piece_of: Callable[[CommTask], torch.Tensor],
     ) -> None:
         self._group = group
+        self._messages = messages
         self._addresses = addresses
         self._piece_of = piece_of
         self._lanes: dict[tuple[Cargo, int, bool], queue.SimpleQueue[_Sent | None]] = {}
@@ -67,7 +71,7 @@ class Senders:
                 )
             )
             self._threads[-1].start()
-        self._lanes[lane].put(_Sent(task, work, done))
+        self._lanes[lane].put(_Sent(task, work, route.to, done))
 
     def close(self) -> None:
         """See transport.Transport."""
@@ -86,12 +90,12 @@ class Senders:
         while (sent := lane.get()) is not None:
             failed: BytesschedError | None = None
             try:
-                sent.work.wait()
-            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+                self._messages.wait(sent.work, sent.to, task=sent.task.name)
+            except TransportError as error:
                 failed = (
                     SchedulerClosed(f"closed while {sent.task.name} was being sent")
                     if self._closed
-                    else self._group.error(error, task=sent.task.name)
+                    else error
                 )
             with self._lock:
                 self._under_way -= 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.c10d import Group
+from bytesched.plugins.messages import Messages
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.wave.partition import Partition
 from bytesched.plugins.wave.pieces import Pieces, name_of, tag_of
@@ -58,30 +59,31 @@ class Traffic:
         self._partitions = partitions
         self._progress = progress
         self._home = partitions[self._rank]
+        self._messages = Messages(group)
+        progress.look = self._messages.lost
         self._pieces = Pieces(partitions, self._rank, self._ranks, piece_bytes)
         largest_bytes = max(partition.nbytes for partition in partitions)
         self._scheduler = Scheduler(
             # So much that no piece waits behind one whose receiver has no room yet.
             SchedulerCore(Leading(Priority()), credit_bytes=_HELD * largest_bytes),
-            Senders(group, self._pieces.addresses, self._piece),
+            Senders(group, self._messages, self._pieces.addresses, self._piece),
             on_finish=self._on_finish,
             on_error=progress.fail,
             observers=observers,
         )
         progress.story = self._scheduler.core.story
-        self._receivers = ThreadPoolExecutor(2, "bytesched-receiver")
-        self._under_way: list[Future[None]] = []
         # - guarded by the lock of progress
         self._rooms = ROOMS
         self._arrived: set[tuple[Cargo, int]] = set()
         self._used: set[tuple[Cargo, int]] = set()
+        #: threads that receive
+        self._receiving = 0
         #: pieces still to be sent, by route
         self._left: dict[Route, int] = {}
         #: gradients of this rank that have not been added to the sum
         self._own: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._total: torch.Tensor | None = None
-        self._coming_home: list[Any] = []
         self._live_bytes = 0
         #: the most bytes of weights and gradients that were here, the partition at home included
         self.peak_bytes = 0
@@ -105,14 +107,15 @@ class Traffic:
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in _WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
-        self._under_way = [self._receivers.submit(self._guarded, self._receive_weights, coming)]
+        self._receive_beside(self._receive_weights, coming)
         if train:
-            self._coming_home, self._total = [], None
+            self._total = None
             if self._rank != self._ranks - 1:
                 # Now, so that the last rank need not keep it.
-                self._total = torch.empty_like(self._home.flat)
-                self._coming_home = self._post(Cargo.HOME, self._rank, self._ranks - 1, self._total)
-            self._under_way.append(self._receivers.submit(self._guarded, self._pass_gradients))
+                total = torch.empty_like(self._home.flat)
+                works = self._post(Cargo.HOME, self._rank, self._ranks - 1, total)
+                self._receive_beside(self._receive_total, works, total)
+            self._receive_beside(self._pass_gradients)
 
     def wait_for(self, cargo: Cargo, partition: int) -> None:
         """Returns when the weights of ``partition`` are here."""
@@ -139,16 +142,19 @@ class Traffic:
 
     def total(self) -> torch.Tensor:
         """The gradients of the partition at home, summed over all ranks."""
-        self._receive(Cargo.HOME, self._rank, self._coming_home)
-        self._progress.wait(lambda: self._total is not None, "the gradients of the last partition")
+        self._progress.wait(
+            lambda: self._total is not None,
+            f"the gradients of partition {self._rank}, summed over all ranks",
+        )
         assert self._total is not None
         return self._total
 
     def end(self) -> None:
         """Returns when nothing is under way any more."""
-        self._progress.wait(lambda: not self._progress.outstanding, "what this rank sends")
-        for receiving in self._under_way:
-            receiving.result()
+        self._progress.wait(
+            lambda: not self._progress.outstanding and not self._receiving,
+            "what this rank sends and receives",
+        )
         with self._progress.changed:
             self._count(self._home.nbytes - self._live_bytes)
 
@@ -165,17 +171,28 @@ class Traffic:
         return self._scheduler.bytes_started
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads, but those that an error has left waiting for a message."""
         self._scheduler.close()
-        self._receivers.shutdown(wait=False, cancel_futures=True)
 
     # -- the receivers' threads --------------------------------------------------------
 
-    def _guarded(self, receive: Callable[..., None], *args: Any) -> None:
-        try:
-            receive(*args)
-        except BaseException as error:  # noqa: BLE001 - the user's thread waits for it
-            self._progress.fail(error)
+    def _receive_beside(self, receive: Callable[..., None], *args: Any) -> None:
+        """Receives on a thread of its own, for one step."""
+
+        def run() -> None:
+            try:
+                receive(*args)
+            except BaseException as error:  # noqa: BLE001 - the user's thread waits for it
+                self._progress.fail(error)
+            finally:
+                with self._progress.changed:
+                    self._receiving -= 1
+                    self._progress.notify()
+
+        with self._progress.changed:
+            self._receiving += 1
+        # A daemon: the interpreter does not wait for a message that never comes.
+        threading.Thread(target=run, name="bytesched-receiver", daemon=True).start()
 
     def _receive_weights(self, coming: Sequence[tuple[Cargo, int]]) -> None:
         for cargo, index in coming:
@@ -190,10 +207,16 @@ class Traffic:
                     self._count(partition.nbytes)
                     partition.come()
                 works = self._post(cargo, index, origin, partition.flat)
-                self._receive(cargo, index, works)
+                self._receive(cargo, index, origin, works)
             with self._progress.changed:
                 self._arrived.add((cargo, index))
                 self._progress.notify()
+
+    def _receive_total(self, works: Sequence[Any], total: torch.Tensor) -> None:
+        self._receive(Cargo.HOME, self._rank, self._ranks - 1, works)
+        with self._progress.changed:
+            self._total = total
+            self._progress.notify()
 
     def _has_room(self, partition: Partition) -> bool:
         # It may be here still from the forward pass, in use or to be passed on.
@@ -219,7 +242,8 @@ class Traffic:
             # Piece by piece: the last gradients go through all ranks when nobody computes any more.
             for number, (start, stop) in enumerate(self._pieces.bounds(index)):
                 if earlier is not None:
-                    self._group.wait_message(works[number], task=name_of(Cargo.GRADIENT, index))
+                    task = name_of(Cargo.GRADIENT, index)
+                    self._messages.wait(works[number], self._rank - 1, task=task)
                     earlier[start:stop] += own[start:stop]
                 self._ready(Cargo.GRADIENT, index, number)
                 self._ready(Cargo.HOME, index, number)
@@ -242,10 +266,10 @@ class Traffic:
         except RuntimeError as error:
             raise self._group.error(error, task=name_of(cargo, index)) from error
 
-    def _receive(self, cargo: Cargo, index: int, works: Sequence[Any]) -> None:
+    def _receive(self, cargo: Cargo, index: int, origin: int, works: Sequence[Any]) -> None:
         """Waits for what was begun; weights are passed on, each piece as soon as it is here."""
         for number, work in enumerate(works):
-            self._group.wait_message(work, task=name_of(cargo, index))
+            self._messages.wait(work, origin, task=name_of(cargo, index))
             if cargo in _WEIGHTS:
                 self._ready(cargo, index, number)
 
