@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError
 from bytesched.plugins.plan import Slot
 
-__all__ = ["agree", "statements"]
+__all__ = ["agree", "settings", "statements"]
 
 #: fields of the configuration that must be the same everywhere
 _SHARED_FIELDS = (
@@ -36,6 +36,13 @@ def statements(
     return [
         *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
         f"optimizer {type(optimizer).__name__}",
+        *settings(config),
+    ]
+
+
+def settings(config: Config) -> list[str]:
+    """The settings that must be the same on all ranks, a line for each."""
+    return [
         f"timeline {'on' if config.timeline else 'off'}",
         *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from bytesched.errors import (
 )
 from bytesched.plugins.notes import Notes
 
-__all__ = ["Group", "open_group"]
+__all__ = ["Group", "closed_on_error", "open_group"]
 
 #: for threads of a broken group to end
 _PATIENCE_S: Final = 5.0
@@ -124,13 +125,14 @@ class Group:
                 if broken is not None:
                     # It had time to finish with what had arrived before.
                     raise broken from None
-                broken = self._broken()
+                ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+                broken = self.broken(ring)
         work.wait()
 
-    def _broken(self) -> RuntimeError | None:
-        """What broke a connection to a neighbour in the ring, if something did."""
+    def broken(self, peers: Iterable[int]) -> RuntimeError | None:
+        """What broke a connection to one of ``peers``, if something did. Gloo only; any thread."""
         try:
-            for peer in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
+            for peer in peers:
                 # Refused on a broken connection; on a whole one never matched, and harmless.
                 self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
         except RuntimeError as error:
@@ -187,6 +189,20 @@ class Group:
             kind = PeerLost
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
         return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
+
+
+@contextlib.contextmanager
+def closed_on_error(*groups: Group) -> Iterator[None]:
+    """Around what is done with new groups: an error is told to the other ranks, and closes them."""
+    try:
+        yield
+    except BaseException as error:
+        for group in groups:
+            if not isinstance(error, PeerLost):
+                group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            group.abort()
+            group.close()
+        raise
 
 
 def _stop(backend: Any, how: str) -> None:

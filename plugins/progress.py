@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Final
 
 from bytesched.errors import PeerLost
 from bytesched.plugins.peers import Peers
 
 __all__ = ["Progress"]
+
+#: how long a wait may take before it is looked whether it can end, and again
+_LOOKS_EVERY_S: Final = 1.0
 
 
 class Progress:
@@ -31,6 +35,8 @@ class Progress:
         self.error: BaseException | None = None
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
+        #: the error of something that is waited for and cannot come, if it knows of one
+        self.look: Callable[[], BaseException | None] = lambda: None
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
@@ -46,20 +52,25 @@ class Progress:
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
         deadline = monotonic() + self._timeout_s
+        while not self._done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
+            self.check()
+            if monotonic() < deadline:
+                error = self.look()
+            else:
+                error = self._peers.timeout(f"waited {self._timeout_s:g} s for {what}", self.story)
+            if error is not None:
+                self.fail(error)
+                raise error
+
+    def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
         with self.changed:
             self._waiters += 1
             try:
                 while not done() and self.error is None and monotonic() < deadline:
                     self.changed.wait(deadline - monotonic())
-                finished = done()
+                return done()
             finally:
                 self._waiters -= 1
-        if finished:
-            return
-        self.check()
-        error = self._peers.timeout(f"waited {self._timeout_s:g} s for {what}", self.story)
-        self.fail(error)
-        raise error
 
     def fail(self, error: BaseException) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import signals
+from rank_worker import die_at, gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
 from bytesched.plugins.burst import Background, Branched, Burst
+from bytesched.plugins.burst.moves import Moves
+from bytesched.task import CommTask
+from bytesched.transport import Done
 
 BATCH = 8
 STEPS = 4
@@ -173,7 +178,9 @@ def first_weights_are_rank_0s() -> list[float]:
 
 
 def refused(what: str) -> str:
-    model, plan = vgg_like(), CASES["vgg"][1]
+    """What was said, and that nothing stays open, also while the error is kept."""
+    model, plan, fields = vgg_like(), CASES["vgg"][1], SETTINGS
+    before = gloo_groups()
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
     elif what == "first":
@@ -193,11 +200,55 @@ def refused(what: str) -> str:
         model[2] = nn.Sequential(nn.Flatten(), nn.Linear(64, 40))
     elif what == "plans" and dist.get_rank() == 3:
         plan = (FOUR, FOUR, ONE, FOUR)
+    elif what == "settings" and dist.get_rank() == 3:
+        fields = SETTINGS | {"compression": "bf16"}
     try:
-        Burst(model, plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+        Burst(model, plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
+        left = gloo_groups() - before
+        return f"{type(error).__name__}: {error}" + (f" and left {left} groups" if left else "")
     return "not refused"
+
+
+def first_broadcast_fails() -> str:
+    """Rank 3 cannot take part in it."""
+    before = gloo_groups()
+    fails = dist.get_rank() == 3
+    failing = mock.Mock(side_effect=MemoryError("no room"))
+    patched = mock.patch("bytesched.plugins.burst.runtime.broadcast_from", failing)
+    try:
+        with patched if fails else nullcontext():
+            Burst(vgg_like(), CASES["vgg"][1], optimizer_for, functional.cross_entropy, **SETTINGS)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        said = f"{type(error).__name__}: {error}"
+        if fails:
+            # While the error is kept. Those of the others hold an operation, and that its group.
+            return f"{said} and left {gloo_groups() - before} groups"
+    return f"{said} and left {gloo_groups() - before} groups"
+
+
+def used_after_it_was_closed() -> list[str]:
+    said = []
+    burst = Burst(
+        vgg_like().double(),
+        CASES["vgg"][1],
+        optimizer_for,
+        functional.cross_entropy,
+        **SETTINGS | {"timeout_s": 600.0},
+    )
+    burst.step(*batch(0))
+    burst.close()
+    uses: list[Callable[[], object]] = [
+        lambda: burst.step(*batch(1)),
+        lambda: burst(batch(1)[0]),
+        burst.gather,
+    ]
+    for use in uses:
+        try:
+            use()
+        except BytesschedError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 class Job:
@@ -264,6 +315,48 @@ def loses_a_rank(victim: int) -> None:
     dist.destroy_process_group()
 
 
+class _Wide(nn.Module):
+    """Hands on so much of a sample that sending it takes far longer than its receiver lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 1 << 26) * self.weight
+
+
+class _Narrow(_Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) * self.weight
+
+
+def dies_while_it_receives() -> None:
+    """Rank 0 is killed with the last move half received; the other says what it saw."""
+    start, sending = Moves.start, signals()
+
+    def start_and_say(self: Moves, task: CommTask, done: Done) -> None:
+        start(self, task, done)
+        if task.name == "from 1":
+            sending.set("sending")
+
+    if dist.get_rank():
+        mock.patch.object(Moves, "start", start_and_say).start()
+    else:
+        die_at("sending")
+    model, plan = nn.Sequential(_Wide(), _Narrow()), (Place(0, 1), Place(1, 1))
+    fields = SETTINGS | {"timeout_s": 300.0}
+    burst = Burst(model, plan, optimizer_for, functional.mse_loss, **fields)
+    try:
+        burst.step(torch.ones(1, 1), torch.ones(1, 1))
+        print("stepped", flush=True)
+        burst.gather()
+    except BytesschedError as error:
+        print(type(error).__name__, flush=True)
+    burst.close()
+    dist.destroy_process_group()
+
+
 def is_kept_waiting() -> str:
     """What the others say when rank 3 stays away from the third step until they have given up."""
     make, plan = CASES["vgg"]
@@ -283,8 +376,9 @@ def is_kept_waiting() -> str:
     return "nothing happened"
 
 
-def does_not_come() -> str:
-    """Rank 3 cannot make its optimizer: what the ranks say that wait for it."""
+def makes_no_optimizer() -> str:
+    """What the ranks say of which one cannot make its optimizer."""
+    before = gloo_groups()
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if dist.get_rank() == 3:
@@ -292,9 +386,23 @@ def does_not_come() -> str:
         return optimizer_for(parameters)
 
     plan = (Place(2, 2), FOUR, ONE, FOUR)
-    fields = SETTINGS | {"timeout_s": 2.0}
+    fields = SETTINGS | {"timeout_s": 600.0}
     try:
         Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error} and left {gloo_groups() - before} groups"
+    return "nothing happened"
+
+
+def does_not_come() -> str:
+    """Rank 3 is lost while sets of ranks connect: what the ranks say that wait for it."""
+    lost = mock.Mock(side_effect=RuntimeError("lost"))
+    patched = mock.patch("bytesched.plugins.burst.runtime.connect", lost)
+    plan = (Place(2, 2), FOUR, ONE, FOUR)
+    fields = SETTINGS | {"timeout_s": 2.0}
+    try:
+        with patched if dist.get_rank() == 3 else nullcontext():
+            Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return f"{type(error).__name__}: {error}"
     return "nothing happened"

@@ -15,6 +15,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,6 +71,23 @@ def signals() -> Signals:
     """The events of the running case."""
     assert _signals is not None, "only a case run on ranks has signals"
     return _signals
+
+
+def die_at(name: str) -> None:
+    """Kill this process when some rank sets `name`."""
+    waiting = signals()
+
+    def wait() -> None:
+        waiting.wait(name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def gloo_groups() -> int:
+    """How many process groups of Gloo this process has: each has a thread that reads."""
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(name == "gloo_tcp_loop" for name in names)
 
 
 def dump(value: object) -> bytes:

@@ -308,10 +308,31 @@ def test_recorded_profiles_of_several_batch_sizes(
         (tmp_path / f"{batch}.json").write_text(json.dumps(recorded(batch)))
     output = run(f"plan --profile {tmp_path}/8.json {tmp_path}/2.json --gpus 4", capsys)
     assert "mine, batch 8: 22.50 ms on one device" in output
+    assert "measured" not in output
+    output = run(f"plan --profile {tmp_path}/8.json {tmp_path}/2.json --gpus 8", capsys)
+    assert "fewer than 2 samples, the fewest that were measured" in output
     graph = load_graph([f"{tmp_path}/2.json", f"{tmp_path}/8.json"], fixed_share=0.2)
     [first, second] = layers_of(graph.chain)
     assert (first.forward.ns(4), second.backward.ns(4)) == (2_000_000, 2_000_000)
     assert (first.parameter_bytes, first.output_bytes) == (36, 8)
+
+
+@pytest.mark.parametrize("in_one_file", [False, True], ids=["recorded", "with-batches"])
+def test_one_batch_size_is_filled_in_and_said(
+    in_one_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = recorded(8)
+    if in_one_file:
+        layer = {"name": "a", "parameter_bytes": 36, "output_bytes": 8}
+        content = {"batches": [8], "layers": [layer | {"forward_ms": [4.0], "backward_ms": [0.5]}]}
+    (tmp_path / "8.json").write_text(json.dumps(content))
+    arguments = f"plan --profile {tmp_path}/8.json --gpus 4 --json {tmp_path}/plan.json"
+    output = run(f"{arguments} --fixed-share 0.25", capsys)
+    assert "only batch size 8 was measured" in output
+    assert "25% are taken not to shrink with the batch" in output
+    assert "(--fixed-share)" in json.loads((tmp_path / "plan.json").read_text())["assumed"]
+    [first, *_] = layers_of(load_graph([f"{tmp_path}/8.json"], fixed_share=0.25).chain)
+    assert first.forward.ns(4) == pytest.approx(2_500_000, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 from collections import Counter
@@ -15,10 +16,11 @@ from fake_cuda import CUDA, Clock, after, fake_cuda
 from ranks import Ranks, run_fresh
 from torch import nn
 
+from bytesched.burst import command
 from bytesched.burst.cost import Place, PlacedBranches
-from bytesched.burst.graph import layers_of, load_graph
+from bytesched.burst.graph import Branches, Layer, layers_of, load_graph
 from bytesched.errors import BackgroundError, PluginError
-from bytesched.plugins.burst import Background, plan_for
+from bytesched.plugins.burst import Background, Branched, plan_for, record, structure
 from bytesched.plugins.burst.bench_rank import scaled
 from bytesched.plugins.burst.emulated import Device, emulated_model
 from bytesched.timeline import trace_name
@@ -71,11 +73,42 @@ def test_training_begins_with_the_weights_of_rank_0(four_ranks: Ranks) -> None:
         ("join", "the join of 1 is planned for ranks 0 to 7, and there are 4 ranks"),
         ("plans", "MismatchError: the ranks disagree: rank 0 has '1: Place(first=0, width=2)'"),
         ("models", "MismatchError: the ranks disagree: rank 0 has '2.1.weight (32, 64)"),
+        ("settings", "rank 0 has \"compression = 'none'\", rank 3 has \"compression = 'bf16'\""),
     ],
 )
 def test_what_cannot_be_run_is_refused(what: str, message: str, four_ranks: Ranks) -> None:
     for said in four_ranks.run(burst_cases.refused, what):
         assert message in said
+        assert "and left" not in said
+
+
+@pytest.mark.procs
+def test_a_first_broadcast_that_fails_leaves_nothing_open(four_ranks: Ranks) -> None:
+    *others, failed = four_ranks.run(burst_cases.first_broadcast_fails)
+    assert failed == "MemoryError: no room and left 0 groups"
+    for said in others:
+        assert "rank 3 said: MemoryError: no room" in said
+        assert said.endswith("and left 0 groups")
+
+
+@pytest.mark.procs
+def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
+    for rank, said in enumerate(four_ranks.run(burst_cases.used_after_it_was_closed)):
+        assert said == [
+            f"SchedulerClosed: rank {rank}: {what}() of a Burst that is closed; make another one"
+            for what in ("step", "forward", "gather")
+        ]
+
+
+@pytest.mark.procs
+def test_a_rank_without_an_optimizer_is_heard_of_at_once(four_ranks: Ranks) -> None:
+    *others, failed = four_ranks.run(burst_cases.makes_no_optimizer)
+    assert failed == "RuntimeError: no optimizer and left 0 groups"
+    for said in others:
+        assert said == (
+            "PluginError: rank 3 could not make its optimizers: RuntimeError: no optimizer "
+            "and left 0 groups"
+        )
 
 
 @pytest.mark.procs
@@ -109,6 +142,13 @@ def test_when_a_rank_dies_the_others_say_so(victim: int) -> None:
 
 
 @pytest.mark.procs
+def test_a_rank_that_dies_in_the_middle_of_the_last_move_is_missed() -> None:
+    _, survivor = run_fresh(burst_cases.dies_while_it_receives, timeout_s=45.0)
+    assert survivor.stdout.split() == ["stepped", "PeerLost"], survivor.stderr
+    assert survivor.code == 0
+
+
+@pytest.mark.procs
 def test_an_error_of_one_rank_ends_the_others(four_ranks: Ranks) -> None:
     said = four_ranks.run(burst_cases.raises_on_one_rank)
     assert said[2] == "RuntimeError: out of luck"
@@ -127,7 +167,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_end() -> None:
     # One that has made fewer groups than the others is in step with nobody afterwards.
     with contextlib.closing(Ranks(4)) as ranks:
         said = ranks.run(burst_cases.does_not_come)
-    assert said[3] == "RuntimeError: no optimizer"
+    assert said[3] == "RuntimeError: lost"
     assert all(text.startswith("SchedulerTimeout") for text in said[:3]), said
 
 
@@ -142,6 +182,7 @@ class Waiting:
             self.background.iteration_begins()
             with self.background.gap("gap"):
                 assert until is None or until.wait(WAIT_S)
+            self.background.iteration_ends()
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
@@ -261,6 +302,49 @@ def test_on_cuda_one_step_at_a_time_is_queued_on_a_stream_of_its_own() -> None:
     assert after(steps[0], made)
     # The host has seen the end of each step before the next one is queued.
     assert all(after(host, place) for place, host in zip(steps, host_before[1:], strict=False))
+
+
+def test_a_model_with_branches_is_recorded_planned_and_placed(tmp_path: Path) -> None:
+    model = burst_cases.inception_like()
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(0)
+    record(model, torch.randn(4, 3, 8, 8), tmp_path / "mine.json")
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    torch.randn(4, 3, 8, 8)
+    assert torch.equal(drawn, torch.rand(1)), "random numbers were drawn"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    graph = load_graph([f"{tmp_path}/mine.json"], fixed_share=0.2)
+    assert (graph.batch, graph.assumed) == (4, "")
+    entry, block, head = graph.chain
+    assert isinstance(entry, Layer)
+    assert [samples for samples, _ in entry.forward.points] == [1, 2, 4]
+    assert entry.forward.ns(4) > 0
+    assert entry.backward.ns(4) > 0
+    assert (entry.parameter_bytes, entry.output_bytes) == (4 * (6 * 3 * 9 + 6), 4 * 6 * 64)
+    assert isinstance(block, Branches)
+    assert [len(branch) for branch in block.branches] == [2, 1, 2, 0]
+    assert isinstance(block.branches[2][1], Branches)
+    assert (block.output_bytes, head.output_bytes) == (4 * 18 * 64, 4 * burst_cases.CLASSES)
+    plan_file = str(tmp_path / "plan.json")
+    arguments = ["plan", "--profile", f"{tmp_path}/mine.json", "--gpus", "2", "--json", plan_file]
+    assert command.main(arguments) == 0
+    items = structure.items_of(model, plan_for(model, plan_file), "")
+    assert len(list(structure.layers_of(items))) == len(list(layers_of(graph.chain)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [((1, 5), "from 1 to 4"), ((0, 2), "from 1 to 4"), ((), "the model begins with branches")],
+)
+def test_what_cannot_be_recorded_is_refused(
+    batches: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(Branched(nn.Sequential(nn.Linear(2, 2)), nn.Sequential()))
+    with pytest.raises(PluginError, match=message):
+        record(model, torch.randn(4, 2), tmp_path / "mine.json", batches=batches)
+    assert not (tmp_path / "mine.json").exists()
 
 
 def test_an_emulated_model_has_the_sizes_of_its_graph() -> None:

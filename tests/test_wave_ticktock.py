@@ -15,6 +15,7 @@ from ranks import Ranks, run_fresh
 from torch import Tensor, nn
 from wave_cases import (
     CLASSES,
+    CLIPPED_AT,
     WIDTH,
     accumulated,
     batch_of,
@@ -26,17 +27,21 @@ from wave_cases import (
     optimizer_of,
     peer_dies,
     per_wave_close,
+    per_wave_settings_differ,
+    per_wave_unused,
     plain_model,
     refused_where_nothing_sends,
     seldom_loss,
     seldom_used_under_wrap,
     state_of,
+    switched_off,
     tied_model,
 )
 
-from bytesched.errors import ConfigError, PluginError
+from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
-from bytesched.plugins.wave.lanes import CudaLanes
+from bytesched.plugins.wave.gradients import JoinedGradients
+from bytesched.plugins.wave.lanes import CudaLanes, Lanes
 from bytesched.plugins.wave.state import WaveStates
 from bytesched.plugins.wave.trial import Trial
 
@@ -63,6 +68,43 @@ def test_equals_accumulation(
     found = in_waves(model, loss_fn, waves)
     assert differences(expected, model) == []
     assert [*map(float, losses)] == [*map(float, found)]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["clipped", "scaled"])
+def test_gradients_may_be_changed_before_the_update(scaled: bool) -> None:
+    """Clipping, also by a GradScaler that overflows at first, in waves and in accumulation."""
+    models, losses, scales = [], [], []
+    for in_turn in (accumulated, in_waves):
+        model = plain_model()
+        optimizer = optimizer_of(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, enabled=scaled)
+
+        def update(
+            model: nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            scaler: torch.amp.GradScaler = scaler,
+        ) -> None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_AT)
+            scaler.step(optimizer)
+            scaler.update(2.0 if scaled and scaler.get_scale() > 2.0**100 else None)
+
+        def scaled_loss(
+            model: nn.Module, batch: Any, scaler: torch.amp.GradScaler = scaler
+        ) -> Tensor:
+            return scaler.scale(loss_of(model, batch))
+
+        torch.manual_seed(1)
+        losses.append(in_turn(model, scaled_loss, 2, optimizer=optimizer, update=update))
+        models.append(model)
+        scales.append(scaler.get_scale())
+    assert differences(*models) == []
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    assert scales == [2.0 if scaled else 1.0] * 2
+    plain = plain_model()
+    torch.manual_seed(1)
+    accumulated(plain, loss_of, 2)
+    assert differences(models[0], plain)
 
 
 def test_waves_really_overlap() -> None:
@@ -195,8 +237,49 @@ def test_another_backward_pass_inside_a_step_is_refused() -> None:
 
     model = plain_model()
     wave = TickTock(model, optimizer_of(model), loss_fn, overlap=True)
-    with pytest.raises(PluginError, match="other than the waves' own"):
+    with pytest.raises(PluginError, match=r"own has a gradient of 6\.bias"):
         wave.step(batch_of(0))
+    wave.close()
+
+
+def test_a_wave_that_is_not_heard_of_is_named() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    gradients = JoinedGradients([("entry.weight", parameter)], 2, Lanes(), rank=3, timeout_s=0.01)
+    gradients.begin()
+    with pytest.raises(SchedulerTimeout, match=r"of entry\.weight of wave 0") as raised:
+        gradients.ended(1)
+    assert (raised.value.task, raised.value.rank) == ("entry.weight", 3)
+
+
+def test_closed_waves_say_so() -> None:
+    model = plain_model()
+    wave = TickTock(model, optimizer_of(model), loss_of)
+    wave.step(batch_of(0))
+    wave.close()
+    with pytest.raises(SchedulerClosed, match=r"rank 0: step\(\) of waves that are closed"):
+        wave.step(batch_of(1))
+
+
+def test_settings_that_do_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those of the environment: they may be meant for bytesched.wrap."""
+    monkeypatch.setenv("BYTESCHED_CREDIT_BYTES", "4MiB")
+    model = plain_model()
+    TickTock(model, optimizer_of(model), loss_of, compression="fp16", timeout_s=5.0).close()
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == ["TickTock with sync=\"joined\" does not use compression = 'fp16' (code)"]
+
+
+def test_switched_off_it_accumulates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BYTESCHED_ENABLED", "0")
+    model = plain_model()
+    with caplog.at_level(logging.INFO, "bytesched"):
+        wave = TickTock(model, optimizer_of(model), loss_of, overlap=True)
+    assert "gradients are accumulated: enabled is off" in caplog.text
+    assert not wave.overlaps
     wave.close()
 
 
@@ -394,8 +477,40 @@ def test_ranks_equal_accumulation(two_ranks: Ranks, waves: int, wrapped: bool) -
 
 
 @pytest.mark.procs
-def test_sent_per_wave_equals_accumulation_up_to_rounding(two_ranks: Ranks) -> None:
-    assert max(two_ranks.run(per_wave_close, 2)) < 1e-6
+@pytest.mark.parametrize("wrapped", [False, True], ids=["ddp", "bytesched"])
+def test_ranks_clip_what_all_waves_and_ranks_came_to(two_ranks: Ranks, wrapped: bool) -> None:
+    assert two_ranks.run(ddp_equal, 2, wrapped, True) == [[], []]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("clipped", [False, True])
+def test_sent_per_wave_equals_accumulation_up_to_rounding(two_ranks: Ranks, clipped: bool) -> None:
+    assert max(two_ranks.run(per_wave_close, 2, clipped)) < 1e-6
+
+
+@pytest.mark.procs
+def test_sent_per_wave_what_nobody_used_has_no_gradient(two_ranks: Ranks) -> None:
+    for difference, missing, expected in two_ranks.run(per_wave_unused):
+        assert difference < 1e-6
+        assert missing == expected
+        # After it was used: the optimizer has something to go on with by then.
+        assert [] in expected[:2]
+        assert expected[2] == ["seldom.weight", "seldom.bias"]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("sync", ["joined", "per-wave"])
+def test_ranks_that_are_switched_off_accumulate(two_ranks: Ranks, sync: str) -> None:
+    for wrong, (said,) in two_ranks.run(switched_off, sync):
+        assert wrong == []
+        assert "nothing synchronises the gradients of the 2 ranks, and enabled is off" in said
+
+
+@pytest.mark.procs
+def test_ranks_with_other_settings_are_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(per_wave_settings_differ):
+        assert "rank 0 has \"compression = 'none'\", rank 1 has \"compression = 'bf16'\"" in said
+        assert said.endswith("and left 0 groups")
 
 
 @pytest.mark.procs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_worker import signals
+from rank_worker import gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,8 @@ from bytesched.plugins.wave import TickTock
 WIDTH = 12
 CLASSES = 5
 STEPS = 6
+#: some steps have larger gradients
+CLIPPED_AT = 0.3
 SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512, "timeout_s": 20.0}
 
 Batch = tuple[Tensor, Tensor]
@@ -93,6 +95,7 @@ def accumulated(
     waves: int,
     rank: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
+    update: Callable[[], object] | None = None,
 ) -> list[Tensor]:
     """Losses of gradient accumulation as one would write it."""
     optimizer = optimizer or optimizer_of(model)
@@ -108,9 +111,19 @@ def accumulated(
             loss = loss_fn(model, part) * (1 / waves)
             loss.backward()
             total.append(loss.detach())
-        optimizer.step()
+        (update or optimizer.step)()
         losses.append(torch.stack(total).sum())
     return losses
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """An update with clipped gradients."""
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_AT)
+        optimizer.step()
+
+    return update
 
 
 def in_waves(
@@ -144,38 +157,107 @@ def differences(expected: nn.Module, found: nn.Module) -> list[str]:
 # -- on several ranks ----------------------------------------------------------------------
 
 
-def ddp_equal(waves: int, wrapped: bool) -> list[str]:
+def ddp_equal(waves: int, wrapped: bool, clipped: bool = False) -> list[str]:
     """DDP alone or under bytesched, in waves, against DDP with no_sync."""
     rank = dist.get_rank()
     expected = DistributedDataParallel(plain_model())
+    optimizer = optimizer_of(expected)
+    update = clipping(expected, optimizer) if clipped else None
     torch.manual_seed(rank)
-    losses = accumulated(expected, loss_of, waves, rank)
+    losses = accumulated(expected, loss_of, waves, rank, optimizer, update)
     model = DistributedDataParallel(plain_model())
     optimizer = optimizer_of(model)
     if wrapped:
         bytesched.wrap(optimizer, model, **SMALL)
+    update = clipping(model, optimizer) if clipped else None
     torch.manual_seed(rank)
-    found = in_waves(model, loss_of, waves, rank, optimizer)
+    found = in_waves(model, loss_of, waves, rank, optimizer, update=update)
     bytesched.flush()
     wrong = differences(expected, model)
     if wrapped:
         figures = bytesched.stats(optimizer)
-        wrong += [] if int(figures["barrier_crossed_steps"]) > 0 else ["barrier not crossed"]
+        if not clipped and not int(figures["barrier_crossed_steps"]):
+            wrong.append("barrier not crossed")
         bytesched.unwrap(optimizer)
     return wrong + (["losses"] if [*map(float, losses)] != [*map(float, found)] else [])
 
 
-def per_wave_close(waves: int) -> float:
+def per_wave_close(waves: int, clipped: bool) -> float:
     """The largest difference of weights that were sent once per wave."""
     rank = dist.get_rank()
     expected = DistributedDataParallel(plain_model())
+    optimizer = optimizer_of(expected)
+    update = clipping(expected, optimizer) if clipped else None
     torch.manual_seed(rank)
-    accumulated(expected, loss_of, waves, rank)
+    accumulated(expected, loss_of, waves, rank, optimizer, update)
     model = DistributedDataParallel(plain_model())
+    optimizer = optimizer_of(model)
+    update = clipping(model, optimizer) if clipped else None
     torch.manual_seed(rank)
-    in_waves(model, loss_of, waves, rank, sync="per-wave", **SMALL)
+    in_waves(model, loss_of, waves, rank, optimizer, sync="per-wave", update=update, **SMALL)
     a, b = state_of(expected), state_of(model)
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def per_wave_unused() -> tuple[float, list[list[str]], list[list[str]]]:
+    """Parameters that some waves, or none, use: the difference, and what had no gradient when."""
+    rank = dist.get_rank()
+    batches = [batch_of(step, rank) for step in range(STEPS)]
+    for step in (2, 3):
+        # In these no part of any rank uses `seldom`.
+        batches[step][0].abs_().neg_()
+    model, expected = tied_model(), tied_model()
+    optimizer = optimizer_of(model)
+    missing: list[list[str]] = []
+
+    def update() -> None:
+        missing.append(without_gradient(model))
+        optimizer.step()
+
+    wave = TickTock(
+        model, optimizer, seldom_loss, sync="per-wave", overlap=True, update=update, **SMALL
+    )
+    torch.manual_seed(rank)
+    for batch in batches:
+        wave.step(batch)
+    wave.close()
+    expected_missing = averaged_by_hand(expected, batches, rank)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return difference, missing, expected_missing
+
+
+def switched_off(sync: str) -> tuple[list[str], list[str]]:
+    """DDP with bytesched off: what differs from accumulation, and what is said without DDP."""
+    rank = dist.get_rank()
+    expected, model = (DistributedDataParallel(plain_model()) for _ in range(2))
+    torch.manual_seed(rank)
+    accumulated(expected, loss_of, 2, rank)
+    torch.manual_seed(rank)
+    wave = TickTock(model, optimizer_of(model), loss_of, sync=sync, overlap=True, enabled=False)
+    for step in range(STEPS):
+        wave.step(batch_of(step, rank))
+    overlapped = wave.overlaps
+    wave.close()
+    plain, said = plain_model(), []
+    try:
+        TickTock(plain, optimizer_of(plain), loss_of, sync=sync, enabled=False)
+    except bytesched.PluginError as error:
+        said.append(str(error))
+    return differences(expected, model) + ["overlaps"] * overlapped, said
+
+
+def per_wave_settings_differ() -> str:
+    """What is said of it; nothing stays open, also while the error is kept."""
+    before = gloo_groups()
+    model, fields = plain_model(), SMALL
+    if dist.get_rank():
+        fields = SMALL | {"compression": "bf16"}
+    try:
+        TickTock(model, optimizer_of(model), loss_of, sync="per-wave", **fields)
+    except bytesched.MismatchError as error:
+        return f"{error} and left {gloo_groups() - before} groups"
+    return "nothing happened"
 
 
 def left_to_accumulation() -> tuple[bool, list[str]]:
@@ -193,6 +275,35 @@ def left_to_accumulation() -> tuple[bool, list[str]]:
     return wave.overlaps, differences(expected, model)
 
 
+def without_gradient(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def averaged_by_hand(model: nn.Module, batches: list[Batch], rank: int) -> list[list[str]]:
+    """Trains with the mean over the ranks of gradients accumulated on each.
+
+    Returns what had no gradient in each step.
+    """
+    missing = []
+    optimizer = optimizer_of(model)
+    torch.manual_seed(rank)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        for part in zip(inputs.split(12), targets.split(12), strict=True):
+            (seldom_loss(model, part) * 0.5).backward()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                used = torch.tensor(float(parameter.grad is not None))
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grad.div_(2)
+                dist.all_reduce(grad)
+                dist.all_reduce(used)
+                parameter.grad = grad if used else None
+        missing.append(without_gradient(model))
+        optimizer.step()
+    return missing
+
+
 def seldom_used_under_wrap() -> list[str]:
     """A plain module under bytesched: what only an early wave used is averaged as well."""
     rank = dist.get_rank()
@@ -208,23 +319,8 @@ def seldom_used_under_wrap() -> list[str]:
         wave.close()
         bytesched.unwrap(optimizer)
         models.append(model)
-    # Against a mean over the ranks by hand, of gradients accumulated on each.
     reference = tied_model()
-    optimizer = optimizer_of(reference)
-    torch.manual_seed(rank)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        for part in zip(inputs.split(12), targets.split(12), strict=True):
-            (seldom_loss(reference, part) * 0.5).backward()
-        for parameter in reference.parameters():
-            if parameter.requires_grad:
-                used = torch.tensor(float(parameter.grad is not None))
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                grad.div_(2)
-                dist.all_reduce(grad)
-                dist.all_reduce(used)
-                parameter.grad = grad if used else None
-        optimizer.step()
+    averaged_by_hand(reference, batches, rank)
     weights = dict(reference.named_parameters())
     return [
         f"{place} {name}"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import signals
+from rank_worker import die_at, gloo_groups, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from wave_cases import CLASSES, WIDTH, batch_of
 
-from bytesched.errors import BytesschedError, TransportError
+from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
+from bytesched.plugins.wave.senders import Senders
+from bytesched.task import CommTask
+from bytesched.transport import Done
 
 STEPS = 4
 # Far below the size of a layer, so that every partition travels in many pieces.
@@ -69,6 +74,9 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
         # Rank 0's weights are everybody's.
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
+    for parameter in model.parameters():
+        # Of something before: it counts as little as before zero_grad().
+        parameter.grad = torch.ones_like(parameter)
     waves = ModelWaves(
         model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **SMALL
     )
@@ -90,7 +98,8 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
 
 
 def refusals() -> list[str]:
-    """What cannot be cut, and ranks that disagree."""
+    """What cannot be cut, and ranks that disagree; nothing stays open while an error is kept."""
+    before = gloo_groups()
     shared = nn.Linear(4, 4)
     x = torch.zeros(2, 4)
     told = []
@@ -100,15 +109,20 @@ def refusals() -> list[str]:
         nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.ReLU(), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
     ]
     for number, model in enumerate(models):
         optimizer = optimizer_of(model)
         if number == 3:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        fields: dict[str, Any] = {"timeout_s": 10.0}
+        if number == 5:
+            fields["partition_bytes"] = 256 * (1 + dist.get_rank())
         try:
-            ModelWaves(model, optimizer, functional.mse_loss, x, timeout_s=10.0)
+            ModelWaves(model, optimizer, functional.mse_loss, x, **fields)
         except BytesschedError as error:
-            told.append(f"{type(error).__name__}: {error}")
+            left = gloo_groups() - before
+            told.append(f"{type(error).__name__}: {error}" + f" and left {left}" * bool(left))
     return told
 
 
@@ -137,6 +151,33 @@ def rank_dies() -> None:
     os._exit(0)
 
 
+def dies_while_it_receives() -> None:
+    """Rank 0 is killed with the last message half received; the other says what it saw."""
+    start, sending = Senders.start, signals()
+
+    def start_and_say(self: Senders, task: CommTask, done: Done) -> None:
+        start(self, task, done)
+        if task.name == "home 0 to 0":
+            sending.set("sending")
+
+    if dist.get_rank():
+        mock.patch.object(Senders, "start", start_and_say).start()
+    else:
+        die_at("sending")
+    width = 1 << 12
+    model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
+    # Each partition is one message, which takes long.
+    fields = {"partition_bytes": 2**28, "timeout_s": 300.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    waves = ModelWaves(model, optimizer, functional.mse_loss, torch.ones(1, width), **fields)
+    try:
+        waves.step(torch.ones(1, width), torch.ones(1, width))
+    except TransportError as error:
+        print(type(error).__name__, flush=True)
+    waves.close()
+    dist.destroy_process_group()
+
+
 def user_error() -> str:
     """An exception in rank 1's loss reaches all ranks, and says what it was."""
     rank = dist.get_rank()
@@ -157,3 +198,54 @@ def user_error() -> str:
         told = f"{type(error).__name__}: {error}"
     waves.close()
     return told
+
+
+def state_dict_fails() -> str:
+    """Rank 1 raises in it: what the ranks say, of which one had to wait for the other."""
+    model = chain()
+    fields = SMALL | {"timeout_s": 600.0}
+    waves = ModelWaves(
+        model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
+    )
+    waves.step(*batch_of(0, dist.get_rank()))
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    if dist.get_rank() == 1:
+        model[0].register_state_dict_pre_hook(fail)
+    try:
+        waves.state_dict()
+    except (OSError, TransportError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        waves.close()
+    return "nothing happened"
+
+
+def used_after_they_were_closed() -> list[str]:
+    """Also what was said of settings that do nothing."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bytesched").addHandler(handler)
+    model = chain()
+    fields = SMALL | {"enabled": False, "compression": "fp16", "timeout_s": 600.0}
+    try:
+        waves = ModelWaves(
+            model, optimizer_of(model), functional.cross_entropy, batch_of(0)[0], **fields
+        )
+    finally:
+        logging.getLogger("bytesched").removeHandler(handler)
+    waves.close()
+    uses: list[Callable[[], object]] = [
+        lambda: waves.step(*batch_of(0)),
+        lambda: waves.predict(batch_of(0)[0]),
+        waves.state_dict,
+    ]
+    for use in uses:
+        try:
+            use()
+        except SchedulerClosed as error:
+            said.append(str(error))
+    return said

@@ -2,9 +2,13 @@
 
 A pure state machine over times, without a clock or a thread. How long a gap lasts and how long a
 step takes is predicted from those before, and both to the foreground's advantage: the shortest of
-the last gaps of that name, the longest of the last steps. In every eighth iteration nothing runs
-in the background; these tell what the foreground loses in the others. While it loses more than
-the limit, a step must fit that many times more easily.
+the last gaps of that name, the longest of the last steps.
+
+In every eighth iteration nothing runs in the background; the mean of these is what an iteration
+takes without it. The others have a budget: each earns the limit's share of that mean, and pays what
+it took beyond it. While the budget is overdrawn no step begins, so that in the long run the
+foreground loses no more than the limit, whether a little each time or much now and then. A step
+that overdraws it makes the next ones fit more easily.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ __all__ = ["Admission"]
 
 #: gaps of one name, and steps, that predictions look back on
 _SEEN = 4
-#: iterations of either kind that are compared
+#: iterations of either kind that are compared, and whose earnings the budget holds at most
 _COMPARED = 12
 #: one in so many iterations is without background
 CONTROL_EVERY = 8
@@ -28,7 +32,8 @@ class Admission:
     """Decides for one rank.
 
     Args:
-        slowdown_limit: share of the iteration time that the foreground may lose.
+        slowdown_limit: share of the mean iteration time that the foreground may lose, once 16
+            iterations have told what it is.
     """
 
     def __init__(self, slowdown_limit: float) -> None:
@@ -43,6 +48,10 @@ class Admission:
         self._iteration = 0
         self._began_ns: int | None = None
         self._gap: tuple[str, int] | None = None
+        #: what the foreground may still lose; overdrawn if negative
+        self._budget_ns = 0.0
+        #: a background step has ended in this iteration
+        self._ran = False
         #: a step must fit so many times into what is left of a gap
         self.margin = 1.0
 
@@ -56,20 +65,36 @@ class Admission:
         """What the foreground loses to the background, as a share of its time; 0 if unknown."""
         if not self._with or not self._without:
             return 0.0
-        return statistics.median(self._with) / statistics.median(self._without) - 1
+        return statistics.fmean(self._with) / statistics.fmean(self._without) - 1
 
     def iteration_begins(self, now_ns: int) -> None:
-        """The foreground begins an iteration, and has ended the one before."""
-        # The first ones are spent on warming up.
-        if self._began_ns is not None and self._iteration > CONTROL_EVERY:
-            took_ns = now_ns - self._began_ns
-            (self._without if self.is_control else self._with).append(took_ns)
-            if len(self._without) > 1 and len(self._with) > 1:
-                over = self.slowdown > self._limit
-                self.margin *= _GROWTH if over else _SHRINKAGE
-                self.margin = min(max(self.margin, 1.0), _MOST)
+        """The foreground begins an iteration."""
         self._began_ns = now_ns
+        self._ran = False
         self._iteration += 1
+
+    def iteration_ends(self, now_ns: int) -> None:
+        """The foreground has ended it; what it does before the next one is not looked at."""
+        assert self._began_ns is not None
+        # The first ones are spent on warming up.
+        if self._iteration <= CONTROL_EVERY:
+            return
+        took_ns = now_ns - self._began_ns
+        if self.is_control:
+            self._without.append(took_ns)
+            return
+        self._with.append(took_ns)
+        if not self._without:
+            return
+        alone_ns = statistics.fmean(self._without)
+        earned_ns = self._limit * alone_ns
+        self._budget_ns = min(
+            self._budget_ns + earned_ns - (took_ns - alone_ns), _COMPARED * earned_ns
+        )
+        if self._budget_ns >= 0:
+            self.margin = max(self.margin * _SHRINKAGE, 1.0)
+        elif self._ran:
+            self.margin = min(self.margin * _GROWTH, _MOST)
 
     def gap_begins(self, name: str, now_ns: int) -> None:
         """The foreground waits; gaps of one name recur in every iteration."""
@@ -84,7 +109,7 @@ class Admission:
 
     def fits(self, now_ns: int) -> bool:
         """Whether a step that begins now ends before the gap does."""
-        if self._gap is None or self.is_control:
+        if self._gap is None or self.is_control or self._budget_ns < 0:
             return False
         name, began_ns = self._gap
         known = self._gaps.get(name, ())
@@ -98,6 +123,7 @@ class Admission:
 
     def step_took(self, duration_ns: int) -> None:
         """A background step has ended."""
+        self._ran = True
         if self._first_step:
             # It has allocated, compiled and loaded what the others find.
             self._first_step = False

@@ -17,7 +17,7 @@ from bytesched.burst.compare import (
     static_partitions,
 )
 from bytesched.burst.cost import Cluster, Place, Plan, Task
-from bytesched.burst.graph import Chain, Layer, load_graph, shipped_graphs
+from bytesched.burst.graph import Chain, Layer, layers_of, load_graph, shipped_graphs
 from bytesched.burst.picture import draw_plan, draw_run
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
@@ -145,6 +145,14 @@ def _table(task: Task, found: Found) -> Iterator[str]:
         f"{(timeline.time_ns - timeline.computed_ns) / 1e6:.2f} ms wait for gradients; "
         f"amplification {timeline.device_ns / graph.single_device_ns:.2f}"
     )
+    if graph.assumed:
+        yield graph.assumed
+    least = max(layer.forward.points[0][0] for layer in layers_of(graph.chain))
+    if graph.batch // graph.widths(task.cluster.devices)[-1] < least:
+        yield (
+            f"with fewer than {least} samples, the fewest that were measured, layers are taken to "
+            "be no faster"
+        )
     yield ""
 
 
@@ -172,6 +180,7 @@ def _result(
         "devices": task.cluster.devices,
         "bytes_per_s": task.cluster.bytes_per_s,
         "latency_us": task.cluster.latency_s * 1e6,
+        "assumed": task.graph.assumed,
         "amplification_limit": task.amplification,
         "amplification": found.schedule.device_ns / task.graph.single_device_ns,
         "single_device_ms": task.graph.single_device_ns / 1e6,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,8 @@ class ModelGraph:
     #: samples of all devices together
     batch: int
     chain: Chain
+    #: why times of other batch sizes are not what was measured; empty if they are
+    assumed: str = ""
 
     @property
     def single_device_ns(self) -> int:
@@ -121,22 +123,23 @@ def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) ->
         sources: one name or file; or several files of `bytesched bench --record`, of one model at
             several batch sizes.
         batch: the global batch to plan for; 0: the largest that was measured.
-        fixed_share: see `curve_from_one`; used where only one batch size was measured.
+        fixed_share: see `curve_from_one`; used where only one batch size was measured, which
+            `assumed` of the graph then says.
 
     Raises `ConfigError` that names what is wrong, and where.
     """
+    if not 0 <= fixed_share < 1:
+        raise ConfigError(f"a fixed share of {fixed_share}: expected at least 0 and less than 1")
     contents = [_read(source) for source in sources]
     if "batches" in contents[0]:
         if len(contents) > 1:
             raise ConfigError(f"{sources[0]} holds several batch sizes: give it alone")
-        graph = _parse_graph(contents[0], sources[0])
+        graph = _parse_graph(contents[0], sources[0], fixed_share)
     else:
         graph = _recorded(
             [parse_profile(c, s) for c, s in zip(contents, sources, strict=True)], fixed_share
         )
-    if batch:
-        graph = ModelGraph(graph.name, graph.description, batch, graph.chain)
-    return graph
+    return replace(graph, batch=batch) if batch else graph
 
 
 def curve_from_one(samples: int, ns: int, fixed_share: float) -> Curve:
@@ -148,6 +151,20 @@ def curve_from_one(samples: int, ns: int, fixed_share: float) -> Curve:
     """
     fixed_ns = round(ns * fixed_share)
     return Curve(((1, fixed_ns + (ns - fixed_ns) // samples), (samples, ns))[samples == 1 :])
+
+
+def _curve(points: tuple[tuple[int, int], ...], fixed_share: float) -> Curve:
+    return Curve(points) if len(points) > 1 else curve_from_one(*points[0], fixed_share)
+
+
+def _assumed(batches: Sequence[int], fixed_share: float) -> str:
+    if len(batches) > 1:
+        return ""
+    return (
+        f"only batch size {batches[0]} was measured: of each layer's time there, {fixed_share:.0%} "
+        "are taken not to shrink with the batch, the rest in proportion (--fixed-share); "
+        "profiles of other batch sizes make this unnecessary"
+    )
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -172,8 +189,6 @@ def _read(source: str) -> dict[str, Any]:
 
 def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
     """The chain of layers that profiles of one model, at different batch sizes, describe."""
-    if not 0 <= fixed_share < 1:
-        raise ConfigError(f"a fixed share of {fixed_share}: expected at least 0 and less than 1")
     ordered = sorted(profiles, key=lambda profile: profile.batch)
     first = ordered[0]
     for profile in ordered:
@@ -198,7 +213,7 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
             (profile.batch, round(1e6 * getattr(profile.layers[index], field)))
             for profile in ordered
         )
-        return Curve(points) if len(points) > 1 else curve_from_one(*points[0], fixed_share)
+        return _curve(points, fixed_share)
 
     layers = [
         Layer(
@@ -210,10 +225,11 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
         )
         for index, layer in enumerate(first.layers)
     ]
-    return ModelGraph(first.name, first.description, ordered[-1].batch, tuple(layers))
+    assumed = _assumed([profile.batch for profile in ordered], fixed_share)
+    return ModelGraph(first.name, first.description, ordered[-1].batch, tuple(layers), assumed)
 
 
-def _parse_graph(content: dict[str, Any], origin: str) -> ModelGraph:
+def _parse_graph(content: dict[str, Any], origin: str, fixed_share: float) -> ModelGraph:
     batches = content["batches"]
     if not (
         isinstance(batches, list)
@@ -222,7 +238,7 @@ def _parse_graph(content: dict[str, Any], origin: str) -> ModelGraph:
         and batches == sorted(set(batches))
     ):
         raise ConfigError(f"profile {origin}: batches is {batches!r}, expected growing sizes")
-    chain = _parse_chain(content.get("layers"), batches, f"profile {origin}")
+    chain = _parse_chain(content.get("layers"), batches, fixed_share, f"profile {origin}")
     if not chain or not isinstance(chain[0], Layer):
         raise ConfigError(f"profile {origin}: a model begins with a layer")
     return ModelGraph(
@@ -230,25 +246,27 @@ def _parse_graph(content: dict[str, Any], origin: str) -> ModelGraph:
         str(content.get("description", "")),
         batches[-1],
         chain,
+        _assumed(batches, fixed_share),
     )
 
 
-def _parse_chain(content: object, batches: Sequence[int], where: str) -> Chain:
+def _parse_chain(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Chain:
     if not isinstance(content, list):
         raise ConfigError(f"{where}: expected a list of layers, found {content!r}")
     return tuple(
-        _parse_item(item, batches, f"{where}, layer {index}") for index, item in enumerate(content)
+        _parse_item(item, batches, fixed_share, f"{where}, layer {index}")
+        for index, item in enumerate(content)
     )
 
 
-def _parse_item(content: object, batches: Sequence[int], where: str) -> Item:
+def _parse_item(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Item:
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected an object, found {content!r}")
     name = str(content.get("name", where.rpartition(" ")[2]))
     output_bytes = _count(content, "output_bytes", where)
     if "branches" not in content:
         forward, backward = (
-            _parse_curve(content.get(f"{kind}_ms"), batches, f"{where}, {kind}_ms")
+            _parse_curve(content.get(f"{kind}_ms"), batches, fixed_share, f"{where}, {kind}_ms")
             for kind in ("forward", "backward")
         )
         parameter_bytes = _count(content, "parameter_bytes", where)
@@ -256,7 +274,7 @@ def _parse_item(content: object, batches: Sequence[int], where: str) -> Item:
     if not isinstance(content["branches"], list) or not content["branches"]:
         raise ConfigError(f"{where}: expected a list of branches")
     branches = tuple(
-        _parse_chain(branch, batches, f"{where}, branch {index}")
+        _parse_chain(branch, batches, fixed_share, f"{where}, branch {index}")
         for index, branch in enumerate(content["branches"])
     )
     for index, branch in enumerate(branches):
@@ -265,14 +283,14 @@ def _parse_item(content: object, batches: Sequence[int], where: str) -> Item:
     return Branches(name, branches, output_bytes)
 
 
-def _parse_curve(content: object, batches: Sequence[int], where: str) -> Curve:
+def _parse_curve(content: object, batches: Sequence[int], fixed_share: float, where: str) -> Curve:
     if not isinstance(content, list) or len(content) != len(batches):
         raise ConfigError(f"{where}: expected a time for each of {len(batches)} batch sizes")
     for value in content:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
             raise ConfigError(f"{where}: {value!r} is no time in milliseconds")
     times_ns = (round(1e6 * value) for value in content)
-    return Curve(tuple(zip(batches, times_ns, strict=True)))
+    return _curve(tuple(zip(batches, times_ns, strict=True)), fixed_share)
 
 
 def _count(content: dict[str, Any], field: str, where: str) -> int:

@@ -35,7 +35,8 @@ class Background:
 
     Args:
         step_fn: one step of the job; the shorter, the more gaps it fits into.
-        slowdown_limit: share of the iteration time that the foreground may lose.
+        slowdown_limit: share of its mean iteration time that the foreground may lose. An iteration
+            that lost more is made up for by later ones, in which no step begins.
         step_timeout_s: a step that takes longer is taken for stuck.
         device: the CUDA device that the steps run on, if they do.
     """
@@ -70,6 +71,11 @@ class Background:
             self._admission.iteration_begins(perf_counter_ns())
             self._find_stuck()
 
+    def iteration_ends(self) -> None:
+        """The foreground has ended it."""
+        with self._changed:
+            self._admission.iteration_ends(perf_counter_ns())
+
     @contextmanager
     def gap(self, name: str) -> Iterator[None]:
         """Around a wait of the foreground; waits of one name recur in every iteration."""
@@ -97,7 +103,7 @@ class Background:
 
     @property
     def slowdown(self) -> float:
-        """What the foreground loses, as a share of its iteration time; 0 if unknown."""
+        """What the foreground loses, as a share of its mean iteration time; 0 if unknown."""
         with self._changed:
             return self._admission.slowdown
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,17 +12,18 @@ from torch import nn
 
 from bytesched.burst.cost import Place
 from bytesched.config import Config
-from bytesched.errors import SchedulerTimeout
+from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.agree import agree, statements
-from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.c10d import Group, closed_on_error, open_group
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["SharedObserver", "broadcast_from", "connect", "open_session"]
+__all__ = ["SharedObserver", "broadcast_from", "connect", "made_on_all_ranks", "open_session"]
 
+T = TypeVar("T")
 
 _SEEN_BY_ALL: Final = frozenset({"forward", "backward", "step"})
 
@@ -86,18 +87,20 @@ def open_session(
     label = f"{name}.{place.first}-{place.width}"
     slots = [Slot(parameter_name, parameter) for parameter_name, parameter in named]
     data = open_group(base, "gloo", name=f"{label}/data", timeout_s=config.timeout_s)
-    control = open_group(base, "gloo", name=f"{label}/control", timeout_s=config.timeout_s)
-    agree(statements(slots, optimizer, config), data.rank, data.gather_text)
-    session = Session(
-        root,
-        slots,
-        config,
-        peers=C10dPeers(data, control),
-        sync=lambda: True,
-        find_unused=False,
-        static_graph=False,
-        observers=observers,
-    )
+    with closed_on_error(data):
+        control = open_group(base, "gloo", name=f"{label}/control", timeout_s=config.timeout_s)
+    with closed_on_error(data, control):
+        agree(statements(slots, optimizer, config), data.rank, data.gather_text)
+        session = Session(
+            root,
+            slots,
+            config,
+            peers=C10dPeers(data, control),
+            sync=lambda: True,
+            find_unused=False,
+            static_graph=False,
+            observers=observers,
+        )
     try:
         why = why_not_deferred(optimizer, type(optimizer))
         session.add_optimizer(optimizer, type(optimizer), cross=config.cross_barrier and not why)
@@ -105,6 +108,25 @@ def open_session(
         session.close()
         raise
     return session
+
+
+def made_on_all_ranks(group: Group, make: Callable[[], T], what: str) -> T:
+    """What ``make`` returns, if it does on every rank; collective.
+
+    Raises its error here, and PluginError on the other ranks, which would wait for this one.
+    """
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as raised:  # noqa: BLE001 - raised below
+        error = raised
+    said = group.gather_text(what, "" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text:
+            raise PluginError(f"rank {rank} could not make {what}: {text}")
+    return made
 
 
 def broadcast_from(group: Group, rank: int, tensors: Iterable[torch.Tensor], task: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from torch import Tensor
 
 from bytesched.burst.cost import Place
 from bytesched.core import SchedulerCore
-from bytesched.errors import BytesschedError, SchedulerClosed, SchedulerTimeout
+from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.c10d import Group
+from bytesched.plugins.c10d_peers import C10dPeers
+from bytesched.plugins.messages import Messages
+from bytesched.plugins.progress import Progress
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
@@ -96,6 +99,10 @@ class Move:
         return sample_bytes * sum(len(positions) for positions in places)
 
 
+#: a move's task, its messages with their peers, and who is to be told
+_Sent = tuple[CommTask, list[tuple[Any, int]], Done]
+
+
 class Moves:
     """All moves of this rank, on a group of their own.
 
@@ -107,14 +114,14 @@ class Moves:
     def __init__(self, group: Group, observers: Observers) -> None:
         self._group = group
         self._observers = observers
-        self._changed = threading.Condition()
+        self._messages = Messages(group)
+        self._progress = Progress(C10dPeers(group, group))
+        self._progress.look = self._messages.lost
         self._by_index: dict[int, Move] = {}
-        self._sent: queue.SimpleQueue[tuple[CommTask, list[Any], Done] | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         self._closed = False
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
-        #: the first error, which is final
-        self.error: BaseException | None = None
         #: totals
         self.bytes = 0
         self.wait_ns = 0
@@ -176,36 +183,21 @@ class Moves:
             self._wait_for(move)
 
     def _wait_for(self, move: Move) -> None:
-        deadline = monotonic() + self._group.timeout_s
-        with self._changed:
-            while move.busy and self.error is None and monotonic() < deadline:
-                self._changed.wait(deadline - monotonic())
-            finished = not move.busy
-        if finished:
-            return
-        self.check()
         peers = ", ".join(map(str, sorted({*move.receives, *move.sends})))
-        error = SchedulerTimeout(
-            f"waited {self._group.timeout_s:g} s for {move.name!r} with rank {peers}"
-            + self._group.note(),
-            rank=self._group.rank,
-        )
-        self.fail(error)
-        raise error
+        self._progress.wait(lambda: not move.busy, f"{move.name!r} with rank {peers}")
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._progress.error
 
     def check(self) -> None:
         """Raises the first error, if there was one."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
+        self._progress.check()
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, here and on the other ranks. Any thread."""
-        with self._changed:
-            if self.error is not None:
-                return
-            self.error = error
-            self._changed.notify_all()
-        self._group.abort()
+        self._progress.fail(error)
 
     def shut_down(self) -> None:
         """Ends the threads and the connections. Idempotent."""
@@ -219,8 +211,8 @@ class Moves:
         move = self._by_index[task.index]
         backend, tag = self._group.backend, move.index
         try:
-            works = [backend.recv([t], peer, tag) for peer, t in move.incoming.items()]
-            works += [backend.send([t], peer, tag) for peer, t in move.outgoing.items()]
+            works = [(backend.recv([t], peer, tag), peer) for peer, t in move.incoming.items()]
+            works += [(backend.send([t], peer, tag), peer) for peer, t in move.outgoing.items()]
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         self._sent.put((task, works, done))
@@ -240,20 +232,20 @@ class Moves:
             task, works, done = sent
             failed: BytesschedError | None = None
             try:
-                for work in works:
-                    work.wait()
-            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+                for work, peer in works:
+                    self._messages.wait(work, peer, task=task.name)
+            except TransportError as error:
                 failed = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
                     if self._closed
-                    else self._group.error(error, task=task.name)
+                    else error
                 )
             done(task, failed)
 
     def _finished(self, task: CommTask) -> None:
-        with self._changed:
+        with self._progress.changed:
             self._by_index[task.index].busy = False
-            self._changed.notify_all()
+            self._progress.notify()
 
 
 class _Moved(torch.autograd.Function):

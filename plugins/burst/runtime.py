@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,25 @@ from torch import Tensor, nn
 
 from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, SchedulerClosed
+from bytesched.log import show
 from bytesched.observe import Observers
-from bytesched.plugins.agree import agree
+from bytesched.plugins.agree import agree, settings
 from bytesched.plugins.burst.background import Background
-from bytesched.plugins.burst.groups import SharedObserver, broadcast_from, connect, open_session
+from bytesched.plugins.burst.groups import (
+    SharedObserver,
+    broadcast_from,
+    connect,
+    made_on_all_ranks,
+    open_session,
+)
 from bytesched.plugins.burst.moves import Moves, samples_at
-from bytesched.plugins.burst.structure import end_of, items_of, layers_of, places_of
+from bytesched.plugins.burst.structure import check, end_of, items_of, layers_of
 from bytesched.plugins.burst.walk import Walk
-from bytesched.plugins.c10d import open_group
+from bytesched.plugins.c10d import closed_on_error, open_group
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.session import Session
+from bytesched.plugins.unused_settings import warn_of_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["Burst"]
 
 log = logging.getLogger("bytesched")
+
+_USED: Final = frozenset(
+    {
+        *("policy", "partition_bytes", "credit_bytes", "order", "compression", "cross_barrier"),
+        *("timeout_s", "timeline", "log_level"),
+    }
+)
 
 #: instances are numbered in the order in which they are made, which is the same on all ranks
 _number = itertools.count()
@@ -55,7 +70,7 @@ class Burst(nn.Module):
         plan: where each of them is, such as `plan_for` returns.
         optimizer: makes an optimizer for some parameters; called once per set of ranks.
         loss: the mean loss of outputs and targets.
-        fields: as `bytesched.wrap` takes them.
+        fields: as `bytesched.wrap` takes them; a warning names those that do nothing here.
 
     Raises `PluginError` for what cannot be run, `ConfigError` for a wrong field, `MismatchError` if
     the ranks have different plans or models.
@@ -73,41 +88,35 @@ class Burst(nn.Module):
         if not dist.is_available() or not dist.is_initialized():
             raise PluginError("torch.distributed is not initialized: call init_process_group first")
         config = Config.load(**fields)
-        if config.tune:
-            log.warning("tune is on, but the sizes of a burst are not tuned")
-            config = replace(config, tune=False)
-        if not plan or not isinstance(plan[0], Place):
-            raise PluginError("the plan has no layer to begin with: a model begins with a layer")
         world = dist.distributed_c10d._get_default_group()
+        show(config.log_level, world.rank())
+        if world.rank() == 0:
+            warn_of_unused(config, _USED, "Burst")
+        config = replace(config, tune=False)
+        check(model, plan, world.size())
         self.model = model
         self.plan = plan
         self.optimizers: list[torch.optim.Optimizer] = []
         self._loss = loss
-        self._rank, self._size = world.rank(), world.size()
+        self._rank = world.rank()
         self._sessions: dict[Place, Session] = {}
         self._background: Background | None = None
         self._steps = 0
         self._closed = False
-        placed = list(layers_of(items_of(model, plan, "")))
-        self._check(placed)
         name = f"burst{next(_number)}"
-        moving = open_group(world, "gloo", name=f"{name}/moves", timeout_s=config.timeout_s)
-        self._group = moving
-        try:
-            agree(self._statements(config), moving.rank, moving.gather_text)
-        except BaseException:
-            moving.close()
-            raise
-        broadcast_from(
-            moving, 0, itertools.chain(model.parameters(), model.buffers()), "the first broadcast"
-        )
-        self._observers = observers_of(moving, config)
+        self._group = open_group(world, "gloo", name=f"{name}/moves", timeout_s=config.timeout_s)
+        with closed_on_error(self._group):
+            agree(self._statements(config), self._rank, self._group.gather_text)
+            tensors = itertools.chain(model.parameters(), model.buffers())
+            broadcast_from(self._group, 0, tensors, "the first broadcast")
+            self._observers = observers_of(self._group, config)
         shared = Observers([SharedObserver(self._observers)] if self._observers else [])
-        self._moves = Moves(moving, shared)
+        self._moves = Moves(self._group, shared)
         self._walk = Walk(model, plan, self._rank, self._moves)
         try:
-            self._open(placed, optimizer, config, name)
-        except BaseException:
+            self._open(optimizer, config, name)
+        except BaseException as error:
+            self.fail(error)
             self.close()
             raise
         # Threads and connections must end before the interpreter does.
@@ -119,62 +128,44 @@ class Burst(nn.Module):
         return [
             *(f"{name}: {placed}" for _, placed, name in items_of(self.model, self.plan, "")),
             *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors),
-            f"timeline {'on' if config.timeline else 'off'}",
+            *settings(config),
         ]
-
-    def _check(self, placed: Sequence[tuple[nn.Module, Place, str]]) -> None:
-        for place, name in places_of(items_of(self.model, self.plan, "")):
-            if place.first + place.width > self._size:
-                raise PluginError(
-                    f"{name} is planned for ranks {place.first} to {place.first + place.width - 1}"
-                    f", and there are {self._size} ranks"
-                )
-        for module, _, name in placed:
-            for part in module.modules():
-                if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                    raise PluginError(
-                        f"{name} has {type(part).__name__}, which normalises over the samples of "
-                        "one rank, and a plan changes how many these are: use nn.GroupNorm"
-                    )
-        devices = {parameter.device.type for parameter in self.model.parameters()}
-        if devices != {"cpu"}:
-            raise PluginError(f"a plan runs on the CPU, and the model is on {sorted(devices)}")
-        owners: dict[int, str] = {}
-        for module, _, name in placed:
-            for parameter in module.parameters():
-                if owners.setdefault(id(parameter), name) != name:
-                    raise PluginError(
-                        f"{owners[id(parameter)]} and {name} share a parameter, and a parameter "
-                        "lives with one layer"
-                    )
 
     def _open(
         self,
-        placed: Sequence[tuple[nn.Module, Place, str]],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         config: Config,
         name: str,
     ) -> None:
         """Optimizers, and sessions for the layers that are on several ranks."""
         by_place: dict[Place, list[tuple[str, nn.Parameter]]] = {}
-        for module, place, layer in placed:
+        for module, place, layer in layers_of(items_of(self.model, self.plan, "")):
             named = [(f"{layer}.{n}", p) for n, p in module.named_parameters() if p.requires_grad]
             by_place.setdefault(place, []).extend(named)
+        mine = {
+            place: [parameter for _, parameter in named]
+            for place, named in by_place.items()
+            if named and self._rank in place.devices
+        }
+        made = made_on_all_ranks(
+            self._group,
+            lambda: {place: optimizer(p) for place, p in mine.items()},
+            "its optimizers",
+        )
+        self.optimizers += made.values()
         for place, named in by_place.items():
-            base = (
-                connect(place, self._rank, config.timeout_s) if place.width > 1 and named else None
-            )
-            if self._rank not in place.devices or not named:
+            if place.width == 1 or not named:
                 continue
-            mine = optimizer([parameter for _, parameter in named])
-            self.optimizers.append(mine)
+            base = connect(place, self._rank, config.timeout_s)
             if base is not None:
                 shared = Observers([SharedObserver(self._observers)] if self._observers else [])
-                # Only its store is used, by groups of the session's own.
-                self._sessions[place] = open_session(
-                    self, named, mine, place, base, config, shared, name
-                )
-                dist.destroy_process_group(base)
+                try:
+                    self._sessions[place] = open_session(
+                        self, named, made[place], place, base, config, shared, name
+                    )
+                finally:
+                    # Only its store is used, by groups of the session's own.
+                    dist.destroy_process_group(base)
 
     # -- training ----------------------------------------------------------------------
 
@@ -184,6 +175,7 @@ class Burst(nn.Module):
         None on ranks that the last layer is not on. Every rank is given the whole batch, of which
         it reads only its own samples. An error ends the training of all ranks.
         """
+        self._refuse_closed("step")
         if self._background is not None:
             self._background.iteration_begins()
         try:
@@ -204,6 +196,8 @@ class Burst(nn.Module):
         except BaseException as error:
             self.fail(error)
             raise
+        if self._background is not None:
+            self._background.iteration_ends()
         self._steps += 1
         if self._observers:
             self._observers.on_span("forward", "forward", began_ns, turn_ns)
@@ -213,7 +207,14 @@ class Burst(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The outputs of the samples that this rank has at the last layer."""
+        self._refuse_closed("forward")
         return self._walk.run(inputs)
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise SchedulerClosed(
+                f"rank {self._rank}: {what}() of a Burst that is closed; make another one"
+            ) from self._moves.error
 
     @property
     def _last(self) -> Place:
@@ -229,6 +230,7 @@ class Burst(nn.Module):
 
     def gather(self) -> None:
         """Every rank's model has every parameter's value; collective."""
+        self._refuse_closed("gather")
         for session in self._sessions.values():
             session.flush()
         # Two threads on one Gloo group would end the process.
@@ -239,7 +241,6 @@ class Burst(nn.Module):
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank."""
-        self._group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         self._moves.fail(error)
         for session in self._sessions.values():
             session.fail(error)

@@ -13,7 +13,7 @@ from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
 from bytesched.plugins.burst.branched import Branched
 
-__all__ = ["Item", "end_of", "items_of", "layers_of", "places_of", "plan_for"]
+__all__ = ["Item", "check", "end_of", "items_of", "layers_of", "places_of", "plan_for"]
 
 #: a layer or branches, where it is, and its name
 Item = tuple[nn.Module, Place | PlacedBranches, str]
@@ -50,6 +50,35 @@ def plan_for(model: nn.Sequential, path: str | Path) -> Plan:
             "the plan of another one"
         )
     return tuple(place or first for place in found)
+
+
+def check(model: nn.Sequential, plan: Plan, size: int) -> None:
+    """Raises PluginError for what cannot be run by a plan on ``size`` ranks."""
+    if not plan or not isinstance(plan[0], Place):
+        raise PluginError("the plan has no layer to begin with: a model begins with a layer")
+    for place, name in places_of(items_of(model, plan, "")):
+        if place.first + place.width > size:
+            raise PluginError(
+                f"{name} is planned for ranks {place.first} to {place.first + place.width - 1}"
+                f", and there are {size} ranks"
+            )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise PluginError(f"a plan runs on the CPU, and the model is on {sorted(devices)}")
+    owners: dict[int, str] = {}
+    for module, _, name in layers_of(items_of(model, plan, "")):
+        for part in module.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                raise PluginError(
+                    f"{name} has {type(part).__name__}, which normalises over the samples of "
+                    "one rank, and a plan changes how many these are: use nn.GroupNorm"
+                )
+        for parameter in module.parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise PluginError(
+                    f"{owners[id(parameter)]} and {name} share a parameter, and a parameter "
+                    "lives with one layer"
+                )
 
 
 def items_of(chain: nn.Sequential, plan: Plan, prefix: str) -> Iterator[Item]:

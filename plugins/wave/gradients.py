@@ -56,14 +56,25 @@ class JoinedGradients:
     waits only for those before it, so somebody always goes on. In the last wave the sum takes the
     place of the gradient before it is accumulated: hooks, DDP's and bytesched's too, see one
     backward pass with the gradients of all waves.
+
+    Args:
+        named: the parameters that may get a gradient, each with its name.
+        timeout_s: for how long a wave waits for a gradient of the one before.
     """
 
     last_is_whole = True
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], waves: int, lanes: Lanes, *, timeout_s: float
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        waves: int,
+        lanes: Lanes,
+        *,
+        rank: int,
+        timeout_s: float,
     ) -> None:
-        self._parameters = parameters
+        self._named = named
+        self._rank = rank
         self._last = waves - 1
         self._lanes = lanes
         self._timeout_s = timeout_s
@@ -101,7 +112,7 @@ class JoinedGradients:
         if wave == self._last:
             self._add_the_rest()
             return
-        for index in range(len(self._parameters)):
+        for index in range(len(self._named)):
             if index not in self._seen[wave]:
                 self._leave(wave, index, self._wait(wave - 1, index) if wave else None)
 
@@ -118,7 +129,7 @@ class JoinedGradients:
 
     def _add_the_rest(self) -> None:
         """Parameters that only earlier waves used get their gradients."""
-        for index, parameter in enumerate(self._parameters):
+        for index, (_, parameter) in enumerate(self._named):
             if index not in self._seen[self._last]:
                 self._seen[self._last].add(index)
                 earlier = self._wait(self._last - 1, index)
@@ -144,8 +155,11 @@ class JoinedGradients:
         if self._error is not None:
             raise self._error
         if index not in sums:
+            name = self._named[index][0]
             raise SchedulerTimeout(
-                f"wave {wave} has not computed the gradient of parameter {index} within "
-                f"{self._timeout_s:g} s"
+                f"wave {wave + 1} waited {self._timeout_s:g} s for the gradient of {name} of wave "
+                f"{wave}, which is stuck in a backward pass; raise timeout_s if it was only slow",
+                task=name,
+                rank=self._rank,
             )
         return sums.pop(index)

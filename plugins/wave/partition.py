@@ -62,6 +62,11 @@ class Partition:
         self.flat.untyped_storage().resize_(0)
         self.present = False
 
+    def drop_gradients(self) -> None:
+        """The parameters have no gradients any more."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def take_gradients(self) -> torch.Tensor:
         """The gradients that backward has left, in one piece, with zeros where there is none."""
         flat = torch.zeros_like(self.flat)

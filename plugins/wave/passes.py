@@ -28,13 +28,13 @@ class Passes:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        named: Sequence[tuple[str, nn.Parameter]],
         waves: int,
         gradients: Gradients,
         lanes: Lanes,
         observers: Observers,
     ) -> None:
-        self._parameters = parameters
+        self._named = named
         self._last = waves - 1
         self._gradients = gradients
         self._lanes = lanes
@@ -57,7 +57,7 @@ class Passes:
         self._lanes.begin()
         hooks = [
             parameter.register_hook(partial(self._arrived, index))
-            for index, parameter in enumerate(self._parameters)
+            for index, (_, parameter) in enumerate(self._named)
         ]
         try:
             for wave, forward in enumerate(forwards):
@@ -106,7 +106,8 @@ class Passes:
                     loss.backward()
                 else:
                     # Accumulates nothing: the hooks have taken what there is.
-                    torch.autograd.grad(loss, self._parameters, allow_unused=True)
+                    parameters = [parameter for _, parameter in self._named]
+                    torch.autograd.grad(loss, parameters, allow_unused=True)
                 self._gradients.ended(wave)
         except BaseException as error:
             self._gradients.fail(error)
@@ -121,7 +122,8 @@ class Passes:
         wave: int | None = getattr(self._here, "wave", None)
         if wave is None:
             raise PluginError(
-                "a backward pass other than the waves' own runs during a step of the waves: the "
-                "loss function may only compute the loss"
+                f"a backward pass other than the waves' own has a gradient of "
+                f"{self._named[index][0]} during a step of the waves: the loss function may only "
+                "compute the loss"
             )
         return self._gradients.arrived(wave, index, gradient)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any, Final
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bytesched.config import Config
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
-from bytesched.plugins.agree import agree
-from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.agree import agree, settings
+from bytesched.plugins.c10d import Group, closed_on_error, open_group
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.ddp import broadcast
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.progress import Progress
+from bytesched.plugins.unused_settings import warn_of_unused
+from bytesched.plugins.wave.conditions import refuse_uncuttable
 from bytesched.plugins.wave.cutting import balanced, layer_times_s
 from bytesched.plugins.wave.partition import Partition
 from bytesched.plugins.wave.routes import Cargo, visits
@@ -33,6 +36,7 @@ log = logging.getLogger("bytesched")
 
 _PIECE_BYTES: Final = 2**20
 _PROBE_BYTES: Final = 4 * 2**20
+_USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
 #: how often the weights of a partition cross a link in a step, gradients included
 _CROSSINGS: Final = 3
 
@@ -47,7 +51,8 @@ class ModelWaves:
     compute at the same time, each on its own batch; gradients go home with the partitions, and
     are applied there, once per step (Wavelet, Wang et al., MLSys 2021: model-parallel tick-tock).
     The step has the results of gradient accumulation over the batches of all ranks, in their
-    order, in one process.
+    order, in one process. Gradients are set to none first; a parameter that a step does not use
+    gets zeros.
 
     Args:
         model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.
@@ -57,7 +62,7 @@ class ModelWaves:
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
         inputs: a batch like those to come, to measure the layers with.
         fields: settings of ``bytesched.wrap``: ``partition_bytes``, ``timeout_s``, ``timeline``
-            and ``log_level`` are used.
+            and ``log_level`` are used; a warning names others that were given.
 
     Raises PluginError for what cannot be cut, and MismatchError if ranks disagree. Collective.
     """
@@ -74,31 +79,31 @@ class ModelWaves:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             raise PluginError("partitions travel between at least 2 ranks of torch.distributed")
         show(config.log_level, dist.get_rank())
+        if dist.get_rank() == 0:
+            warn_of_unused(config, _USED, "ModelWaves")
         base = dist.distributed_c10d._get_default_group()
         name = f"partitions{next(_number)}"
         self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
         self.rank, ranks = self._group.rank, self._group.size
-        _check(model, optimizer, ranks)
-        agree(
-            [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()],
-            self.rank,
-            self._group.gather_text,
-        )
-        broadcast(self._group, model)
-        #: where the chain is cut
-        self.bounds = _cut(self._group, model, inputs)
-        layers = list(model)
+        with closed_on_error(self._group):
+            refuse_uncuttable(model, optimizer, ranks)
+            named = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
+            agree([*named, *settings(config)], self.rank, self._group.gather_text)
+            broadcast(self._group, model)
+            #: where the chain is cut
+            self.bounds = _cut(self._group, model, inputs)
+            layers = list(model)
+            self.partitions = [
+                Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
+                for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
+            ]
+            self._observers = observers_of(self._group, config)
         self._names = list(model._modules)
-        self.partitions = [
-            Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
-            for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
-        ]
         at_home = {id(parameter) for parameter in self.partitions[self.rank].parameters}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in at_home]
         self._optimizer = optimizer
         self._loss_fn = loss_fn
-        self._observers = observers_of(self._group, config)
         self._peers = C10dPeers(self._group, self._group)
         self._progress = Progress(self._peers)
         self._traffic = Traffic(
@@ -115,11 +120,8 @@ class ModelWaves:
     def step(self, inputs: Tensor, targets: Any) -> Tensor:
         """Trains on the batches of all ranks; returns the mean loss of this rank's."""
         began_s = perf_counter()
-        try:
+        with self._told_to_all("step"):
             loss = self._train(inputs, targets)
-        except BaseException as error:
-            self._progress.fail(error)
-            raise
         self._steps += 1
         self._step_s += perf_counter() - began_s
         self._observers.on_step(self._steps, perf_counter_ns())
@@ -127,18 +129,14 @@ class ModelWaves:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """The model's output for this rank's batch, without gradients; collective."""
-        try:
-            with torch.no_grad():
-                self._traffic.begin(train=False)
-                x = inputs
-                for partition in self.partitions:
-                    forward = partial(partition.module, x)
-                    x = self._visit(Cargo.FORWARD, partition.index, forward)
-                    self._traffic.used(Cargo.FORWARD, partition.index)
-                self._traffic.end()
-        except BaseException as error:
-            self._progress.fail(error)
-            raise
+        with self._told_to_all("predict"), torch.no_grad():
+            self._traffic.begin(train=False)
+            x = inputs
+            for partition in self.partitions:
+                forward = partial(partition.module, x)
+                x = self._visit(Cargo.FORWARD, partition.index, forward)
+                self._traffic.used(Cargo.FORWARD, partition.index)
+            self._traffic.end()
         return x
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -146,21 +144,35 @@ class ModelWaves:
 
         The only time when a rank holds the whole model.
         """
-        self._progress.check()
         found: dict[str, Tensor] = {}
-        for index, partition in enumerate(self.partitions):
-            if not partition.is_home:
-                partition.come()
-            options: Any = dist.BroadcastOptions()
-            options.rootRank = index
-            work = self._group.backend.broadcast([partition.flat], options)
-            self._group.wait(work, task=f"the weights of partition {index}")
-            for offset, layer in enumerate(partition.module):
-                prefix = f"{self._names[self.bounds[index] + offset]}."
-                found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
-            if not partition.is_home:
-                partition.leave()
+        with self._told_to_all("state_dict"):
+            for index, partition in enumerate(self.partitions):
+                if not partition.is_home:
+                    partition.come()
+                options: Any = dist.BroadcastOptions()
+                options.rootRank = index
+                work = self._group.backend.broadcast([partition.flat], options)
+                self._group.wait(work, task=f"the weights of partition {index}")
+                for offset, layer in enumerate(partition.module):
+                    prefix = f"{self._names[self.bounds[index] + offset]}."
+                    found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
+                if not partition.is_home:
+                    partition.leave()
         return found
+
+    @contextmanager
+    def _told_to_all(self, what: str) -> Iterator[None]:
+        """Around what all ranks do: an error of one ends the waves of all."""
+        if self._closed:
+            raise SchedulerClosed(
+                f"rank {self.rank}: {what}() of ModelWaves that are closed; make others"
+            ) from self._progress.error
+        self._progress.check()
+        try:
+            yield
+        except BaseException as error:
+            self._progress.fail(error)
+            raise
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures of the steps so far, means per step where they are times or sent bytes.
@@ -194,6 +206,8 @@ class ModelWaves:
 
     def _train(self, inputs: Tensor, targets: Any) -> Tensor:
         ranks = self._group.size
+        for partition in self.partitions:
+            partition.drop_gradients()
         self._traffic.begin(train=True)
         entries: list[Tensor] = []
         exits: list[Tensor] = []
@@ -233,7 +247,7 @@ class ModelWaves:
         self._traffic.end()
         self._waited("gradients of all ranks", began_ns)
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        home.drop_gradients()
         return loss.detach()
 
     def _visit(self, cargo: Cargo, index: int, compute: Callable[[], Any]) -> Any:
@@ -253,39 +267,6 @@ class ModelWaves:
         self._waited_s += (now_ns - began_ns) / 1e9
         if self._observers:
             self._observers.on_span("wait", by, began_ns, now_ns)
-
-
-def _check(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    if not isinstance(model, nn.Sequential) or len(model) < ranks:
-        raise PluginError(
-            f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
-            "so many layers"
-        )
-    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
-    if elsewhere:
-        raise PluginError(
-            f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
-            "memories over Gloo, so it has to be on the CPU"
-        )
-    held = {id(parameter) for parameter in model.parameters()}
-    strangers = [
-        tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) not in held
-    ]
-    if strangers:
-        raise PluginError(
-            f"the optimizer has {len(strangers)} parameters that the model has not, of shapes "
-            f"{strangers}: nothing would update them; give them an optimizer of their own"
-        )
-    seen: dict[int, str] = {}
-    for name, layer in model._modules.items():
-        assert layer is not None
-        for parameter in layer.parameters():
-            other = seen.setdefault(id(parameter), name)
-            if other != name:
-                raise PluginError(f"layers {other} and {name} share a parameter: they cannot part")
 
 
 def _cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:

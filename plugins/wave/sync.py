@@ -14,8 +14,8 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.core import SchedulerCore
-from bytesched.plugins.agree import agree
-from bytesched.plugins.c10d import open_group
+from bytesched.plugins.agree import agree, statements
+from bytesched.plugins.c10d import closed_on_error, open_group
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.ddp import broadcast, find_ddp
 from bytesched.plugins.observing import observers_of
@@ -23,7 +23,7 @@ from bytesched.plugins.packing import Packer
 from bytesched.plugins.plan import Plan, Slot
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.streams import streams_for
-from bytesched.plugins.wave.lanes import Lanes
+from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 
@@ -41,11 +41,12 @@ class PerWaveGradients:
     """Each wave's gradients are averaged over the ranks as they arrive, then the waves are summed.
 
     Chunks of an earlier wave go first, and within a wave front layers first. The sum runs over
-    ranks first, so it equals gradient accumulation up to rounding.
+    ranks first, so it equals gradient accumulation up to rounding. What no wave of any rank has
+    used gets no gradient: which ranks have used what is summed as well, when all waves are over.
 
     Args:
         model: the module, whose parameters and buffers rank 0 gives to all unless it is a DDP.
-        parameters: those that may get a gradient, the same on all ranks.
+        named: the parameters that may get a gradient, with their names, the same on all ranks.
         config: sizes that are 0 become 1 MiB, and two chunks in flight.
     """
 
@@ -54,41 +55,39 @@ class PerWaveGradients:
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
         waves: int,
-        lanes: Lanes,
         config: Config,
     ) -> None:
-        self._parameters = parameters
-        self._lanes = lanes
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Before the first group: a name that is not known would leave it open.
+        named_policy(config.policy)
+        self._parameters = [parameter for _, parameter in named]
         self._slots = [
-            [Slot(f"wave {wave}: {names.get(id(p), 'of the loss')}", p) for p in parameters]
+            [Slot(f"wave {wave}: {name}", parameter) for name, parameter in named]
             for wave in range(waves)
         ]
+        device = self._parameters[0].device
         ddp = find_ddp(model)
         base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
-        kind = base._get_backend(parameters[0].device).name()
+        kind = base._get_backend(device).name()
         name = f"waves{next(_number)}"
         data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
-        control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-        agree(
-            [f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in self._all()],
-            data.rank,
-            data.gather_text,
-        )
-        if ddp is None:
-            broadcast(data, model)
-        self.observers = observers_of(control, config)
-        self._plan = Plan(
-            list(self._all()), partition_bytes=config.partition_bytes or _PARTITION_BYTES
-        )
+        with closed_on_error(data):
+            control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
+        with closed_on_error(data, control):
+            agree(statements(list(self._all()), optimizer, config), data.rank, data.gather_text)
+            if ddp is None:
+                broadcast(data, model)
+            self.observers = observers_of(control, config)
+        partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
         self._peers = C10dPeers(data, control)
         self._progress = Progress(self._peers)
-        self._streams = streams_for(parameters[0].device, self._progress.fail)
+        self._streams = streams_for(device, self._progress.fail)
         packer = Packer(self._plan, self._peers.divisor, config.compression)
         self._agreement = self._peers.agreement(self._plan.chunks, config)
-        credit_bytes = config.credit_bytes or _WINDOW * (config.partition_bytes or _PARTITION_BYTES)
+        credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
         self._scheduler = Scheduler(
             SchedulerCore(
                 self._agreement.queue(), credit_bytes=self._agreement.window_bytes(credit_bytes)
@@ -103,6 +102,7 @@ class PerWaveGradients:
         self._agreement.bind(self._scheduler)
         #: a chunk may have gradients of two waves, which arrive in two threads
         self._lock = threading.Lock()
+        self._waves_left = 0
         self._closed = False
 
     def begin(self) -> None:
@@ -111,26 +111,39 @@ class PerWaveGradients:
             slot.fired = 0
             slot.sending = len(slot.chunks)
         self._progress.outstanding = len(self._plan.chunks)
+        self._waves_left = len(self._slots)
 
     def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> None:
         self._take(self._slots[wave][index], gradient)
 
     def ended(self, wave: int) -> None:
-        for slot in self._slots[wave]:
-            if not slot.fired:
+        used = [bool(slot.fired) for slot in self._slots[wave]]
+        for slot, is_used in zip(self._slots[wave], used, strict=True):
+            if not is_used:
                 self._take(slot, None)
+        flags, chunk = self._plan.used_flags, self._plan.flags_chunk
+        assert flags is not None
+        assert chunk is not None
+        first = wave * len(used)
+        with self._lock:
+            flags[first : first + len(used)] = torch.tensor(used, dtype=flags.dtype)
+            self._waves_left -= 1
+            if not self._waves_left and chunk.notify_ready():
+                self._streams.backward_done(chunk, self._computed)
 
     def fail(self, error: BaseException) -> None:
         self._progress.fail(error)
 
     def finish(self) -> None:
         self._progress.wait(lambda: not self._progress.outstanding, "the gradients of all waves")
-        for index, parameter in enumerate(self._parameters):
-            first, *others = (slots[index].view for slots in self._slots)
-            total = first.clone()
-            for view in others:
-                total += view
-            parameter.grad = total
+        assert self._plan.used_flags is not None
+        used = self._plan.used_flags.view(len(self._slots), -1).T.tolist()
+        for index, (parameter, ranks) in enumerate(zip(self._parameters, used, strict=True)):
+            views = [slots[index].view for slots, n in zip(self._slots, ranks, strict=True) if n]
+            parameter.grad = views[0].clone() if views else None
+            for view in views[1:]:
+                assert parameter.grad is not None
+                parameter.grad += view
 
     def close(self) -> None:
         if self._closed:

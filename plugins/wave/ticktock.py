@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -12,17 +11,25 @@ from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import ConfigError, PluginError
+from bytesched.errors import ConfigError, PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
 from bytesched.plugins import session_of
 from bytesched.plugins.ddp import find_ddp
 from bytesched.plugins.session import Session
+from bytesched.plugins.unused_settings import warn_of_unused
 from bytesched.plugins.wave.batches import of_waves
+from bytesched.plugins.wave.conditions import (
+    refuse_unsynchronised,
+    this_rank,
+    trained,
+    why_accumulate,
+    why_alone,
+    world_size,
+)
 from bytesched.plugins.wave.gradients import Gradients, JoinedGradients
 from bytesched.plugins.wave.lanes import lanes_for
 from bytesched.plugins.wave.passes import Passes
@@ -37,6 +44,8 @@ log = logging.getLogger("bytesched")
 
 SYNCS: Final = ("joined", "per-wave")
 _NAMED = 5
+_USED = frozenset({"enabled", "timeout_s", "timeline", "log_level"})
+_USED_PER_WAVE = _USED | {"policy", "partition_bytes", "credit_bytes", "order", "compression"}
 
 
 class TickTock:
@@ -70,6 +79,7 @@ class TickTock:
         sync: str = "joined",
         replicas: bool = False,
         overlap: bool | None = None,
+        update: Callable[[], object] | None = None,
         **fields: Any,
     ) -> None:
         if waves < 2:
@@ -80,37 +90,52 @@ class TickTock:
         session = session_of(optimizer)
         if session is None:
             # Else bytesched.wrap has been told a level.
-            show(config.log_level, _rank())
-        _refuse_unsynchronised(model, optimizer, sync, is_wrapped=session is not None)
+            show(config.log_level, this_rank())
+        # Per wave nothing but ours sends: where that is off, whatever else there is does.
+        self._per_wave = sync == "per-wave" and config.enabled and world_size() > 1
+        refuse_unsynchronised(
+            model,
+            optimizer,
+            per_wave=self._per_wave,
+            is_wrapped=session is not None,
+            is_off=not config.enabled,
+        )
+        if this_rank() == 0 and self._per_wave:
+            warn_of_unused(config, _USED_PER_WAVE, 'TickTock with sync="per-wave"')
+        elif this_rank() == 0:
+            # Those from elsewhere may be meant for bytesched.wrap.
+            warn_of_unused(config, _USED, 'TickTock with sync="joined"', origins=["code"])
         self._model = model
         self._optimizer = optimizer
         self._loss_fn = loss_fn
         self._waves = waves
         self._ddp = find_ddp(model)
-        self._per_wave = sync == "per-wave"
+        self._update = update
         self._steps = 0
+        self._closed = False
         self._all = _all_parameters(model, optimizer)
-        parameters = _trained(self._all)
-        self._trained = {id(parameter) for parameter in parameters}
-        self._lanes = lanes_for(parameters[0].device, waves)
+        named = _named(model, trained(self._all))
+        self._trained = {id(parameter) for _, parameter in named}
+        device = named[0][1].device
+        self._lanes = lanes_for(device, waves)
         self._owns_observers = not isinstance(session, Session)
         self._gradients: Gradients
-        if self._per_wave and _world_size() > 1:
-            sent = PerWaveGradients(model, parameters, waves, self._lanes, config)
+        if self._per_wave:
+            sent = PerWaveGradients(model, optimizer, named, waves, config)
             self._gradients, self._observers = sent, sent.observers
         else:
             self._gradients = JoinedGradients(
-                parameters, waves, self._lanes, timeout_s=config.timeout_s
+                named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
             )
             self._observers = (
                 session.observers if isinstance(session, Session) else _own_observers(config)
             )
-        self._passes = Passes(parameters, waves, self._gradients, self._lanes, self._observers)
-        self._states = WaveStates(model, waves, _world_size()) if replicas else None
+        self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
+        self._states = WaveStates(model, waves, world_size()) if replicas else None
         self._trial = Trial()
-        why = _why_accumulate(self._ddp) if not self._per_wave else ""
+        why = why_accumulate(self._ddp) if not self._per_wave else ""
         self._accumulates = bool(why)
-        why = why or _why_alone(model, parameters[0].device)
+        why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
         if why:
             log.info("waves step aside, gradients are accumulated: %s", why)
             self._trial.overlap = False
@@ -129,6 +154,10 @@ class TickTock:
 
         Gradients are set to none first and the optimizer is stepped at the end.
         """
+        if self._closed:
+            raise SchedulerClosed(
+                f"rank {this_rank()}: step() of waves that are closed; make others"
+            )
         parts, shares = of_waves(batches, self._waves)
         forwards = [
             partial(self._forward, wave, part, share)
@@ -151,7 +180,10 @@ class TickTock:
                 # Under no_sync DDP would never make rank 0's buffers everybody's.
                 self._ddp.require_forward_param_sync = True
             losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
-        self._optimizer.step()
+        if self._update is None:
+            self._optimizer.step()
+        else:
+            self._update()
         if undecided:
             self._lanes.settle()
             self._trial.add(perf_counter() - began_s)
@@ -178,6 +210,7 @@ class TickTock:
 
     def close(self) -> None:
         """Ends threads and connections of its own. Idempotent."""
+        self._closed = True
         self._passes.close()
         self._gradients.close()
         if self._owns_observers:
@@ -205,20 +238,12 @@ class TickTock:
         return losses
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _world_size() > 1 else 0
-
-
 def _own_observers(config: Config) -> Observers:
     """Those of waves that nothing of bytesched sends for."""
     if not config.timeline:
         return Observers()
     # Nothing of ours connects the ranks: each host's own clock has to do.
-    return Observers([Timeline(config.timeline, rank=_rank(), clock_offset_ns=0)])
+    return Observers([Timeline(config.timeline, rank=this_rank(), clock_offset_ns=0)])
 
 
 def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -227,56 +252,6 @@ def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return list({id(p): p for p in chain(model.parameters(), updated)}.values())
 
 
-def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that may get a gradient."""
-    found = [parameter for parameter in parameters if parameter.requires_grad]
-    if not found:
-        raise PluginError("the model has no parameter that requires a gradient")
-    if len({parameter.device for parameter in found}) > 1:
-        raise PluginError("the parameters are on several devices: waves need them on one")
-    return found
-
-
-def _refuse_unsynchronised(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sync: str, *, is_wrapped: bool
-) -> None:
-    """Raises PluginError where the ranks would train apart, or send twice."""
-    if _world_size() == 1:
-        return
-    if sync == "per-wave" and is_wrapped:
-        raise PluginError(
-            'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
-            "leave out one of the two"
-        )
-    sends = is_wrapped or find_ddp(model) is not None or hasattr(optimizer, "_allreduce_grad_async")
-    if sync == "joined" and not sends:
-        raise PluginError(
-            f"nothing synchronises the gradients of the {_world_size()} ranks: put the "
-            "model into DistributedDataParallel, or call bytesched.wrap(optimizer, model) first"
-        )
-
-
-def _why_accumulate(ddp: nn.parallel.DistributedDataParallel | None) -> str:
-    """Why every wave needs an ordinary backward pass of its own; empty if it does not."""
-    if ddp is not None and ddp.static_graph:
-        return "DDP with static_graph counts the backward passes of all waves"
-    if ddp is not None and ddp.find_unused_parameters:
-        return "DDP with find_unused_parameters knows only what the last wave uses"
-    return ""
-
-
-def _why_alone(model: nn.Module, device: torch.device) -> str:
-    """Why waves cannot run beside each other, or cannot gain by it; empty if they can."""
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return "SyncBatchNorm communicates in forward and backward, in an order of its own"
-    if device.type == "cpu" and _cores() == 1:
-        return "this process has one core"
-    return ""
-
-
-def _cores() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    # macOS cannot bind a process to cores.
-    return os.cpu_count() or 1
+def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(names.get(id(p), "a parameter of the loss"), p) for p in parameters]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from bytesched.core import SchedulerCore
-from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.c10d import Group
+from bytesched.plugins.messages import Messages
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.wave.partition import Partition
-from bytesched.plugins.wave.routes import Cargo, Route, sends, source, visits
+from bytesched.plugins.wave.pieces import Pieces, name_of, tag_of
+from bytesched.plugins.wave.routes import Cargo, Route, source, visits
+from bytesched.plugins.wave.senders import Senders
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
-from bytesched.transport import Done
 
 __all__ = ["ROOMS", "Traffic"]
 
@@ -35,82 +34,6 @@ _WAITING: Final = 2
 _HELD: Final = ROOMS + 4 + 2 * _WAITING
 
 _WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
-_TAGS_PER_CARGO: Final = 1 << 20
-
-
-class _Sent(NamedTuple):
-    """A piece under way."""
-
-    task: CommTask
-    work: Any
-    done: Done
-
-
-class Senders:
-    """Sends each task's piece to its rank (see transport.Transport).
-
-    Receivers take what comes in one lane in order; each lane is awaited by a thread of its own.
-    A lane is one kind of cargo to one rank, apart for a partition that sets out from its home: it
-    is sent before the visitors that are to be passed on, and may be taken after them.
-    """
-
-    def __init__(self, group: Group, piece_of: Callable[[CommTask], torch.Tensor]) -> None:
-        self._group = group
-        self._piece_of = piece_of
-        self.routes: dict[CommTask, tuple[Route, int]] = {}
-        self._lanes: dict[tuple[Cargo, int, bool], queue.SimpleQueue[_Sent | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._under_way = 0
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def start(self, task: CommTask, done: Done) -> None:
-        """See transport.Transport."""
-        route, tag = self.routes[task]
-        try:
-            work = self._group.backend.send([self._piece_of(task)], route.to, tag)
-        except RuntimeError as error:
-            raise self._group.error(error, task=task.name) from error
-        with self._lock:
-            self._under_way += 1
-        lane = (route.cargo, route.to, route.partition == self._group.rank)
-        if lane not in self._lanes:
-            self._lanes[lane] = queue.SimpleQueue()
-            self._threads.append(
-                threading.Thread(
-                    target=self._wait, args=[self._lanes[lane]], name="bytesched-lane", daemon=True
-                )
-            )
-            self._threads[-1].start()
-        self._lanes[lane].put(_Sent(task, work, done))
-
-    def close(self) -> None:
-        """See transport.Transport."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._under_way:
-            self._group.abort()
-        for lane in self._lanes.values():
-            lane.put(None)
-        for thread in self._threads:
-            thread.join(5.0)
-
-    def _wait(self, lane: queue.SimpleQueue[_Sent | None]) -> None:
-        """A lane's thread."""
-        while (sent := lane.get()) is not None:
-            failed: BytesschedError | None = None
-            try:
-                sent.work.wait()
-            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
-                failed = (
-                    SchedulerClosed(f"closed while {sent.task.name} was being sent")
-                    if self._closed
-                    else self._group.error(error, task=sent.task.name)
-                )
-            with self._lock:
-                self._under_way -= 1
-            sent.done(sent.task, failed)
 
 
 class Traffic:
@@ -136,59 +59,35 @@ class Traffic:
         self._partitions = partitions
         self._progress = progress
         self._home = partitions[self._rank]
-        self._piece_bytes = piece_bytes
-        self._transport = Senders(group, self._piece)
-        #: the pieces of each route, in the order of their elements
-        self._pieces: dict[Route, list[CommTask]] = {}
-        self._lay_out()
+        self._messages = Messages(group)
+        progress.look = self._messages.lost
+        self._pieces = Pieces(partitions, self._rank, self._ranks, piece_bytes)
         largest_bytes = max(partition.nbytes for partition in partitions)
         self._scheduler = Scheduler(
             # So much that no piece waits behind one whose receiver has no room yet.
             SchedulerCore(Leading(Priority()), credit_bytes=_HELD * largest_bytes),
-            self._transport,
+            Senders(group, self._messages, self._pieces.addresses, self._piece),
             on_finish=self._on_finish,
             on_error=progress.fail,
             observers=observers,
         )
         progress.story = self._scheduler.core.story
-        self._receivers = ThreadPoolExecutor(2, "bytesched-receiver")
-        self._under_way: list[Future[None]] = []
         # - guarded by the lock of progress
         self._rooms = ROOMS
         self._arrived: set[tuple[Cargo, int]] = set()
         self._used: set[tuple[Cargo, int]] = set()
+        #: threads that receive
+        self._receiving = 0
         #: pieces still to be sent, by route
         self._left: dict[Route, int] = {}
         #: gradients of this rank that have not been added to the sum
         self._own: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._total: torch.Tensor | None = None
-        self._coming_home: list[Any] = []
         self._live_bytes = 0
         #: the most bytes of weights and gradients that were here, the partition at home included
         self.peak_bytes = 0
         self._count(self._home.nbytes)
-
-    def _lay_out(self) -> None:
-        for priority, route in enumerate(sends(self._rank, self._ranks)):
-            self._pieces[route] = self._cut(route, priority)
-        tasks = [task for pieces in self._pieces.values() for task in pieces]
-        for index, task in enumerate(tasks):
-            task.index = index
-
-    def _cut(self, route: Route, priority: int) -> list[CommTask]:
-        flat = self._partitions[route.partition].flat
-        whole = CommTask(
-            f"{_name(route.cargo, route.partition)} to {route.to}",
-            start_at=0,
-            stop_at=flat.numel(),
-            itemsize=flat.element_size(),
-            priority=priority,
-        )
-        pieces = list(whole.partition(self._piece_bytes))
-        for number, piece in enumerate(pieces):
-            self._transport.routes[piece] = (route, _tag(route.cargo, route.partition, number))
-        return pieces
 
     # -- the user's thread -------------------------------------------------------------
 
@@ -199,7 +98,8 @@ class Traffic:
         with self._progress.changed:
             self._arrived.clear()
             self._used.clear()
-            self._left = {r: len(p) for r, p in self._pieces.items() if r.cargo in cargoes}
+            pieces = self._pieces.by_route
+            self._left = {r: len(p) for r, p in pieces.items() if r.cargo in cargoes}
             self._progress.outstanding = sum(self._left.values())
             if train:
                 # For the sum of all ranks' gradients; here, because receivers count as well.
@@ -207,18 +107,19 @@ class Traffic:
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in _WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
-        self._under_way = [self._receivers.submit(self._guarded, self._receive_weights, coming)]
+        self._receive_beside(self._receive_weights, coming)
         if train:
-            self._coming_home, self._total = [], None
+            self._total = None
             if self._rank != self._ranks - 1:
                 # Now, so that the last rank need not keep it.
-                self._total = torch.empty_like(self._home.flat)
-                self._coming_home = self._post(Cargo.HOME, self._rank, self._ranks - 1, self._total)
-            self._under_way.append(self._receivers.submit(self._guarded, self._pass_gradients))
+                total = torch.empty_like(self._home.flat)
+                works = self._post(Cargo.HOME, self._rank, self._ranks - 1, total)
+                self._receive_beside(self._receive_total, works, total)
+            self._receive_beside(self._pass_gradients)
 
     def wait_for(self, cargo: Cargo, partition: int) -> None:
         """Returns when the weights of ``partition`` are here."""
-        self._progress.wait(lambda: (cargo, partition) in self._arrived, _name(cargo, partition))
+        self._progress.wait(lambda: (cargo, partition) in self._arrived, name_of(cargo, partition))
 
     def used(self, cargo: Cargo, partition: int) -> None:
         """This rank has computed with the weights, and needs them no longer."""
@@ -241,16 +142,19 @@ class Traffic:
 
     def total(self) -> torch.Tensor:
         """The gradients of the partition at home, summed over all ranks."""
-        self._receive(Cargo.HOME, self._rank, self._coming_home)
-        self._progress.wait(lambda: self._total is not None, "the gradients of the last partition")
+        self._progress.wait(
+            lambda: self._total is not None,
+            f"the gradients of partition {self._rank}, summed over all ranks",
+        )
         assert self._total is not None
         return self._total
 
     def end(self) -> None:
         """Returns when nothing is under way any more."""
-        self._progress.wait(lambda: not self._progress.outstanding, "what this rank sends")
-        for receiving in self._under_way:
-            receiving.result()
+        self._progress.wait(
+            lambda: not self._progress.outstanding and not self._receiving,
+            "what this rank sends and receives",
+        )
         with self._progress.changed:
             self._count(self._home.nbytes - self._live_bytes)
 
@@ -267,17 +171,28 @@ class Traffic:
         return self._scheduler.bytes_started
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads, but those that an error has left waiting for a message."""
         self._scheduler.close()
-        self._receivers.shutdown(wait=False, cancel_futures=True)
 
     # -- the receivers' threads --------------------------------------------------------
 
-    def _guarded(self, receive: Callable[..., None], *args: Any) -> None:
-        try:
-            receive(*args)
-        except BaseException as error:  # noqa: BLE001 - the user's thread waits for it
-            self._progress.fail(error)
+    def _receive_beside(self, receive: Callable[..., None], *args: Any) -> None:
+        """Receives on a thread of its own, for one step."""
+
+        def run() -> None:
+            try:
+                receive(*args)
+            except BaseException as error:  # noqa: BLE001 - the user's thread waits for it
+                self._progress.fail(error)
+            finally:
+                with self._progress.changed:
+                    self._receiving -= 1
+                    self._progress.notify()
+
+        with self._progress.changed:
+            self._receiving += 1
+        # A daemon: the interpreter does not wait for a message that never comes.
+        threading.Thread(target=run, name="bytesched-receiver", daemon=True).start()
 
     def _receive_weights(self, coming: Sequence[tuple[Cargo, int]]) -> None:
         for cargo, index in coming:
@@ -292,10 +207,16 @@ class Traffic:
                     self._count(partition.nbytes)
                     partition.come()
                 works = self._post(cargo, index, origin, partition.flat)
-                self._receive(cargo, index, works)
+                self._receive(cargo, index, origin, works)
             with self._progress.changed:
                 self._arrived.add((cargo, index))
                 self._progress.notify()
+
+    def _receive_total(self, works: Sequence[Any], total: torch.Tensor) -> None:
+        self._receive(Cargo.HOME, self._rank, self._ranks - 1, works)
+        with self._progress.changed:
+            self._total = total
+            self._progress.notify()
 
     def _has_room(self, partition: Partition) -> bool:
         # It may be here still from the forward pass, in use or to be passed on.
@@ -319,9 +240,10 @@ class Traffic:
                 with self._progress.changed:
                     self._sums[index] = total
             # Piece by piece: the last gradients go through all ranks when nobody computes any more.
-            for number, (start, stop) in enumerate(self._cut_like(partition)):
+            for number, (start, stop) in enumerate(self._pieces.bounds(index)):
                 if earlier is not None:
-                    self._group.wait_message(works[number], task=_name(Cargo.GRADIENT, index))
+                    task = name_of(Cargo.GRADIENT, index)
+                    self._messages.wait(works[number], self._rank - 1, task=task)
                     earlier[start:stop] += own[start:stop]
                 self._ready(Cargo.GRADIENT, index, number)
                 self._ready(Cargo.HOME, index, number)
@@ -338,29 +260,23 @@ class Traffic:
         """Begins to receive into ``flat``, piece by piece."""
         try:
             return [
-                self._group.backend.recv([flat[start:stop]], origin, _tag(cargo, index, number))
-                for number, (start, stop) in enumerate(self._cut_like(self._partitions[index]))
+                self._group.backend.recv([flat[start:stop]], origin, tag_of(cargo, index, number))
+                for number, (start, stop) in enumerate(self._pieces.bounds(index))
             ]
         except RuntimeError as error:
-            raise self._group.error(error, task=_name(cargo, index)) from error
+            raise self._group.error(error, task=name_of(cargo, index)) from error
 
-    def _receive(self, cargo: Cargo, index: int, works: Sequence[Any]) -> None:
+    def _receive(self, cargo: Cargo, index: int, origin: int, works: Sequence[Any]) -> None:
         """Waits for what was begun; weights are passed on, each piece as soon as it is here."""
         for number, work in enumerate(works):
-            self._group.wait_message(work, task=_name(cargo, index))
+            self._messages.wait(work, origin, task=name_of(cargo, index))
             if cargo in _WEIGHTS:
                 self._ready(cargo, index, number)
 
     # -- pieces ------------------------------------------------------------------------
 
-    def _cut_like(self, partition: Partition) -> list[tuple[int, int]]:
-        """The pieces that every rank cuts ``partition`` into."""
-        flat = partition.flat
-        whole = CommTask("", start_at=0, stop_at=flat.numel(), itemsize=flat.element_size())
-        return [(piece.start_at, piece.stop_at) for piece in whole.partition(self._piece_bytes)]
-
     def _piece(self, task: CommTask) -> torch.Tensor:
-        route, _ = self._transport.routes[task]
+        route, _ = self._pieces.addresses[task]
         if route.cargo in _WEIGHTS:
             flat = self._partitions[route.partition].flat
         else:
@@ -369,15 +285,13 @@ class Traffic:
 
     def _ready(self, cargo: Cargo, index: int, number: int | None = None) -> None:
         """What is to be sent of this cargo can be: all of it, or one piece."""
-        for route, pieces in self._pieces.items():
-            if route[:2] == (cargo, index):
-                for piece in pieces if number is None else pieces[number : number + 1]:
-                    piece.notify_ready()
-                    self._scheduler.notify_ready(piece)
+        for piece in self._pieces.of(cargo, index, number):
+            piece.notify_ready()
+            self._scheduler.notify_ready(piece)
 
     def _on_finish(self, task: CommTask) -> None:
         """The scheduler's thread."""
-        route, _ = self._transport.routes[task]
+        route, _ = self._pieces.addresses[task]
         with self._progress.changed:
             self._left[route] -= 1
             if not self._left[route]:
@@ -408,11 +322,3 @@ class Traffic:
     def _count(self, nbytes: int) -> None:
         self._live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-
-
-def _name(cargo: Cargo, index: int) -> str:
-    return f"{cargo.name.lower()} {index}"
-
-
-def _tag(cargo: Cargo, index: int, number: int) -> int:
-    return (index * len(Cargo) + cargo.value) * _TAGS_PER_CARGO + number + 1
