@@ -102,7 +102,12 @@ class Profile:
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that are part of the package."""
-    return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.json"))
+    return profiles_in(SHIPPED_FOLDER)
+
+
+def profiles_in(folder: Path) -> list[str]:
+    """Names of the profiles in ``folder``."""
+    return sorted(path.stem for path in folder.glob("*.json"))
 
 
 def load_profile(name_or_path: str) -> Profile:
@@ -110,21 +115,29 @@ def load_profile(name_or_path: str) -> Profile:
 
     Raises `ConfigError` that names the layer and the field that are wrong.
     """
+    return parse_profile(*read_profile(name_or_path, SHIPPED_FOLDER))
+
+
+def read_profile(name_or_path: str, folder: Path) -> tuple[object, str]:
+    """The decoded JSON of a profile in ``folder``, by name, or of a file; and its path.
+
+    Raises `ConfigError` for what is not there, or no JSON.
+    """
     path = Path(name_or_path)
     if path.suffix != ".json":
-        path = SHIPPED_FOLDER / f"{name_or_path}.json"
+        path = folder / f"{name_or_path}.json"
         if not path.is_file():
             raise ConfigError(
-                f"no profile {name_or_path!r}{nearest(name_or_path, shipped_profiles())} "
+                f"no profile {name_or_path!r}{nearest(name_or_path, profiles_in(folder))} "
                 "(or the path of a .json file)"
             )
     try:
-        content = json.loads(path.read_text())
+        content: object = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"profile {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"profile {path} is not valid JSON: {error}") from None
-    return parse_profile(content, str(path))
+    return content, str(path)
 
 
 def parse_profile(content: object, origin: str) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.errors import ConfigError
-from bytesched.profile import Profile, parse_profile
-from bytesched.values import nearest
+from bytesched.profile import Profile, parse_profile, profiles_in, read_profile
 
 __all__ = [
     "Branches",
@@ -113,7 +111,7 @@ def layers_of(chain: Chain) -> Iterator[Layer]:
 
 def shipped_graphs() -> list[str]:
     """Names of the graphs that are part of the package."""
-    return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.json"))
+    return profiles_in(SHIPPED_FOLDER)
 
 
 def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) -> ModelGraph:
@@ -168,20 +166,7 @@ def _assumed(batches: Sequence[int], fixed_share: float) -> str:
 
 
 def _read(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if path.suffix != ".json":
-        path = SHIPPED_FOLDER / f"{source}.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"no profile {source!r}{nearest(source, shipped_graphs())} "
-                "(or the path of a .json file)"
-            )
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"profile {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"profile {path} is not valid JSON: {error}") from None
+    content, path = read_profile(source, SHIPPED_FOLDER)
     if not isinstance(content, dict):
         raise ConfigError(f"profile {path}: expected an object, found {type(content).__name__}")
     return content
