@@ -71,6 +71,7 @@ class Orders:
         self._heard = heard
         self._timeout_s = timeout_s
         self._connections: list[socket.socket] = []
+        self._hearing = Thread(target=self._hear, name="bytesched-order", daemon=True)
 
     def open(self, published: Callable[[str], str]) -> None:
         """Connects the workers, each of which calls it.
@@ -84,7 +85,7 @@ class Orders:
             host, port, secret = published("").split()
             connection = self._connected(host, int(port), bytes.fromhex(secret))
             self._connections.append(connection)
-            Thread(target=self._hear, name="bytesched-order", daemon=True).start()
+            self._hearing.start()
             return
         token = secrets.token_bytes(_TOKEN_BYTES)
         with socket.create_server((_own_host(), 0), backlog=self._num_workers) as server:
@@ -104,6 +105,9 @@ class Orders:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+            if self._hearing.is_alive():
+                # A thread that is left at exit keeps MXNet's store alive, which then never ends.
+                self._hearing.join(5.0)
             connection.close()
 
     def _accept(self, server: socket.socket, token: bytes) -> None:

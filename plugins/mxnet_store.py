@@ -32,7 +32,7 @@ __all__ = ["ScheduledMXNetStore"]
 
 log = logging.getLogger("bytesched")
 
-_PARTITION_BYTES = 2**20
+_PARTITION_BYTES = 2**18
 _WINDOW = 4
 #: how often, per timeout, somebody looks whether something is late
 _LOOKS = 4
@@ -52,7 +52,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     Args:
         store: of a type such as ``dist_sync``, with no keys yet.
-        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and four pieces on their way.
+        config: policy, sizes and timeout; sizes of 0 are 256 KiB, and four pieces on their way.
         learns_order: priorities are not those of the calls: what backward computes last is needed
             first.
     """
