@@ -114,6 +114,10 @@ def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
     tasks[2].notify_ready()
     assert core.ready(tasks[2]) == [tasks[2]]
     assert core.ordered([0]) == [tasks[0]]
+    core.finish(tasks[0])
+    tasks[0].rearm()
+    tasks[0].notify_ready()
+    assert core.ready(tasks[0]) == [], "it was told for the step before"
     core.validate()
 
 
