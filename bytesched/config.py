@@ -229,6 +229,11 @@ def mxnet_servers() -> int:
     return max(_count("DMLC_NUM_SERVER"), 1)
 
 
+def mxnet_hosts() -> tuple[str, str]:
+    """Return the address that MXNet was told to have, or nothing, and that of its scheduler."""
+    return os.environ.get("DMLC_NODE_HOST", ""), os.environ.get("DMLC_PS_ROOT_URI", "")
+
+
 def mxnet_engine() -> str:
     """Return which of its engines MXNet was told to use, or nothing."""
     return os.environ.get("MXNET_ENGINE_TYPE", "")

@@ -15,12 +15,14 @@ from bytesched.kvstore import Key
 from bytesched.plugins.mxnet_engine import Held, alias
 from bytesched.task import CommTask
 
-__all__ = ["KeySlot", "Piece", "ServerKeys", "pairs"]
+__all__ = ["KeySlot", "Piece", "ServerKeys", "pairs", "published"]
 
 #: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
 #: bits, so there is an end as well.
 _FIRST = 100_000
 _LAST = (2**31 - 1) // 9973
+#: of a text under a key, an element for each byte
+_TEXT_BYTES = 512
 #: Through the whole process: the servers keep what a closed store has made there.
 _numbers = itertools.count(_FIRST)
 
@@ -159,3 +161,12 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, list[Any]]]:
         (key, list(value) if isinstance(value, list | tuple) else [value])
         for key, value in zip(keys, values, strict=True)
     ]
+
+
+def published(store: Any, number: int, text: str) -> str:
+    """What worker 0 gives as ``text``, on every worker; ``number`` is a new key of ``store``."""
+    given = text.encode()
+    value = mx.nd.array([*given, *bytes(_TEXT_BYTES - len(given))])
+    store.init(number, value)
+    store.pull(number, out=value)
+    return bytes(value.asnumpy().astype("uint8")).rstrip(b"\0").decode()

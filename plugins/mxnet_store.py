@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -16,23 +16,30 @@ from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.kvstore import Key
 from bytesched.observe import Observers
-from bytesched.order import Leading
+from bytesched.order import Leading, ReadyQueue
 from bytesched.plugins.mxnet_engine import Held, post
-from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys, pairs
+from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys, pairs, published
 from bytesched.plugins.mxnet_optimizers import why_whole
+from bytesched.plugins.mxnet_order import Orders, Told
 from bytesched.plugins.mxnet_transport import Pulling, Pushing
+from bytesched.plugins.mxnet_urgency import Urgency
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
 from bytesched.transport import Transport
 
 __all__ = ["ScheduledMXNetStore"]
 
 log = logging.getLogger("bytesched")
 
-_PARTITION_BYTES = 2**20
+_PARTITION_BYTES = 2**18
 _WINDOW = 4
 #: how often, per timeout, somebody looks whether something is late
 _LOOKS = 4
+#: without any answer for so long, more than the credit may go
+_STUCK_S = 1.0
+#: Workers that do not choose send whatever they were told.
+_NO_LIMIT = 1 << 62
 
 
 class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
@@ -45,9 +52,9 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     Args:
         store: of a type such as ``dist_sync``, with no keys yet.
-        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and four pieces on their way.
-        learns_order: priorities are not those of the calls: what backward computed last in the
-            first step is needed first.
+        config: policy, sizes and timeout; sizes of 0 are 256 KiB, and four pieces on their way.
+        learns_order: priorities are not those of the calls: what backward computes last is needed
+            first.
     """
 
     def __init__(
@@ -67,26 +74,40 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         #: what is taken in the engine, and since when
         self._held: dict[KeySlot, float] = {}
         self._steps: dict[Key, int] = {}
-        #: by key, if they are learned; lower goes first
-        self._learned: dict[Key, int] | None = {} if learns_order else None
+        self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True
         self._closed = threading.Event()
         #: the first error, which is final
         self.error: BaseException | None = None
         calling = threading.Lock()
-        self._pushing = Pushing(store, self._pieces, calling, self._numbers, self._summed)
-        self._pushes = self._scheduled(self._pushing)
-        self._pulls = self._scheduled(Pulling(store, self._pieces, calling))
+        self._pushing = Pushing(store, self._pieces, calling, lambda piece: self._ended(piece.slot))
+        policy = Leading(named_policy(config.policy))
+        self._orders = Orders(self.rank, self.num_workers, self._heard, config.timeout_s)
+        if self.rank == 0:
+            self._pushes = self._scheduled(
+                self._pushing, policy, self._credit_bytes, self._orders.tell
+            )
+        else:
+            self._pushes = self._scheduled(self._pushing, Told(), _NO_LIMIT)
+        pulling = Pulling(store, self._pieces, calling)
+        policy = Leading(named_policy(config.policy))
+        self._pulls = self._scheduled(pulling, policy, self._credit_bytes)
         self._watchman = threading.Thread(
             target=self._watch, name="bytesched-deadline", daemon=True
         )
         self._watchman.start()
 
-    def _scheduled(self, transport: Transport) -> Scheduler:
-        policy = named_policy(self._config.policy)
+    def _scheduled(
+        self,
+        transport: Transport,
+        queue: ReadyQueue,
+        credit_bytes: int,
+        announce: Callable[[Sequence[CommTask]], None] = lambda tasks: None,
+    ) -> Scheduler:
         return Scheduler(
-            SchedulerCore(Leading(policy), credit_bytes=self._credit_bytes),
+            SchedulerCore(queue, credit_bytes=credit_bytes),
             transport,
+            announce=announce,
             on_finish=lambda task: self._ended(self._pieces[task.index].slot),
             on_error=self._fail,
             observers=self._observers,
@@ -192,6 +213,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._closed.set()
         self._pushes.close()
         self._pulls.close()
+        self._orders.close()
         self._let_go()
         self._watchman.join(5.0)
         self._observers.close()
@@ -229,6 +251,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             self._open += 1
             if call != "pull":
                 self._steps[key] = self._steps.get(key, 0) + 1
+                if self._urgency is not None:
+                    self._urgency.called(key)
         if call != "pull":
             slot.take(arrays)
         post(partial(self._began, slot, call, -priority), writes=slot.buffers)
@@ -243,11 +267,11 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             is_lost = self.error is not None or self._closed.is_set()
             if not is_lost:
                 slot.call = call
-                # a push ends twice: at the server, and when all workers have pushed
+                # a push ends twice: its task, and with the answer
                 slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
                 self._held[slot] = monotonic()
-                if self._learned is not None and call != "pull":
-                    priority = self._learned.setdefault(slot.key, -len(self._learned))
+                if self._urgency is not None and call != "pull":
+                    priority = self._urgency.began(slot.key, priority)
                 self._changed.notify_all()
         if is_lost:
             self._release(slot)
@@ -255,21 +279,15 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         for piece in slot.pieces:
             piece.push_task.priority = piece.pull_task.priority = priority
             if call == "pull":
-                self._pull(piece)
+                piece.pull_task.notify_ready()
+                self._pulls.notify_ready(piece.pull_task)
             else:
                 piece.push_task.notify_ready()
                 self._pushes.notify_ready(piece.push_task)
 
-    def _summed(self, piece: Piece) -> None:
-        """Every worker has pushed it."""
-        if piece.slot.call == "pushpull":
-            self._pull(piece)
-        else:
-            self._ended(piece.slot)
-
-    def _pull(self, piece: Piece) -> None:
-        piece.pull_task.notify_ready()
-        self._pulls.notify_ready(piece.pull_task)
+    def _heard(self, indices: Sequence[int]) -> None:
+        """Worker 0 begins these pushes."""
+        self._pushes.ordered(indices)
 
     def _ended(self, slot: KeySlot) -> None:
         """One task less to wait for."""
@@ -308,7 +326,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def _watch(self) -> None:
         timeout_s = self._config.timeout_s
-        while not self._closed.wait(timeout_s / _LOOKS):
+        while not self._closed.wait(min(timeout_s / _LOOKS, _STUCK_S)):
+            self._pushing.go_on()
             with self._changed:
                 late = [s for s, since in self._held.items() if monotonic() - since > timeout_s]
             if late:
@@ -355,7 +374,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             if values[0].stype != "default":
                 raise PluginError(f"key {key!r} is {values[0].stype}: only dense keys can be cut")
         if initial and not self._slots:
-            self._pushing.make_echoes()
+            self._orders.open(partial(published, self.store, self._numbers.new()))
         for key, values in initial:
             slot = KeySlot(key, values[0])
             size = self._partition_bytes if self._is_cuttable else 0

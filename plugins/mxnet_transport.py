@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
-import mxnet as mx
-
 from bytesched.errors import SchedulerClosed
 from bytesched.plugins.mxnet_engine import Held, post
-from bytesched.plugins.mxnet_keys import Piece, ServerKeys
+from bytesched.plugins.mxnet_keys import Piece
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
 __all__ = ["Pulling", "Pushing"]
 
-#: per server; as many can be under way at the same time
-_ECHOES = 16
-#: MXNet's default for arrays that it spreads over all servers, in elements
-_SPREAD_ELEMENTS = 1_000_000
 #: Above everything that computes: what is begun has been scheduled already, and shall go.
 _NOW = 1_000_000
 
@@ -79,16 +72,13 @@ class Pulling(_Moving):
 
 
 class Pushing(_Moving):
-    """Sends pieces; a task is done when its bytes have arrived at the server.
+    """Sends pieces; a task is done when the server has answered: every worker has pushed.
 
-    MXNet tells only when the sum of *all* workers is there. Credit that waited for that could wait
-    for ever: two workers with different pieces in their windows would each wait for the other's.
-    So a value that nobody changes is pulled right behind each piece. Server and connection keep the
-    order, so its answer says that the piece is through, whatever the other workers do.
+    The answer to a piece that is pushed and pulled brings its value, for a pull that is asked for
+    later would stand behind all that is being pushed.
 
     Args:
-        numbers: where the keys of those values come from.
-        summed: called, on any thread, when every worker has pushed a piece.
+        answered: called, on any thread, for each piece after its answer.
     """
 
     def __init__(
@@ -96,35 +86,36 @@ class Pushing(_Moving):
         store: Any,
         pieces: Sequence[Piece],
         calling: Lock,
-        numbers: ServerKeys,
-        summed: Callable[[Piece], None],
+        answered: Callable[[Piece], None],
     ) -> None:
         super().__init__(store, pieces, calling)
-        self._numbers = numbers
-        self._summed = summed
-        self._echoes: dict[int, Iterator[tuple[int, Any]]] = {}
+        self._answered = answered
+        self._answers = 0
+        self._answers_before = 0
 
-    def make_echoes(self) -> None:
-        """Before the first piece; every worker calls it."""
-        numbers = self._numbers
-        keys = [numbers.new() for _ in range(_ECHOES * numbers.num_servers)]
-        self._store.init(keys, [mx.nd.zeros(1)] * len(keys))
-        of_server: dict[int, list[tuple[int, Any]]] = {}
-        for key in keys:
-            of_server.setdefault(numbers.server(key), []).append((key, mx.nd.zeros(1)))
-        self._echoes = {server: cycle(echoes) for server, echoes in of_server.items()}
+    def go_on(self) -> None:
+        """Ends all tasks, if nothing was answered since the last call; their answers may come.
+
+        Workers may push in different orders, and wait in between. Then the window can be full of
+        pieces that another worker only pushes after one that is still to be sent from here.
+        """
+        if self._answers == self._answers_before:
+            for task in list(self._in_flight):
+                self._end(task)
+        self._answers_before = self._answers
 
     def _begin(self, piece: Piece, task: CommTask) -> None:
-        self._store.push(piece.number, piece.buffers, priority=_NOW)
-        _when_free(piece.buffers, lambda: self._summed(piece))
-        servers = list(self._echoes)
-        if task.stop_at - task.start_at < _SPREAD_ELEMENTS:
-            servers = [self._numbers.server(piece.number)]
-        echoes = [next(self._echoes[server]) for server in servers]
-        for key, out in echoes:
-            # Should the engine run it before the push, credit comes back one piece too early.
-            self._store.pull(key, out=out, priority=_NOW - 1)
-        _when_free([out for _, out in echoes], lambda: self._end(task))
+        if piece.slot.call == "pushpull":
+            self._store.pushpull(piece.number, piece.buffers, out=piece.buffers, priority=_NOW)
+        else:
+            self._store.push(piece.number, piece.buffers, priority=_NOW)
+
+        def answered() -> None:
+            self._answers += 1
+            self._end(task)
+            self._answered(piece)
+
+        _when_free(piece.buffers, answered)
 
 
 def _when_free(arrays: Sequence[Any], call: Callable[[], None]) -> None:

@@ -161,7 +161,7 @@ def misuse() -> None:
 
 
 def order(policy: str) -> dict[str, Any]:
-    """The order in which keys were begun, the most urgent one pushed last."""
+    """The order in which keys were begun, the most urgent one for worker 0 pushed last."""
     kv = scheduled(credit_bytes=16, policy=policy)
     began = Starts()
     kv._observers.add(began)
@@ -169,7 +169,7 @@ def order(policy: str) -> dict[str, Any]:
     kv.init(keys, [mx.nd.zeros(1000)] * len(keys))
     values = [mx.nd.ones(1000) for _ in keys]
     for number, key in enumerate(keys):
-        kv.push(key, values[number], priority=number)
+        kv.push(key, values[number], priority=-number if kv.rank else number)
         if number == 0:
             assert began.first.wait(WAIT_S), "nothing was begun"
         # Its turn in the queue shall not depend on the engine's threads.
@@ -207,6 +207,9 @@ def learned_order() -> None:
         assert computes[number].wait(WAIT_S)
         backward[number].release()
         assert weights[number].grad().wait_to_read() is None
+    for weight in weights:
+        weight.data()._fresh_grad = True
+    trainer.step(1)
     kv.flush()
     urgencies = [kv._slots[number].pieces[0].push_task.priority for number in range(3)]
     assert urgencies == [-2, 0, -1], urgencies

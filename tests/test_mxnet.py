@@ -95,7 +95,9 @@ def test_calls_with_two_servers() -> None:
     answers("calls", "different_orders", servers=2)
 
 
-def test_urgent_keys_overtake(said: dict[str, list[dict[str, Any]]]) -> None:
+def test_urgent_keys_overtake_on_all_workers_as_worker_0_wants(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
     for answer in said["order:priority"]:
         first, _, *others = answer["order"]
         # The second one is what was there when the first one had ended.

@@ -1,0 +1,177 @@
+"""What worker 0 of an MXNet store tells the others, and how it comes to its priorities."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+
+from bytesched.core import SchedulerCore
+from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.plugins.mxnet_order import Orders, Told
+from bytesched.plugins.mxnet_urgency import Urgency
+from bytesched.task import CommTask
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMLC_NODE_HOST", raising=False)
+    monkeypatch.setenv("DMLC_PS_ROOT_URI", "127.0.0.1")
+
+
+def task(index: int) -> CommTask:
+    made = CommTask(f"t{index}", start_at=0, stop_at=1, itemsize=4)
+    made.index = index
+    return made
+
+
+class Board:
+    """Hands the text of worker 0 to the others."""
+
+    def __init__(self, others: int) -> None:
+        self._others = others
+        self._texts: SimpleQueue[str] = SimpleQueue()
+
+    def published(self, text: str) -> str:
+        for _ in range(self._others if text else 0):
+            self._texts.put(text)
+        return text or self._texts.get(timeout=WAIT_S)
+
+
+def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
+    heard: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in range(3)]
+    workers = [
+        Orders(rank, 3, lambda told, rank=rank: heard[rank].put(list(told)), WAIT_S)  # type: ignore[misc]
+        for rank in range(3)
+    ]
+    board = Board(2)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda worker: worker.open(board.published), workers))
+    sent = [[7, 300_000], [2], [5, 1, 0]]
+    for indices in sent:
+        workers[0].tell([task(index) for index in indices])
+    for rank in (1, 2):
+        told: list[int] = []
+        while len(told) < 6:
+            told += heard[rank].get(timeout=WAIT_S)
+        assert told == [7, 300_000, 2, 5, 1, 0]
+    assert heard[0].empty()
+    workers[1].close()
+    workers[0].tell([task(3)])
+    assert heard[2].get(timeout=WAIT_S) == [3], "another worker's end is not this one's"
+    for worker in (*workers, *workers):
+        worker.close()
+
+
+def test_a_stranger_is_not_taken_for_a_worker() -> None:
+    heard: SimpleQueue[list[int]] = SimpleQueue()
+    leader = Orders(0, 2, lambda told: None, WAIT_S)
+    worker = Orders(1, 2, lambda told: heard.put(list(told)), WAIT_S)
+    board = Board(2)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(leader.open, board.published)
+        host, port, _ = board.published("").split()
+        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            worker.open(board.published)
+            opened.result(WAIT_S)
+            leader.tell([task(4)])
+            assert heard.get(timeout=WAIT_S) == [4]
+    leader.close()
+    worker.close()
+
+
+def test_a_worker_that_does_not_come_is_an_error() -> None:
+    with pytest.raises(SchedulerTimeout, match="for 1 workers to connect"):
+        Orders(0, 2, lambda told: None, 0.05).open(Board(1).published)
+    nobody = socket.create_server(("127.0.0.1", 0))
+    port = nobody.getsockname()[1]
+    nobody.close()
+    with pytest.raises(PeerLost, match="worker 0 cannot be reached"):
+        Orders(1, 2, lambda told: None, 1.0).open(lambda text: f"127.0.0.1 {port} 00")
+
+
+def test_alone_there_is_nobody_to_tell() -> None:
+    alone = Orders(0, 1, lambda told: None, WAIT_S)
+    alone.open(Board(0).published)
+    alone.tell([task(0)])
+    alone.close()
+
+
+def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
+    core = SchedulerCore(Told(), credit_bytes=1 << 62)
+    tasks = [task(index) for index in range(4)]
+    assert core.ordered([2, 3, 1]) == []
+    started = []
+    for index in (3, 0, 1):
+        tasks[index].notify_ready()
+        started += core.ready(tasks[index])
+    assert [one.index for one in started] == [3, 1], "2 is not ready, and 0 was not told"
+    tasks[2].notify_ready()
+    assert core.ready(tasks[2]) == [tasks[2]]
+    assert core.ordered([0]) == [tasks[0]]
+    core.finish(tasks[0])
+    tasks[0].rearm()
+    tasks[0].notify_ready()
+    assert core.ready(tasks[0]) == [], "it was told for the step before"
+    core.validate()
+
+
+def test_several_that_are_ready_start_as_told() -> None:
+    core = SchedulerCore(Told(), credit_bytes=1 << 62)
+    tasks = [task(index) for index in range(4)]
+    for each in tasks:
+        each.notify_ready()
+        assert core.ready(each) == []
+    assert [one.index for one in core.ordered([2, 0, 3])] == [2, 0, 3]
+
+
+def step(urgency: Urgency, calls: str, *, sooner: str = "", later: str = "") -> dict[str, int]:
+    """Priorities in one step: some begin while the calls are made, some after the last one."""
+    found = {}
+    for place, key in enumerate(calls):
+        urgency.called(key)
+        if key in sooner:
+            found[key] = urgency.began(key, place)
+    for key in later:
+        found[key] = urgency.began(key, calls.index(key))
+    return found
+
+
+def by_urgency(found: dict[str, int]) -> str:
+    return "".join(sorted(found, key=found.__getitem__))
+
+
+def test_what_is_computed_last_is_most_urgent() -> None:
+    urgency = Urgency()
+    assert by_urgency(step(urgency, "abcd", later="dbca")) == "abcd", "nothing is known yet"
+    assert by_urgency(step(urgency, "abcd", later="dbca")) == "acbd"
+    assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "acbd", "known for good"
+
+
+def test_gradients_that_were_there_already_tell_nothing() -> None:
+    urgency = Urgency()
+    for _ in range(3):
+        assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "abcd"
+    step(urgency, "abcd", later="dcba")
+    step(urgency, "abcd", sooner="bad", later="c")
+    assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "abcd"
+
+
+def test_the_few_that_did_not_wait_are_less_urgent() -> None:
+    urgency = Urgency()
+    step(urgency, "abcdef", sooner="de", later="fbca")
+    assert by_urgency(step(urgency, "abcdef", later="abcdef")) == "acbfde"
+
+
+def test_a_caller_that_runs_ahead_is_understood() -> None:
+    urgency = Urgency()
+    for key in "abcabcabc":
+        urgency.called(key)
+    for key in "bca":
+        urgency.began(key, 0)
+    assert by_urgency({key: urgency.began(key, 0) for key in "bca"}) == "acb"
