@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import die_at, gloo_groups, signals
+from rank_worker import die_at, gloo_groups, gloo_groups_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -205,7 +205,7 @@ def refused(what: str) -> str:
     try:
         Burst(model, plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        left = gloo_groups() - before
+        left = gloo_groups_left(before)
         return f"{type(error).__name__}: {error}" + (f" and left {left} groups" if left else "")
     return "not refused"
 
@@ -223,8 +223,8 @@ def first_broadcast_fails() -> str:
         said = f"{type(error).__name__}: {error}"
         if fails:
             # While the error is kept. Those of the others hold an operation, and that its group.
-            return f"{said} and left {gloo_groups() - before} groups"
-    return f"{said} and left {gloo_groups() - before} groups"
+            return f"{said} and left {gloo_groups_left(before)} groups"
+    return f"{said} and left {gloo_groups_left(before)} groups"
 
 
 def used_after_it_was_closed() -> list[str]:
@@ -390,7 +390,7 @@ def makes_no_optimizer() -> str:
     try:
         Burst(vgg_like().double(), plan, optimizer, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error} and left {gloo_groups() - before} groups"
+        return f"{type(error).__name__}: {error} and left {gloo_groups_left(before)} groups"
     return "nothing happened"
 
 

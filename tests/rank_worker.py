@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,6 +89,17 @@ def gloo_groups() -> int:
     """How many process groups of Gloo this process has: each has a thread that reads."""
     names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     return sum(name == "gloo_tcp_loop" for name in names)
+
+
+def gloo_groups_left(before: int) -> int:
+    """How many there are more than `before`, when those that end have had the time to.
+
+    Those of an earlier case may end meanwhile.
+    """
+    deadline = time.monotonic() + 10.0
+    while (left := gloo_groups() - before) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return max(left, 0)
 
 
 def dump(value: object) -> bytes:

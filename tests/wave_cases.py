@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_worker import gloo_groups, signals
+from rank_worker import gloo_groups, gloo_groups_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -256,7 +256,7 @@ def per_wave_settings_differ() -> str:
     try:
         TickTock(model, optimizer_of(model), loss_of, sync="per-wave", **fields)
     except bytesched.MismatchError as error:
-        return f"{error} and left {gloo_groups() - before} groups"
+        return f"{error} and left {gloo_groups_left(before)} groups"
     return "nothing happened"
 
 

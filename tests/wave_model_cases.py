@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_worker import die_at, gloo_groups, signals
+from rank_worker import die_at, gloo_groups, gloo_groups_left, signals
 from torch import Tensor, nn
 from torch.nn import functional
 from wave_cases import CLASSES, WIDTH, batch_of
@@ -121,7 +121,7 @@ def refusals() -> list[str]:
         try:
             ModelWaves(model, optimizer, functional.mse_loss, x, **fields)
         except BytesschedError as error:
-            left = gloo_groups() - before
+            left = gloo_groups_left(before)
             told.append(f"{type(error).__name__}: {error}" + f" and left {left}" * bool(left))
     return told
 
