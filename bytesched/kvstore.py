@@ -74,7 +74,8 @@ class AsyncKVStore(KVStore, Protocol):
 
     They are carried out in the order of the calls. Buffers are the caller's until then. Where
     ``answers_by_priority`` is there and true, the store itself sends what is most urgent first:
-    any number of pulls may be begun, and those that wait for other workers hold nothing up.
+    any number of pulls may be begun, and those that wait for other workers hold nothing up. Where
+    ``num_servers`` is there, keys are spread over so many, each with a link of its own.
     """
 
     def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:

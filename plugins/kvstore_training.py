@@ -34,7 +34,7 @@ log = logging.getLogger("bytesched")
 #: chosen from a probe of the link: how long a push and its pull take in turn says nothing of chunks
 #: that follow one another, and made them two to four times as large as is best.
 _PARTITION_BYTES = 192 * 1024
-#: chunks on their way to the servers
+#: Chunks on their way to each server: with one, its link is silent until the credit has returned.
 _WINDOW = 2
 
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
@@ -75,7 +75,7 @@ def attach(
         raise PluginError(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
-    config = _sized(config)
+    config = _sized(config, getattr(store, "num_servers", 1))
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
     peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
@@ -128,10 +128,10 @@ def _in_store(
     return session
 
 
-def _sized(config: Config) -> Config:
+def _sized(config: Config, servers: int) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open."""
     partition_bytes = config.partition_bytes or _PARTITION_BYTES
-    credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
+    credit_bytes = config.credit_bytes or _WINDOW * servers * partition_bytes
     return replace(
         config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
     )

@@ -96,6 +96,11 @@ class MPIKVStore:
         return self._num_workers
 
     @property
+    def num_servers(self) -> int:
+        """Over how many ranks keys are spread."""
+        return len(self._servers)
+
+    @property
     def is_stateful(self) -> bool:
         """True if the store has an optimizer: keys must stay what they are."""
         return bool(self._optimizer)

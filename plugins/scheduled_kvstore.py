@@ -22,7 +22,7 @@ __all__ = ["ScheduledKVStore"]
 
 
 _PARTITION_BYTES = 2**20
-#: chunks in flight per pipe: the next one is on its way to the wire while one is on it
+#: chunks in flight per pipe and server: the next is on its way to the wire while one is on it
 _WINDOW = 2
 
 
@@ -38,7 +38,8 @@ class ScheduledKVStore:
 
     Args:
         store: what moves the chunks; called from two threads, one for each pipe.
-        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and two chunks in flight.
+        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and two chunks in flight for
+            every server.
     """
 
     def __init__(self, store: KVStore, config: Config, observers: Observers | None = None) -> None:
@@ -51,7 +52,8 @@ class ScheduledKVStore:
             store,
             config,
             self._observers,
-            credit_bytes=config.credit_bytes or _WINDOW * self._partition_bytes,
+            credit_bytes=config.credit_bytes
+            or _WINDOW * getattr(store, "num_servers", 1) * self._partition_bytes,
         )
         self._waits = 0
         #: false when the keys are to be cut anew, before the next step

@@ -22,6 +22,7 @@ from bytesched.errors import (
 from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
 from bytesched.kvstore_contract import KVStoreContract
 from bytesched.observe import Observer, Observers
+from bytesched.plugins import kvstore_training
 from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
 
 TIMEOUT_S = 20.0
@@ -130,6 +131,7 @@ class HandStore(LocalKVStore):
     """Transfers end when the test says so."""
 
     answers_by_priority = False
+    num_servers = 1
 
     def __init__(self) -> None:
         super().__init__(timeout_s=TIMEOUT_S)
@@ -209,6 +211,40 @@ def test_a_store_that_answers_by_priority_is_asked_for_everything_at_once() -> N
     store.end("pull", "back")
     kv.wait("back")
     kv.close()
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_two_chunks_are_on_their_way_to_each_server(servers: int) -> None:
+    store = HandStore()
+    store.num_servers = servers
+    kv = scheduled(store, partition_bytes=16)
+    keys = [f"key {number}" for number in range(2 * servers + 2)]
+    for key in keys:
+        kv.init(key, torch.zeros(4))
+    urgent, less, *first = keys
+    for key in (*first, less, urgent):
+        kv.push(key, torch.zeros(4))
+    for key in first[:2]:
+        store.end("push", key)
+    # The window was full with the first: what came after them waited, and was chosen from.
+    assert store.wait_for(len(keys)) == [("push", key) for key in (*first, urgent, less)]
+    assert kv.stats()["credit_bytes"] == 2 * servers * 16
+    kv.close()
+
+
+def test_so_are_those_of_a_training() -> None:
+    class Spread(LocalKVStore):
+        num_servers = 3
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = Config(timeout_s=TIMEOUT_S, partition_bytes=4096)
+    session = kvstore_training.attach(optimizer, model, Spread(), config)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    session.flush()
+    assert session.stats()["credit_bytes"] == 2 * 3 * 4096
+    session.close()
 
 
 def test_urgent_keys_overtake() -> None:
