@@ -24,6 +24,8 @@ __all__ = ["Orders", "Told"]
 _INDEX = struct.Struct("<I")
 #: Anybody may connect; who knows this is a worker.
 _TOKEN_BYTES = 16
+#: for somebody who has connected to say it
+_PATIENCE_S = 5.0
 
 
 class Told:
@@ -116,15 +118,17 @@ class Orders:
             try:
                 server.settimeout(max(deadline - monotonic(), 0.001))
                 connection, _ = server.accept()
-                connection.settimeout(max(deadline - monotonic(), 0.001))
-                said = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
             except TimeoutError:
                 raise SchedulerTimeout(
                     f"waited {self._timeout_s:g} s for {missing} workers to connect to "
                     f"{server.getsockname()}",
                     rank=self._rank,
                 ) from None
-            if said != token:
+            said = b""
+            with contextlib.suppress(OSError):
+                connection.settimeout(_PATIENCE_S)
+                said = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            if not secrets.compare_digest(said, token):
                 connection.close()
                 continue
             connection.settimeout(self._timeout_s)

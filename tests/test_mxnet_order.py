@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -10,6 +11,7 @@ import pytest
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.plugins import mxnet_order
 from bytesched.plugins.mxnet_order import Orders, Told
 from bytesched.plugins.mxnet_urgency import Urgency
 from bytesched.task import CommTask
@@ -67,7 +69,8 @@ def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
         worker.close()
 
 
-def test_a_stranger_is_not_taken_for_a_worker() -> None:
+def test_a_stranger_is_not_taken_for_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxnet_order, "_PATIENCE_S", 0.2)
     heard: SimpleQueue[list[int]] = SimpleQueue()
     leader = Orders(0, 2, lambda told: None, WAIT_S)
     worker = Orders(1, 2, lambda told: heard.put(list(told)), WAIT_S)
@@ -75,7 +78,12 @@ def test_a_stranger_is_not_taken_for_a_worker() -> None:
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(leader.open, board.published)
         host, port, _ = board.published("").split()
-        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+        address = host, int(port)
+        with socket.create_connection(address, WAIT_S) as hasty:
+            # Closing resets the connection.
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        silent = socket.create_connection(address, WAIT_S)
+        with silent, socket.create_connection(address, WAIT_S) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             worker.open(board.published)
             opened.result(WAIT_S)
