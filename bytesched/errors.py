@@ -92,3 +92,9 @@ class SchedulerTimeout(TransportError, TimeoutError):
 
 class PeerLost(TransportError, ConnectionError):
     """Another rank is gone: its process died, or the link to it was cut."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says, as ranks tell each other."""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"

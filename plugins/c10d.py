@@ -18,6 +18,7 @@ from bytesched.errors import (
     PluginError,
     SchedulerTimeout,
     TransportError,
+    in_one_line,
 )
 from bytesched.plugins.notes import Notes
 
@@ -199,7 +200,7 @@ def closed_on_error(*groups: Group) -> Iterator[None]:
     except BaseException as error:
         for group in groups:
             if not isinstance(error, PeerLost):
-                group.leave_note(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                group.leave_note(in_one_line(error))
             group.abort()
             group.close()
         raise

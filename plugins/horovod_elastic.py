@@ -15,6 +15,7 @@ import torch
 from horovod.common.elastic import notification_manager
 from torch import nn
 
+from bytesched.errors import in_one_line
 from bytesched.plugins.session import Session
 
 __all__ = ["Elastic"]
@@ -110,7 +111,7 @@ class Elastic:
         try:
             self.flush()
         except Exception as error:  # noqa: BLE001 - whatever failed, it is replaced
-            log.info("restored: what was outstanding is dropped (%s)", _first_line(error))
+            log.info("restored: what was outstanding is dropped (%s)", in_one_line(error))
             self._end(release_parameters=True)
 
     def _reset(self) -> None:
@@ -125,7 +126,3 @@ class Elastic:
 
     def __repr__(self) -> str:
         return f"<elastic, {self._session!r}>"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

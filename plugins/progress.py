@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from bytesched.errors import PeerLost
+from bytesched.errors import PeerLost, in_one_line
 from bytesched.plugins.peers import Peers
 
 __all__ = ["Progress"]
@@ -84,6 +84,5 @@ class Progress:
             self.changed.notify_all()
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost):
-            first_line = str(error).partition("\n")[0]
-            self._peers.leave_note(f"{type(error).__name__}: {first_line}")
+            self._peers.leave_note(in_one_line(error))
         self._peers.abort()
