@@ -218,7 +218,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], dict[int, tuple[str, str]]]] = {
 def test_faults_are_named_on_every_survivor(name: str, tmp_path: Path) -> None:
     flags, expected = FAULTS[name]
     code, output = mpirun(3, "kv_faults.py", name, str(tmp_path), flags=flags)
-    assert code != 0, output
+    # Where mpirun tolerates a death, it now and then calls it a success.
+    assert code != 0 or "--enable-recovery" in flags, output
     assert "Timeout (" not in output, f"a rank was ended by its watchdog\n{output}"
     for rank, (kind, words) in expected.items():
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
