@@ -99,8 +99,9 @@ class Server:
             return
         now_s = monotonic()
         oldest_s = now_s - self._timeout_s
-        for waiting in (*self._entries.values(), self._meetings):
-            if missing := waiting.overdue(oldest_s):
+        where_workers_wait: list[Entry | Meetings] = [*self._entries.values(), self._meetings]
+        for place in where_workers_wait:
+            if missing := place.overdue(oldest_s):
                 self.fail(SchedulerTimeout(f"waited {self._timeout_s:g} s for {missing}"))
                 return
         for worker, heard_s in enumerate(self._heard_s):
