@@ -229,19 +229,20 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         if call != "pull":
             self._steps[key] = self._steps.get(key, 0) + 1
             if self._urgency is not None:
-                self._urgency.called(key)
+                self._urgency.called(key, self._steps[key])
             slot.take(arrays)
-        post(partial(self._began, slot, call, -priority), writes=slot.buffers)
+        step = self._steps.get(key, 0)
+        post(partial(self._began, slot, call, step, -priority), writes=slot.buffers)
         slot.give(outs)
 
     # -- from threads of the engine and of the scheduler -------------------------------
 
-    def _began(self, slot: KeySlot, call: str, priority: int, held: Held) -> None:
+    def _began(self, slot: KeySlot, call: str, step: int, priority: int, held: Held) -> None:
         """Its buffers are free, and filled if it is a push."""
         if not self._underway.begin(slot, call, held):
             return
         if self._urgency is not None and call != "pull":
-            priority = self._urgency.began(slot.key, priority)
+            priority = self._urgency.began(slot.key, step, priority)
         for piece in slot.pieces:
             piece.push_task.priority = piece.pull_task.priority = priority
             if call == "pull":

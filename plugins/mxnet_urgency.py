@@ -21,33 +21,34 @@ class Urgency:
     def __init__(self) -> None:
         self._lock = Lock()
         self._learned: dict[Key, int] = {}
-        #: what every step begins with
-        self._first: Key | None = None
-        #: calls of the step that is watched, in order, and whether these are all
-        self._called: list[Key] = []
+        #: the step that is watched, whether all its calls were made, and the last that has begun
+        self._step = 1
         self._is_whole = False
+        self._latest = 1
+        #: its calls, in order
+        self._called: list[Key] = []
         #: those that have begun, in order, and how many of these before the last call
         self._began: list[Key] = []
         self._sooner = 0
 
-    def called(self, key: Key) -> None:
-        """A push of ``key`` was asked for."""
+    def called(self, key: Key, step: int) -> None:
+        """A push of ``key`` was asked for, its ``step``-th, from 1."""
         with self._lock:
             if self._learned:
                 return
-            if self._first is None:
-                self._first = key
-            if self._called and key == self._first:
-                self._is_whole = True
-                self._learn()
-            if not self._is_whole and (self._called or key == self._first):
+            self._latest = max(self._latest, step)
+            if step == self._step:
                 self._called.append(key)
                 self._sooner = len(self._began)
+            elif self._called and key == self._called[0]:
+                self._is_whole = True
+                self._learn()
 
-    def began(self, key: Key, priority: int) -> int:
-        """The gradient of ``key`` is there; returns what to use for ``priority``."""
+    def began(self, key: Key, step: int, priority: int) -> int:
+        """The gradient of that push is there; returns what to use for ``priority``."""
         with self._lock:
-            if not self._learned and key in self._called and key not in self._began:
+            # A caller may be a step ahead: what begins then is of the step before.
+            if not self._learned and step == self._step:
                 self._began.append(key)
                 self._learn()
             return self._learned.get(key, priority)
@@ -60,4 +61,5 @@ class Urgency:
             # A trainer calls for the front layers first.
             others = [key for key in reversed(self._called) if key not in waited]
             self._learned = {key: -place for place, key in enumerate([*others, *waited])}
-        self._called, self._began, self._is_whole, self._sooner = [], [], False, 0
+        self._step, self._is_whole = self._latest + 1, False
+        self._called, self._began, self._sooner = [], [], 0

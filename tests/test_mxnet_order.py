@@ -138,48 +138,74 @@ def test_several_that_are_ready_start_as_told() -> None:
     assert [one.index for one in core.ordered([2, 0, 3])] == [2, 0, 3]
 
 
-def step(urgency: Urgency, calls: str, *, sooner: str = "", later: str = "") -> dict[str, int]:
-    """Priorities in one step: some begin while the calls are made, some after the last one."""
-    found = {}
-    for place, key in enumerate(calls):
-        urgency.called(key)
-        if key in sooner:
-            found[key] = urgency.began(key, place)
-    for key in later:
-        found[key] = urgency.began(key, calls.index(key))
-    return found
+class Trainer:
+    """Calls for keys step by step, of which some begin between the calls and some after."""
 
+    def __init__(self) -> None:
+        self.urgency = Urgency()
+        self._steps = 0
 
-def by_urgency(found: dict[str, int]) -> str:
-    return "".join(sorted(found, key=found.__getitem__))
+    def step(self, calls: str, *, sooner: str = "", later: str = "") -> str:
+        """The keys of one step by their urgency, the least first."""
+        self._steps += 1
+        found = {}
+        for place, key in enumerate(calls):
+            self.urgency.called(key, self._steps)
+            if key in sooner:
+                found[key] = self.urgency.began(key, self._steps, place)
+        for key in later:
+            found[key] = self.urgency.began(key, self._steps, calls.index(key))
+        return "".join(sorted(found, key=found.__getitem__))
 
 
 def test_what_is_computed_last_is_most_urgent() -> None:
-    urgency = Urgency()
-    assert by_urgency(step(urgency, "abcd", later="dbca")) == "abcd", "nothing is known yet"
-    assert by_urgency(step(urgency, "abcd", later="dbca")) == "acbd"
-    assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "acbd", "known for good"
+    trainer = Trainer()
+    assert trainer.step("abcd", later="dbca") == "abcd", "nothing is known yet"
+    assert trainer.step("abcd", later="dbca") == "acbd"
+    assert trainer.step("abcd", sooner="abcd") == "acbd", "known for good"
 
 
 def test_gradients_that_were_there_already_tell_nothing() -> None:
-    urgency = Urgency()
+    trainer = Trainer()
     for _ in range(3):
-        assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "abcd"
-    step(urgency, "abcd", later="dcba")
-    step(urgency, "abcd", sooner="bad", later="c")
-    assert by_urgency(step(urgency, "abcd", sooner="abcd")) == "abcd"
+        assert trainer.step("abcd", sooner="abcd") == "abcd"
+    trainer.step("abcd", later="dcba")
+    trainer.step("abcd", sooner="bad", later="c")
+    assert trainer.step("abcd", sooner="abcd") == "abcd"
 
 
 def test_the_few_that_did_not_wait_are_less_urgent() -> None:
-    urgency = Urgency()
-    step(urgency, "abcdef", sooner="de", later="fbca")
-    assert by_urgency(step(urgency, "abcdef", later="abcdef")) == "acbfde"
+    trainer = Trainer()
+    trainer.step("abcdef", sooner="de", later="fbca")
+    assert trainer.step("abcdef", later="abcdef") == "acbfde"
 
 
 def test_a_caller_that_runs_ahead_is_understood() -> None:
     urgency = Urgency()
-    for key in "abcabcabc":
-        urgency.called(key)
+    for step in (1, 2, 3):
+        for key in "abc":
+            urgency.called(key, step)
     for key in "bca":
-        urgency.began(key, 0)
-    assert by_urgency({key: urgency.began(key, 0) for key in "bca"}) == "acb"
+        urgency.began(key, 1, 0)
+    assert sorted("abc", key=lambda key: urgency.began(key, 2, 0)) == list("acb")
+
+
+def test_what_begins_of_the_step_before_is_not_taken_for_this_one() -> None:
+    urgency = Urgency()
+    for key in "abcd":
+        urgency.called(key, 1)
+        if key != "d":
+            urgency.began(key, 1, 0)
+    for key in "abcd":
+        urgency.called(key, 2)
+    urgency.began("d", 1, 0)
+    for key in "dc":
+        urgency.began(key, 2, 0)
+    # The caller is ahead: backward is half-way.
+    for key in "abcd":
+        urgency.called(key, 3)
+    for step, keys in ((2, "ba"), (3, "dcba")):
+        for key in keys:
+            urgency.began(key, step, 0)
+    urgency.called("a", 4)
+    assert sorted("abcd", key=lambda key: urgency.began(key, 4, 0)) == list("abcd")
