@@ -31,7 +31,7 @@ from bytesched.bench_systems import (
 from bytesched.bench_table import add_figures, table
 from bytesched.config import RankView, rank_view
 from bytesched.errors import ConfigError
-from bytesched.profile import load_profile, parse_profile, shipped_profiles
+from bytesched.profile import load_profile, parse_profile, save_all, shipped_profiles
 from bytesched.report import draw_bench
 from bytesched.values import nearest
 
@@ -55,6 +55,7 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
 
   bytesched bench --lab 2 --rate 1gbit --emulate gpt
   bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
+  bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
@@ -108,6 +109,7 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
             "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
             "for a real model change --batch"
         )
+    _check_batches(options.batch, kind, recorded=bool(options.record))
     systems = parse_systems(options.systems)
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
@@ -118,7 +120,7 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
         "systems": systems,
         "kind": kind,
         "content": content,
-        "batch": options.batch,
+        "batch": options.batch[-1],
         "iterations": options.iterations,
         "rounds": options.rounds,
         "warmup": options.warmup,
@@ -129,7 +131,7 @@ def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]
         "optimizer": options.optimizer,
         "compute_scale": options.compute_scale,
         "comm_ratio": options.comm_ratio,
-        "record": bool(options.record),
+        "record": options.batch if options.record else [],
         "threads": options.threads,
         "timeout_s": options.timeout_s,
     }
@@ -162,7 +164,6 @@ def _check_numbers(options: argparse.Namespace) -> None:
         "warmup": 2,
         "sweep_iterations": 1,
         "autotune_iterations": LEAST_AUTOTUNE_ITERATIONS,
-        "batch": 0,
         "threads": 0,
     }
     for name, lowest in least.items():
@@ -176,6 +177,21 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} {value}: a positive number, 0.001 to 1000000")
     if options.comm_ratio and options.compute_scale != 1.0:
         raise ConfigError("--comm-ratio and --compute-scale exclude each other")
+
+
+def _check_batches(batches: Sequence[int], kind: str, *, recorded: bool) -> None:
+    several = len(batches) > 1
+    if batches[0] < several:
+        raise ConfigError(f"--batch {batches[0]}: at least {several:d}")
+    if several and (kind != "model" or not recorded):
+        raise ConfigError(
+            f"--batch with several sizes is for --record of {', '.join(MODELS)}: systems are "
+            "measured with one"
+        )
+
+
+def _batches(text: str) -> list[int]:
+    return sorted({int(size) for size in text.split(",")})
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -209,8 +225,8 @@ def _report(
         **circumstances,
     }
     if options.record:
-        recorded = parse_profile(result["compute"].pop("profile"), "recorded")
-        recorded.save(options.record)
+        found = result["compute"].pop("profiles")
+        save_all([parse_profile(content, "recorded") for content in found], options.record)
     add_figures(result)
     print(f"\n{table(result)}")
     figures = options.json or spec["result"]
@@ -250,7 +266,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="for Horovod's autotuner to settle (%(default)s)",
     )
-    add("--batch", type=int, default=0, metavar="N", help="of each rank, real models only")
+    add(
+        "--batch",
+        type=_batches,
+        default=[0],
+        metavar="N",
+        help="of each rank, real models only; several for --record, systems get the largest",
+    )
     add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     add("--compute-scale", type=float, default=1.0, metavar="X", help="emulate a device X x slower")
     add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
@@ -258,5 +280,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, default=300.0, metavar="S", help="for one collective")
     add("--json", metavar="FILE", help="write every figure")
     add("--png", metavar="FILE", help="write a chart")
-    add("--record", metavar="FILE", help="write the model's compute profile")
+    add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")
     return parser

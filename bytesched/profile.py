@@ -1,7 +1,8 @@
 """Compute profiles: what a model computes and sends, layer by layer, without the model.
 
 A profile is a JSON file. `bytesched bench --emulate` runs one, `bytesched bench --record` writes
-one from a real model, and three are part of the package: gpt, vgg and resnet.
+one from a real model, and three are part of the package: gpt, vgg and resnet. Those of several
+batch sizes in one file are for `bytesched burst plan` alone.
 """
 
 from __future__ import annotations
@@ -98,6 +99,31 @@ class Profile:
         lines = ",\n".join(f"    {json.dumps(layer)}" for layer in content.pop("layers"))
         head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content)
         Path(path).write_text(f'{{\n{head},\n  "layers": [\n{lines}\n  ]\n}}\n')
+
+
+def save_all(profiles: Sequence[Profile], path: str) -> None:
+    """Write one profile, or those of a model at growing batch sizes for the burst planner."""
+    first = profiles[0]
+    if len(profiles) == 1:
+        first.save(path)
+        return
+    layers = [
+        {
+            "name": at_sizes[0].name,
+            "forward_ms": [round(layer.forward_ms, 4) for layer in at_sizes],
+            "backward_ms": [round(layer.backward_ms, 4) for layer in at_sizes],
+            "parameter_bytes": at_sizes[0].nbytes,
+            "output_bytes": at_sizes[0].output_bytes,
+        }
+        for at_sizes in zip(*(profile.layers for profile in profiles), strict=True)
+    ]
+    content = {
+        "name": first.name,
+        "description": first.description,
+        "batches": [profile.batch for profile in profiles],
+        "layers": layers,
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def shipped_profiles() -> list[str]:

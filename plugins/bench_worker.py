@@ -162,7 +162,7 @@ class Bench:
         return profile.scaled(scale)
 
     def describe(self) -> dict[str, Any]:
-        """Size of the model and, if asked for, its compute profile."""
+        """Size of the model and, if asked for, its compute profiles by batch size."""
         workload = self.workload()
         parameters = list(workload.model.parameters())
         found: dict[str, Any] = {
@@ -170,10 +170,15 @@ class Bench:
             "tensors": len(parameters),
         }
         if self.spec["record"]:
-            times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
-            name = self.content if isinstance(self.content, str) else "an emulated model"
-            found["profile"] = record_profile(name, workload, times).to_json()
+            found["profiles"] = [self.profile(batch).to_json() for batch in self.spec["record"]]
         return found
+
+    def profile(self, batch: int) -> Profile:
+        """What the model computes at a batch size, 0 being its own."""
+        workload = build(self.spec["kind"], self.content, batch, SEED)
+        times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
+        name = self.content if isinstance(self.content, str) else "an emulated model"
+        return record_profile(name, workload, times)
 
     def probe_compute(self) -> None:
         """Time the model alone and beside traffic, and derive T*."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from bytesched.errors import (
 )
 from bytesched.plugins.notes import Notes
 
-__all__ = ["Group", "closed_on_error", "open_group"]
+__all__ = ["Group", "await_keys", "closed_on_error", "open_gloo", "open_group", "store_of"]
 
 #: for threads of a broken group to end
 _PATIENCE_S: Final = 5.0
@@ -30,7 +30,7 @@ _PATIENCE_S: Final = 5.0
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
-#: how long a collective may take before its connections are looked at, and again
+#: how long a collective or the store may take before connections are looked at, and again
 _LOOKS_EVERY: Final = timedelta(seconds=1)
 
 
@@ -59,14 +59,13 @@ class Group:
         self._aborted = self._closed = False
 
     def gather_text(self, key: str, text: str) -> list[str]:
-        """Every rank's ``text``, by rank, through the store."""
+        """Every rank's ``text``, by rank, through the store; raises if a rank is lost."""
         self.store.set(f"{key}/{self.rank}", text)
-        wait = timedelta(seconds=self.timeout_s)
         texts = []
         for rank in range(self.size):
             try:
-                self.store.wait([f"{key}/{rank}"], wait)
-            except (RuntimeError, dist.DistStoreError) as error:
+                await_keys(self.store, [f"{key}/{rank}"], self.timeout_s, self.lost)
+            except RuntimeError as error:
                 raise SchedulerTimeout(
                     f"rank {rank} did not arrive at {self.name!r} ({key}) within "
                     f"{self.timeout_s:g} s; does every rank call bytesched.wrap, in one order?",
@@ -140,6 +139,13 @@ class Group:
             return error
         return None
 
+    def lost(self) -> TransportError | None:
+        """The error of a connection to any rank that is broken, if one is. Any thread."""
+        if self.backend.name() != "gloo":
+            return None
+        broken = self.broken(rank for rank in range(self.size) if rank != self.rank)
+        return None if broken is None else self.error(broken)
+
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.
 
@@ -211,6 +217,40 @@ def _stop(backend: Any, how: str) -> None:
     getattr(backend, how, getattr(backend, "_shutdown", lambda: None))()
 
 
+def await_keys(
+    store: distributed_c10d.Store,
+    keys: list[str],
+    timeout_s: float,
+    lost: Callable[[], TransportError | None],
+) -> None:
+    """Waits until ``store`` has ``keys``; raises the error of ``lost``, or what the store raises.
+
+    A store does not know that the rank is gone that was to set a key.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left = timedelta(seconds=max(1e-3, deadline_s - time.monotonic()))
+        try:
+            store.wait(keys, min(left, _LOOKS_EVERY))
+            return
+        except RuntimeError:
+            error = lost()
+            if error is not None:
+                raise error from None
+            if time.monotonic() >= deadline_s:
+                raise
+        # A store that is gone refuses at once: that is no reason to ask again.
+        store.check(keys)
+
+
+def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
+    """The store of a process group of the user's. Raises PluginError if there is none."""
+    entry = distributed_c10d._world.pg_map.get(base)
+    if entry is None:
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    return entry[1]
+
+
 def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
     """A group of our own over the ranks of ``base``; collective.
 
@@ -220,32 +260,50 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
         name: "session/purpose", the same on all ranks, unique in this job.
         timeout_s: of every operation on it.
     """
-    entry = distributed_c10d._world.pg_map.get(base)
-    if entry is None:
-        raise PluginError("torch.distributed is not initialized: call init_process_group first")
-    store = distributed_c10d.PrefixStore(f"bytesched/{name}", entry[1])
-    wait = timedelta(seconds=timeout_s)
+    root = store_of(base)
     # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
     # outside of ``base`` would have to call it, too.
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
     if kind == "gloo":
-        try:
-            backend: Any = dist.ProcessGroupGloo(store, base.rank(), base.size(), wait)
-        except RuntimeError as error:
-            raise SchedulerTimeout(
-                f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
-                "does every rank call bytesched.wrap, in one order?",
-                rank=base.rank(),
-            ) from error
-    elif kind == "nccl":
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
-        options._timeout = 2 * wait
-        options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
-        options.group_name = f"bytesched/{name}"
-        backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
-    else:
+        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
+    if kind != "nccl":
         raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    session, _, _ = name.partition("/")
-    notes = Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", entry[1]), base.rank())
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
+    options._timeout = 2 * timedelta(seconds=timeout_s)
+    options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
+    options.group_name = f"bytesched/{name}"
+    backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
+    notes = _notes(root, name, base.rank())
     return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+
+
+def open_gloo(
+    store: distributed_c10d.Store,
+    root: distributed_c10d.Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout_s: float,
+) -> Group:
+    """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
+
+    Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
+    """
+    try:
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise SchedulerTimeout(
+            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
+            "does every rank call bytesched.wrap, in one order?",
+            rank=rank,
+        ) from error
+    return Group(backend, store, _notes(root, name, rank), name=name, timeout_s=timeout_s)
+
+
+def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:
+    """Those of the session that a group is named after."""
+    session, _, _ = name.partition("/")
+    return Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", root), rank)

@@ -20,6 +20,7 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
+from bytesched.plugins.c10d import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -394,16 +395,53 @@ def makes_no_optimizer() -> str:
     return "nothing happened"
 
 
+def does_not_connect(at: int, dies: bool = False) -> str:
+    """Rank 3 fails at one of the groups that it opens for gradients, or dies: what all say."""
+    before = gloo_groups()
+    opened = 0
+
+    def fail(*args: Any, **named: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened == at:
+            if dies:
+                os._exit(DIED)
+            raise MemoryError("no room")
+        return open_gloo(*args, **named)
+
+    patched = mock.patch("bytesched.plugins.burst.groups.open_gloo", fail)
+    # With ranks 2 and 3 first, then with all.
+    plan = (Place(2, 2), FOUR, ONE, FOUR)
+    fields = SETTINGS | {"timeout_s": 600.0}
+    try:
+        with patched if dist.get_rank() == 3 else nullcontext():
+            Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        said = f"{type(error).__name__}: {error}"
+    return f"{said} and left {gloo_groups_left(before)} groups"
+
+
+def dies_while_others_connect() -> None:
+    print(does_not_connect(1, dies=True), flush=True)
+    dist.destroy_process_group()
+
+
 def does_not_come() -> str:
-    """Rank 3 is lost while sets of ranks connect: what the ranks say that wait for it."""
-    lost = mock.Mock(side_effect=RuntimeError("lost"))
-    patched = mock.patch("bytesched.plugins.burst.runtime.connect", lost)
+    """Rank 3 stays away while sets of ranks connect: what the ranks say that wait for it."""
+    gave_up = signals()
+
+    def stay_away(*_: Any, **__: Any) -> Any:
+        gave_up.wait("gave up")
+        raise RuntimeError("lost")
+
+    patched = mock.patch("bytesched.plugins.burst.groups.open_gloo", stay_away)
     plan = (Place(2, 2), FOUR, ONE, FOUR)
     fields = SETTINGS | {"timeout_s": 2.0}
     try:
         with patched if dist.get_rank() == 3 else nullcontext():
             Burst(vgg_like().double(), plan, optimizer_for, functional.cross_entropy, **fields)
     except Exception as error:  # noqa: BLE001 - the test looks at it
+        gave_up.set("gave up")
         return f"{type(error).__name__}: {error}"
     return "nothing happened"
 

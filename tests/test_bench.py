@@ -16,6 +16,7 @@ from torch import nn
 from bytesched import bench
 from bytesched.bench_systems import SYSTEMS, parse_systems
 from bytesched.bench_table import add_figures, table
+from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import ConfigError
 from bytesched.plugins import emulate
 from bytesched.plugins.bench_models import REAL, Workload, build
@@ -75,6 +76,9 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--iterations 0", "at least 1"),
         ("--warmup 1", "at least 2"),
         ("--batch -1", "at least 0"),
+        ("--batch 0,4 --record b.json", "--batch 0: at least 1"),
+        ("--batch 4,8", "several sizes is for --record"),
+        ("--batch 4,8 --record b.json --emulate gpt", "several sizes is for --record"),
         ("--json nowhere/there.json", "no such folder"),
     ],
 )
@@ -363,6 +367,22 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert result["systems"]["bytesched"]["rounds"][0]["stats"]["mode"] == "cross"
     assert load_profile(str(tmp_path / "recorded.json")).nbytes == load_profile(tiny).nbytes
     assert "bytesched" in done.stdout
+
+
+@pytest.mark.procs
+def test_several_batch_sizes_are_recorded_for_the_burst_planner(tmp_path: Path) -> None:
+    options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
+    files = ["--json", "out.json", "--record", "mine.json"]
+    done = run_module("bytesched", "bench", *options, *files, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    graph = load_graph([str(tmp_path / "mine.json")], fixed_share=0.2)
+    assert (graph.name, graph.batch, graph.assumed) == ("resnet", 2, "")
+    layers = list(layers_of(graph.chain))
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert sum(layer.parameter_bytes for layer in layers) == result["compute"]["model_bytes"]
+    assert {tuple(size for size, _ in layer.forward.points) for layer in layers} == {(1, 2)}
+    # 32 channels of 32 x 32 float32 from the first layer to the second.
+    assert layers[0].output_bytes == 4 * 32 * 32 * 32
 
 
 @pytest.mark.procs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import threading
@@ -163,12 +162,31 @@ def test_a_rank_that_stays_away_is_not_waited_for_without_end(four_ranks: Ranks)
 
 
 @pytest.mark.procs
-def test_a_rank_that_never_comes_is_not_waited_for_without_end() -> None:
-    # One that has made fewer groups than the others is in step with nobody afterwards.
-    with contextlib.closing(Ranks(4)) as ranks:
-        said = ranks.run(burst_cases.does_not_come)
+def test_a_rank_that_never_comes_is_not_waited_for_without_end(four_ranks: Ranks) -> None:
+    said = four_ranks.run(burst_cases.does_not_come)
     assert said[3] == "RuntimeError: lost"
-    assert all(text.startswith("SchedulerTimeout") for text in said[:3]), said
+    assert all(text.startswith(("SchedulerTimeout", "PeerLost")) for text in said[:3]), said
+    assert any(text.startswith("SchedulerTimeout") for text in said[:3]), said
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_rank_that_cannot_connect_is_heard_of_at_once(at: int, four_ranks: Ranks) -> None:
+    *others, failed = four_ranks.run(burst_cases.does_not_connect, at)
+    assert failed == "MemoryError: no room and left 0 groups"
+    for said in others:
+        assert said.startswith("PeerLost")
+        assert "rank 3 said: MemoryError: no room" in said
+        assert said.endswith("and left 0 groups")
+
+
+@pytest.mark.procs
+def test_a_rank_that_dies_while_others_connect_is_missed_at_once() -> None:
+    *others, dead = run_fresh(burst_cases.dies_while_others_connect, 4, timeout_s=40.0)
+    assert dead.code == burst_cases.DIED
+    for survivor in others:
+        assert survivor.stdout.startswith("PeerLost"), survivor.stdout + survivor.stderr
+        assert survivor.code == 0, survivor.stderr
 
 
 class Waiting:

@@ -16,6 +16,7 @@ from wave_model_cases import (
     rank_dies,
     refusals,
     state_dict_fails,
+    updates_equal,
     used_after_they_were_closed,
     user_error,
 )
@@ -119,6 +120,12 @@ def test_equals_one_process_with_all_batches(ranks: int, request: pytest.Fixture
         assert wrong == []
         assert figures["home_bytes"] < figures["peak_bytes"] <= figures["bound_bytes"]
         assert figures["sent_bytes_per_step"] > 0
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("kind", ["", "clipped", "scaled"])
+def test_what_looks_at_all_gradients_equals_one_process(kind: str, two_ranks: Ranks) -> None:
+    assert two_ranks.run(updates_equal, kind) == [[], []]
 
 
 @pytest.mark.procs

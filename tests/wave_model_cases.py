@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from bytesched.task import CommTask
 from bytesched.transport import Done
 
 STEPS = 4
+#: some steps have larger gradients
+MOST_NORM = 0.2
 # Far below the size of a layer, so that every partition travels in many pieces.
 SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
 
@@ -97,6 +100,94 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
     return wrong, figures
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """One that moves a parameter without a gradient too, if it is said to be zero."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class First(nn.Module):
+    """Uses a part of its parameters when it is told to, and may have gradients that overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often = nn.Linear(WIDTH, WIDTH)
+        self.seldom = nn.Linear(WIDTH, WIDTH)
+        self.uses_all = self.overflows = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.often(x)
+        if self.uses_all:
+            y = y + self.seldom(x)
+        if self.overflows:
+            y.register_hook(lambda gradient: gradient * math.inf)
+        return y
+
+
+def updates_equal(kind: str) -> list[str]:
+    """With gradients that are clipped or scaled, and some of which not every step has."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    clips, scales = kind == "clipped", kind == "scaled"
+
+    def made() -> tuple[nn.Sequential, torch.optim.Optimizer, torch.amp.GradScaler]:
+        torch.manual_seed(3)
+        model = nn.Sequential(First(), *chain(3))
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=scales)
+        return model, sgd(model), scaler
+
+    def prepare(model: nn.Module, step: int, of_rank: int) -> None:
+        model[0].uses_all = step % 2 == 0 and of_rank == 1  # type: ignore[index]
+        model[0].overflows = scales and step == 1 and of_rank == 0  # type: ignore[index]
+
+    model, optimizer, scaler = made()
+    norms: list[float] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for other in range(ranks):
+            prepare(model, step, other)
+            inputs, targets = batch_of(step, other)
+            loss = scaler.scale(functional.cross_entropy(model(inputs), targets))
+            (loss / ranks).backward()
+        scaler.unscale_(optimizer)
+        if clips:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)))
+        scaler.step(optimizer)
+        scaler.update()
+    expected, expected_scale = model.state_dict(), scaler.get_scale()
+
+    model, optimizer, scaler = made()
+    found_norms: list[float] = []
+
+    def update() -> None:
+        waves.unscale_(scaler)
+        if clips:
+            found_norms.append(float(waves.clip_grad_norm_(MOST_NORM)))
+        scaler.step(optimizer)
+        scaler.update()
+
+    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+        return scaler.scale(functional.cross_entropy(output, targets))
+
+    waves = ModelWaves(
+        model, optimizer, loss_fn, batch_of(0)[0], update=update if kind else None, **SMALL
+    )
+    for step in range(STEPS):
+        prepare(model, step, rank)
+        waves.step(*batch_of(step, rank))
+    found = waves.state_dict()
+    waves.close()
+    assert not clips or min(norms) < MOST_NORM < max(norms)
+    torch.testing.assert_close(found_norms, norms, rtol=1e-5, atol=0.0)
+    tolerance = 1e-6 if clips else 0.0
+    wrong = [
+        name
+        for name in expected
+        if not torch.allclose(found[name], expected[name], rtol=tolerance, atol=tolerance)
+    ]
+    if scaler.get_scale() != expected_scale:
+        wrong.append(f"scale {scaler.get_scale()} and not {expected_scale}")
+    return wrong
+
+
 def refusals() -> list[str]:
     """What cannot be cut, and ranks that disagree; nothing stays open while an error is kept."""
     before = gloo_groups()
@@ -167,7 +258,7 @@ def dies_while_it_receives() -> None:
     width = 1 << 12
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
     # Each partition is one message, which takes long.
-    fields = {"partition_bytes": 2**28, "timeout_s": 300.0}
+    fields: dict[str, Any] = {"partition_bytes": 2**28, "timeout_s": 300.0}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     waves = ModelWaves(model, optimizer, functional.mse_loss, torch.ones(1, width), **fields)
     try:

@@ -30,8 +30,8 @@ __all__ = ["main"]
 MOST_DEVICES = 64
 EPILOG = """\
   bytesched burst plan --profile vgg16 --gpus 8 --amplification 2.0 --bandwidth 100gbit
-  bytesched bench --model vgg --batch 32 --record b32.json    # the same for 16, 8, 4
-  bytesched burst plan --profile b32.json b16.json b8.json b4.json --gpus 8 --json plan.json
+  bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
+  bytesched burst plan --profile vgg.json --gpus 8 --json plan.json
 """
 
 

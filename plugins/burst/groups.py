@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from bytesched.burst.cost import Place
 from bytesched.config import Config
-from bytesched.errors import PluginError, SchedulerTimeout
+from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.agree import agree, statements
-from bytesched.plugins.c10d import Group, closed_on_error, open_group
+from bytesched.plugins.burst.guarded import GuardedStore
+from bytesched.plugins.c10d import Group, closed_on_error, open_gloo
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.plan import Slot
 from bytesched.plugins.session import Session
 from bytesched.plugins.update import why_not_deferred
 
-__all__ = ["SharedObserver", "broadcast_from", "connect", "made_on_all_ranks", "open_session"]
+__all__ = ["SharedObserver", "broadcast_from", "made_on_all_ranks", "open_session"]
 
 T = TypeVar("T")
 
@@ -50,29 +51,13 @@ class SharedObserver(Observer):
             self._observers.on_span(track, name, start_ns, end_ns, args)
 
 
-def connect(place: Place, rank: int, timeout_s: float) -> dist.ProcessGroup | None:
-    """The process group of the ranks of a place, None on the others; called on all ranks.
-
-    Raises `SchedulerTimeout` if one of its ranks does not come.
-    """
-    ranks = list(place.devices)
-    try:
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
-    except RuntimeError as error:
-        raise SchedulerTimeout(
-            f"ranks {ranks[0]} to {ranks[-1]} could not connect within {timeout_s:g} s ({error}); "
-            "does every rank make the same Burst?",
-            rank=rank,
-        ) from error
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
 def open_session(
     root: nn.Module,
     named: Sequence[tuple[str, nn.Parameter]],
     optimizer: torch.optim.Optimizer,
     place: Place,
-    base: dist.ProcessGroup,
+    everyone: Group,
+    store: Store,
     config: Config,
     observers: Observers,
     name: str,
@@ -82,13 +67,28 @@ def open_session(
     Args:
         root: the module whose call is a forward pass.
         named: the parameters that are on this place.
-        base: the process group of these ranks.
+        everyone: the group of all ranks: if it loses one, nobody waits for that.
+        store: of all ranks.
     """
     label = f"{name}.{place.first}-{place.width}"
     slots = [Slot(parameter_name, parameter) for parameter_name, parameter in named]
-    data = open_group(base, "gloo", name=f"{label}/data", timeout_s=config.timeout_s)
+
+    def opened(purpose: str) -> Group:
+        group_name = f"{label}/{purpose}"
+        prefixed = PrefixStore(f"bytesched/{group_name}", store)
+        timeout_s = config.timeout_s
+        return open_gloo(
+            GuardedStore(prefixed, everyone.lost, timeout_s=timeout_s),
+            store,
+            everyone.rank - place.first,
+            place.width,
+            name=group_name,
+            timeout_s=timeout_s,
+        )
+
+    data = opened("data")
     with closed_on_error(data):
-        control = open_group(base, "gloo", name=f"{label}/control", timeout_s=config.timeout_s)
+        control = opened("control")
     with closed_on_error(data, control):
         agree(statements(slots, optimizer, config), data.rank, data.gather_text)
         session = Session(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from bytesched.burst.cost import Place, Plan
 from bytesched.config import Config
@@ -24,14 +25,13 @@ from bytesched.plugins.burst.background import Background
 from bytesched.plugins.burst.groups import (
     SharedObserver,
     broadcast_from,
-    connect,
     made_on_all_ranks,
     open_session,
 )
 from bytesched.plugins.burst.moves import Moves, samples_at
 from bytesched.plugins.burst.structure import check, end_of, items_of, layers_of
 from bytesched.plugins.burst.walk import Walk
-from bytesched.plugins.c10d import closed_on_error, open_group
+from bytesched.plugins.c10d import closed_on_error, open_group, store_of
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.session import Session
 from bytesched.plugins.unused_settings import warn_of_unused
@@ -114,7 +114,7 @@ class Burst(nn.Module):
         self._moves = Moves(self._group, shared)
         self._walk = Walk(model, plan, self._rank, self._moves)
         try:
-            self._open(optimizer, config, name)
+            self._open(optimizer, config, store_of(world), name)
         except BaseException as error:
             self.fail(error)
             self.close()
@@ -135,6 +135,7 @@ class Burst(nn.Module):
         self,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         config: Config,
+        store: Store,
         name: str,
     ) -> None:
         """Optimizers, and sessions for the layers that are on several ranks."""
@@ -153,19 +154,15 @@ class Burst(nn.Module):
             "its optimizers",
         )
         self.optimizers += made.values()
-        for place, named in by_place.items():
-            if place.width == 1 or not named:
-                continue
-            base = connect(place, self._rank, config.timeout_s)
-            if base is not None:
+        for place, optimizer_here in made.items():
+            if place.width > 1:
+                named = by_place[place]
                 shared = Observers([SharedObserver(self._observers)] if self._observers else [])
-                try:
-                    self._sessions[place] = open_session(
-                        self, named, made[place], place, base, config, shared, name
-                    )
-                finally:
-                    # Only its store is used, by groups of the session's own.
-                    dist.destroy_process_group(base)
+                self._sessions[place] = open_session(
+                    self, named, optimizer_here, place, self._group, store, config, shared, name
+                )
+        # One that closed early would seem to be lost to those that still connect.
+        self._group.gather_text("connected", "")
 
     # -- training ----------------------------------------------------------------------
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["balanced", "layer_times_s"]
+from bytesched.plugins.c10d import Group
 
-_REPEATS = 3
+__all__ = ["balanced", "cut", "layer_times_s"]
+
+log = logging.getLogger("bytesched")
+
+_REPEATS: Final = 3
+_PROBE_BYTES: Final = 4 * 2**20
+#: how often the weights of a partition cross a link in a step, gradients included
+_CROSSINGS: Final = 3
 
 
 def balanced(layers: int, parts: int, cost: Callable[[int, int], float]) -> list[int]:
@@ -61,3 +71,30 @@ def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
             times.append(statistics.median(found))
             x = y.detach()
     return times
+
+
+def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
+    """The bounds of the partitions, as rank 0 has measured and computed them."""
+    layers = list(model)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    probe = torch.zeros(_PROBE_BYTES // 4)
+    group.wait(group.backend.allreduce([probe]), task="connecting")
+    began_s = perf_counter()
+    group.wait(group.backend.allreduce([probe]), task="measuring the link")
+    bytes_per_s = 2 * (group.size - 1) / group.size * _PROBE_BYTES / (perf_counter() - began_s)
+    times_s = layer_times_s(layers, inputs)
+
+    def cost(start: int, stop: int) -> float:
+        """Seconds for which a partition keeps a rank busy, or a link."""
+        if not sum(sizes[start:stop]):
+            return float("inf")
+        sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
+        return max(sum(times_s[start:stop]), sent_s)
+
+    bounds = torch.tensor(balanced(len(layers), group.size, cost))
+    options: Any = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
+    if group.rank == 0:
+        log.info("%d layers in %d partitions, cut at %s", len(layers), group.size, bounds.tolist())
+    return [int(bound) for bound in bounds]

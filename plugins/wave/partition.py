@@ -35,8 +35,8 @@ class Partition:
         if not kinds:
             raise PluginError(f"partition {index} has no parameters: use fewer ranks")
         (dtype, device), sizes = kinds.pop(), [p.numel() for p in self.parameters]
-        #: all weights, one after another
-        self.flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        #: all weights, one after another; behind them, in gradients, a mark for each that has one
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
         self._bounds = list(pairwise([0, *accumulate(sizes)]))
         self._views = self._shaped(self.flat)
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -68,19 +68,26 @@ class Partition:
             parameter.grad = None
 
     def take_gradients(self) -> torch.Tensor:
-        """The gradients that backward has left, in one piece, with zeros where there is none."""
+        """The gradients that backward has left, in one piece that can be added to others'."""
         flat = torch.zeros_like(self.flat)
-        for parameter, view in zip(self.parameters, self._shaped(flat), strict=True):
+        marks = self._marks(flat)
+        for index, view in enumerate(self._shaped(flat)):
+            parameter = self.parameters[index]
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
+                marks[index] = 1
                 parameter.grad = None
         return flat
 
     def set_gradients(self, flat: torch.Tensor) -> None:
-        """Makes ``flat`` the gradients of the parameters that need one."""
-        for parameter, view in zip(self.parameters, self._shaped(flat), strict=True):
-            if parameter.requires_grad:
-                parameter.grad = view
+        """Makes ``flat``, a sum, the gradients of the parameters that had one somewhere."""
+        marked = self._marks(flat).tolist()
+        for parameter, view, mark in zip(self.parameters, self._shaped(flat), marked, strict=True):
+            # None and zeros are two things to an optimizer with momentum or weight decay.
+            parameter.grad = view if mark else None
+
+    def _marks(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[-len(self.parameters) :]
 
     def _shaped(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [

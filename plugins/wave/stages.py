@@ -18,27 +18,25 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.plugins.agree import agree, settings
-from bytesched.plugins.c10d import Group, closed_on_error, open_group
+from bytesched.plugins.c10d import closed_on_error, open_group
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.ddp import broadcast
 from bytesched.plugins.observing import observers_of
 from bytesched.plugins.progress import Progress
 from bytesched.plugins.unused_settings import warn_of_unused
 from bytesched.plugins.wave.conditions import refuse_uncuttable
-from bytesched.plugins.wave.cutting import balanced, layer_times_s
+from bytesched.plugins.wave.cutting import cut
 from bytesched.plugins.wave.partition import Partition
 from bytesched.plugins.wave.routes import Cargo, visits
 from bytesched.plugins.wave.traffic import Traffic
+from bytesched.plugins.wave.whole import clip_grad_norm_, unscale_
 
 __all__ = ["ModelWaves"]
 
 log = logging.getLogger("bytesched")
 
 _PIECE_BYTES: Final = 2**20
-_PROBE_BYTES: Final = 4 * 2**20
 _USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
-#: how often the weights of a partition cross a link in a step, gradients included
-_CROSSINGS: Final = 3
 
 #: instances are numbered in the order of their making, which is the same on all ranks
 _number = itertools.count()
@@ -51,16 +49,17 @@ class ModelWaves:
     compute at the same time, each on its own batch; gradients go home with the partitions, and
     are applied there, once per step (Wavelet, Wang et al., MLSys 2021: model-parallel tick-tock).
     The step has the results of gradient accumulation over the batches of all ranks, in their
-    order, in one process. Gradients are set to none first; a parameter that a step does not use
-    gets zeros.
+    order, in one process. Gradients are set to none first; that of a parameter that no rank's batch
+    uses stays none.
 
     Args:
         model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.
             Rank 0's weights are everybody's. Weights are empty where they are not at home.
-        optimizer: of all its parameters; steps those at home. Rules that look across
-            parameters, such as clipping by a global norm, see a part of the model only.
+        optimizer: of all its parameters; steps those at home.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
         inputs: a batch like those to come, to measure the layers with.
+        update: called on every rank in place of ``optimizer.step()``, with the gradients at home.
+            What looks at all gradients is `clip_grad_norm_` and `unscale_` of this object.
         fields: settings of ``bytesched.wrap``: ``partition_bytes``, ``timeout_s``, ``timeline``
             and ``log_level`` are used; a warning names others that were given.
 
@@ -73,6 +72,8 @@ class ModelWaves:
         optimizer: torch.optim.Optimizer,
         loss_fn: Callable[[Tensor, Any], Tensor],
         inputs: Tensor,
+        *,
+        update: Callable[[], object] | None = None,
         **fields: Any,
     ) -> None:
         config = Config.load(**fields)
@@ -91,7 +92,7 @@ class ModelWaves:
             agree([*named, *settings(config)], self.rank, self._group.gather_text)
             broadcast(self._group, model)
             #: where the chain is cut
-            self.bounds = _cut(self._group, model, inputs)
+            self.bounds = cut(self._group, model, inputs)
             layers = list(model)
             self.partitions = [
                 Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
@@ -103,6 +104,7 @@ class ModelWaves:
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in at_home]
         self._optimizer = optimizer
+        self._update = update
         self._loss_fn = loss_fn
         self._peers = C10dPeers(self._group, self._group)
         self._progress = Progress(self._peers)
@@ -159,6 +161,20 @@ class ModelWaves:
                 if not partition.is_home:
                     partition.leave()
         return found
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; returns what it was.
+
+        In ``update``; collective.
+        """
+        return clip_grad_norm_(self._group, self.partitions[self.rank].parameters, max_norm)
+
+    def unscale_(self, scaler: torch.amp.GradScaler) -> None:
+        """As ``scaler.unscale_`` of the optimizer; all ranks skip a step that one has to skip.
+
+        In ``update``, before ``scaler.step``; collective.
+        """
+        unscale_(self._group, scaler, self._optimizer)
 
     @contextmanager
     def _told_to_all(self, what: str) -> Iterator[None]:
@@ -246,7 +262,10 @@ class ModelWaves:
         home.set_gradients(self._traffic.total())
         self._traffic.end()
         self._waited("gradients of all ranks", began_ns)
-        self._optimizer.step()
+        if self._update is None:
+            self._optimizer.step()
+        else:
+            self._update()
         home.drop_gradients()
         return loss.detach()
 
@@ -267,30 +286,3 @@ class ModelWaves:
         self._waited_s += (now_ns - began_ns) / 1e9
         if self._observers:
             self._observers.on_span("wait", by, began_ns, now_ns)
-
-
-def _cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
-    """The bounds of the partitions, as rank 0 has measured and computed them."""
-    layers = list(model)
-    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
-    probe = torch.zeros(_PROBE_BYTES // 4)
-    group.wait(group.backend.allreduce([probe]), task="connecting")
-    began_s = perf_counter()
-    group.wait(group.backend.allreduce([probe]), task="measuring the link")
-    bytes_per_s = 2 * (group.size - 1) / group.size * _PROBE_BYTES / (perf_counter() - began_s)
-    times_s = layer_times_s(layers, inputs)
-
-    def cost(start: int, stop: int) -> float:
-        """Seconds for which a partition keeps a rank busy, or a link."""
-        if not sum(sizes[start:stop]):
-            return float("inf")
-        sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
-        return max(sum(times_s[start:stop]), sent_s)
-
-    bounds = torch.tensor(balanced(len(layers), group.size, cost))
-    options: Any = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
-    if group.rank == 0:
-        log.info("%d layers in %d partitions, cut at %s", len(layers), group.size, bounds.tolist())
-    return [int(bound) for bound in bounds]
