@@ -22,9 +22,20 @@ from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done, Transport
 
-__all__ = ["Chunk", "Pipes", "twin"]
+__all__ = ["Chunk", "Pipes", "chunks_on_their_way", "twin"]
 
 _NO_LIMIT = 1 << 62
+
+
+def chunks_on_their_way(servers: int) -> int:
+    """How many chunks a worker's window of pushes has room for, in front of so many servers.
+
+    The link of one server is narrower than those of the workers, whose chunks fill it together. In
+    front of several, a worker's chunks have to fill its own link as well, while some of them wait
+    behind those of other workers. How many servers there are makes no difference then: where all
+    share all, each link has as many chunks as a window has.
+    """
+    return 2 if servers <= 1 else 6
 
 
 class Chunk:

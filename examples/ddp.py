@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 10))
@@ -34,6 +33,11 @@ def main() -> None:
         for name, value in bytesched.stats(optimizer).items():
             print(f"  {name} = {value}")
     bytesched.unwrap(optimizer)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train()  # DDP goes before its group does.
     dist.destroy_process_group()
 
 

@@ -86,6 +86,17 @@ class Trainer:
         return hashlib.sha256(b"".join(values)).hexdigest()[:16]
 
 
+def train(epochs: int, snapshot: Path) -> None:
+    trainer = Trainer(snapshot)
+    while trainer.epoch < epochs:
+        trainer.train_epoch()
+        if dist.get_rank() == 0:
+            trainer.save()
+            print(f"epoch {trainer.epoch}: accuracy {trainer.accuracy():.3f}")
+    if dist.get_rank() == 0:
+        print(f"weights {trainer.digest()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
@@ -93,14 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
-    trainer = Trainer(arguments.snapshot)
-    while trainer.epoch < arguments.epochs:
-        trainer.train_epoch()
-        if dist.get_rank() == 0:
-            trainer.save()
-            print(f"epoch {trainer.epoch}: accuracy {trainer.accuracy():.3f}")
-    if dist.get_rank() == 0:
-        print(f"weights {trainer.digest()}")
+    train(arguments.epochs, arguments.snapshot)  # DDP goes before its group does.
     dist.destroy_process_group()
 
 

@@ -38,11 +38,8 @@ class Critic(nn.Module):
         return self.layers(points)  # type: ignore[no-any-return]
 
 
-def train(rank: int, port: int) -> None:
-    """One rank: two models, each with an optimizer of its own, against each other."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
-    )
+def train(rank: int) -> None:
+    """Two models, each with an optimizer of its own, against each other."""
     torch.manual_seed(0)
     generator = DistributedDataParallel(Generator())
     critic = DistributedDataParallel(Critic())
@@ -72,6 +69,14 @@ def train(rank: int, port: int) -> None:
             p.detach().numpy().tobytes() for m in (generator, critic) for p in m.parameters()
         ]
         print(f"weights {hashlib.sha256(b''.join(weights)).hexdigest()[:16]}")
+
+
+def run_rank(rank: int, port: int) -> None:
+    """One rank, from joining the others to leaving them."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
+    )
+    train(rank)  # DDP goes before its group does.
     dist.destroy_process_group()
 
 
@@ -79,7 +84,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(train, args=(port,), nprocs=WORLD_SIZE)
+    spawn(run_rank, args=(port,), nprocs=WORLD_SIZE)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,7 @@ def accumulate(
     return float(torch.stack(losses).sum())
 
 
-def main() -> None:
-    distributed = dist.is_torchelastic_launched()
-    if distributed:
-        dist.init_process_group("gloo")
+def train(*, distributed: bool) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Embedding(100, 64), nn.Flatten(), nn.Linear(32 * 64, 256), nn.ReLU(), nn.Linear(256, 10)
@@ -65,6 +62,13 @@ def main() -> None:
             for name, value in waves.stats().items():
                 print(f"  {name} = {value}")
         waves.close()
+
+
+def main() -> None:
+    distributed = dist.is_torchelastic_launched()
+    if distributed:
+        dist.init_process_group("gloo")
+    train(distributed=distributed)  # DDP goes before its group does.
     if distributed:
         dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.kvstore_pipes import chunks_on_their_way
 from bytesched.log import show
 from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
@@ -34,9 +35,6 @@ log = logging.getLogger("bytesched")
 #: chosen from a probe of the link: how long a push and its pull take in turn says nothing of chunks
 #: that follow one another, and made them two to four times as large as is best.
 _PARTITION_BYTES = 192 * 1024
-#: Chunks on their way to each server: with one, its link is silent until the credit has returned.
-_WINDOW = 2
-
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -131,7 +129,7 @@ def _in_store(
 def _sized(config: Config, servers: int) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open."""
     partition_bytes = config.partition_bytes or _PARTITION_BYTES
-    credit_bytes = config.credit_bytes or _WINDOW * servers * partition_bytes
+    credit_bytes = config.credit_bytes or chunks_on_their_way(servers) * partition_bytes
     return replace(
         config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
     )

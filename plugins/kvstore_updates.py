@@ -7,8 +7,7 @@ the hyper-parameters that hold then. The optimizer's state is in the store alone
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,10 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.kvstore_pipes import Chunk, Pipes
 from bytesched.observe import Observers
-from bytesched.plugins.compiling import updating
-from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook, gate
+from bytesched.plugins.first_use import StayingForwardHook, StayingHook, gate
+from bytesched.plugins.hooked import HookedModel
 from bytesched.plugins.kvstore_peers import KVPeers
+from bytesched.plugins.kvstore_standins import TakeOver, absent
 from bytesched.plugins.kvstore_state import (
     gathered_state,
     hyperparameters_of,
@@ -29,32 +29,17 @@ from bytesched.plugins.kvstore_state import (
     scatter_state,
     send_values,
 )
-from bytesched.plugins.meter import Meter
 from bytesched.plugins.packing import Packer
-from bytesched.plugins.pending import LazyGrad, hold, is_held, release
+from bytesched.plugins.pending import hold
 from bytesched.plugins.plan import Plan, Slot
-from bytesched.plugins.progress import Progress
 from bytesched.plugins.settling import Settling
-from bytesched.plugins.streams import streams_for
 from bytesched.plugins.update import Job
 from bytesched.plugins.updater import Updater
 
 __all__ = ["StoreSession"]
 
-log = logging.getLogger("bytesched")
 
-
-class _TakeOver:
-    """Stands where a deferred optimizer stands: its update is what came from the store."""
-
-    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
-        slots = [slot for _, members in groups for slot in members]
-        with updating(), torch.no_grad():
-            for slot in slots:
-                slot.alias.copy_(slot.view)
-
-
-class StoreSession:
+class StoreSession(HookedModel):
     """The life of one model whose parameters the store updates.
 
     Args:
@@ -66,6 +51,7 @@ class StoreSession:
     """
 
     mode = "store"
+    _peers: KVPeers
 
     def __init__(
         self,
@@ -77,31 +63,20 @@ class StoreSession:
         peers: KVPeers,
         observers: Observers,
     ) -> None:
-        self.root = root
-        self.plan: Plan | None = None
+        super().__init__(root, slots, peers, observers)
         self._slots = list(slots)
         self._optimizer = optimizer
         self._config = config
-        self._peers = peers
-        self._observers = observers
-        self._meter = Meter(observers, len(slots))
-        self._progress = Progress(peers)
-        self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
-        self._first_use = FirstUse(root, [slot.parameter for slot in slots])
-        self._take_over = _TakeOver()
+        self._take_over = TakeOver()
         self._hyperparameters: dict[str, Any] = {}
         #: of every parameter, when the store has the same value
         self._versions: dict[Slot, int] = {}
         self._missing = 0
         self._is_open = False
-        self._closed = False
-        self._undo: list[Callable[[], None]] = []
         # - after the first forward pass
         self._chunks: list[Chunk] = []
         self._packer: Packer
         self._pipes: Pipes
-        self._settling: Settling
-        self._updater: Updater
         before = StayingHook(self._before_forward)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
@@ -221,7 +196,7 @@ class StoreSession:
         for slot in plan.slots:
             slot.fired = 0
             slot.sending = len(slot.chunks)
-            slot.lazy = _absent(slot)
+            slot.lazy = absent(slot)
         for bundle in plan.bundles:
             bundle.sending = len(bundle.chunks)
         self._missing = len(plan.slots)
@@ -310,71 +285,18 @@ class StoreSession:
 
     # -- from outside ------------------------------------------------------------------
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first error, which is final."""
-        return self._progress.error
+    def _stop_sending(self) -> None:
+        self._pipes.close()
 
-    def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every worker."""
-        self._progress.fail(error)
-
-    def flush(self) -> None:
-        """Every step that was taken is applied."""
-        self._progress.check()
-        self._settle_all()
-
-    def _settle_all(self) -> None:
-        if self.plan is not None:
-            self._settling.settle_all()
-
-    def close(self, *, release_parameters: bool = True) -> None:
-        """Takes every hook off and stops every thread; does not flush. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._first_use.close()
-        for undo in reversed(self._undo):
-            undo()
-        self._streams.close()
-        if self.plan is not None:
-            self._pipes.close()
-            self._updater.close()
-            for slot in self.plan.slots:
-                if release_parameters and is_held(slot.parameter):
-                    release(slot.parameter)
-                if slot.parameter.grad is slot.lazy:
-                    slot.parameter.grad = None
-        self._observers.close()
+    def _give_back(self, slot: Slot) -> None:
+        if slot.parameter.grad is slot.lazy:
+            slot.parameter.grad = None
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the first forward pass; see the README for their meaning."""
-        active = self.plan is not None
-        return {
-            **self._meter.figures(self._pipes.pulls if active else None),
-            "mode": self.mode,
-            "order": "each worker's own",
-            "rank": self._peers.rank,
-            "world_size": self._peers.size,
-        }
+        scheduler = None if self.plan is None else self._pipes.pulls
+        return self._figures(scheduler, "each worker's own")
 
 
 def _nothing() -> None:
     """Compiled code waits at its own gate, in front of the whole."""
-
-
-def _absent(slot: Slot) -> LazyGrad:
-    """A gradient of which only shape and dtype are here."""
-    parameter = slot.parameter
-    nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-    grad = nothing.as_subclass(LazyGrad)
-
-    def refuse() -> None:
-        raise PluginError(
-            f"the gradient of {slot.name!r} is in the store, which updates: it cannot be read, "
-            "clipped or changed here; let the workers update (a store without an optimizer)"
-        )
-
-    grad.settle = refuse
-    grad.is_taken = lambda: False
-    return grad

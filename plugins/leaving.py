@@ -11,8 +11,9 @@ from typing import NoReturn
 def leave_after(main: Callable[[list[str]], int]) -> NoReturn:
     """Run ``main`` on the command line's arguments and end with what it returns, or with 1.
 
-    Threads of torch's process group outlive it: on a busy machine one of them now and then aborts
-    a process that ends in the ordinary way, after the last word of the program.
+    A thread of Gloo's that lets go of an operation started in a backward pass needs the
+    interpreter's lock (torch 2.13). In a process that ends in the ordinary way it now and then
+    finds none, and aborts it.
     """
     try:
         exit_code = main(sys.argv[1:])

@@ -16,8 +16,10 @@ import json
 import logging
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -101,7 +103,7 @@ def open_store(
         else None
     )
     loop = _loop(own, worker, server)
-    moving = OneSided(loop, window_bytes) if transfer == "one-sided" else TwoSided(loop)
+    moving = _one_sided(loop, settings) if transfer == "one-sided" else TwoSided(loop)
     if server is not None:
         server.serve(loop, moving)
     if worker is None:
@@ -144,14 +146,38 @@ def _agree(comm: Any, settings: _Settings) -> None:
             )
 
 
+def _one_sided(loop: Loop, settings: _Settings) -> Transfer:
+    """MPI has no request for making a window, so a thread makes it, which may never return."""
+    made: SimpleQueue[OneSided | BaseException] = SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(OneSided(loop, settings.window_bytes))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            made.put(error)
+
+    threading.Thread(target=make, name="bytesched-window", daemon=True).start()
+    try:
+        moving = made.get(timeout=settings.timeout_s)
+    except Empty:
+        raise _never_came(settings.timeout_s, "all ranks to make their windows") from None
+    if isinstance(moving, BaseException):
+        raise moving
+    return moving
+
+
 def _poll(request: Any, timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
-            # A rank that never came would not come to MPI's end either.
-            atexit.register(_abort)
-            raise SchedulerTimeout(f"waited {timeout_s:g} s for {what}")
+            raise _never_came(timeout_s, what)
         time.sleep(0.001)
+
+
+def _never_came(timeout_s: float, what: str) -> SchedulerTimeout:
+    # A rank that never came would not come to MPI's end either.
+    atexit.register(_abort)
+    return SchedulerTimeout(f"waited {timeout_s:g} s for {what}")
 
 
 def _loop(comm: Any, worker: MPIKVStore | None, server: Server | None) -> Loop:

@@ -11,6 +11,7 @@ import torch
 from bytesched.errors import InvalidTransition, MismatchError, PeerLost
 from bytesched.plugins.kvstore_optimizer import ServerOptimizer
 from bytesched.plugins.mpi_kvstore_loop import Message
+from bytesched.plugins.mpi_kvstore_meetings import listed
 
 __all__ = ["Entry", "Pull", "Spare"]
 
@@ -178,3 +179,14 @@ class Entry:
         """Whether somebody waits for this key, and since when."""
         waits = bool(self._pulls or self.announced) or (self._staleness is None and self.taken > 0)
         self.since_s = (self.since_s or monotonic()) if waits else 0.0
+
+    def overdue(self, oldest_s: float) -> str:
+        """Who is missing where others have waited since ``oldest_s``; empty if nobody is."""
+        if not self.since_s or self.since_s >= oldest_s:
+            return ""
+        slowest = min(self.counts)
+        missing = [worker for worker, count in enumerate(self.counts) if count == slowest]
+        return (
+            f"worker {listed(missing)} to push key {self.name!r} (step {slowest + 1}): stopped, "
+            "stuck, or in other code"
+        )

@@ -21,6 +21,7 @@ from bytesched.errors import (
 from bytesched.plugins.kvstore_optimizer import ServerOptimizer, packed_state, unpacked_state
 from bytesched.plugins.mpi_kvstore_entry import Entry, Pull, Spare
 from bytesched.plugins.mpi_kvstore_loop import TO_WORKER, Loop, Message, Op, pull_tag, push_tag
+from bytesched.plugins.mpi_kvstore_meetings import Meetings
 from bytesched.plugins.mpi_kvstore_memory import memory_of
 from bytesched.plugins.mpi_kvstore_service import Answers, Arrivals, Push
 from bytesched.plugins.mpi_kvstore_transfer import Transfer
@@ -52,13 +53,12 @@ class Server:
         self._answers: list[Answers] = []
         self._spare = Spare()
         self._entries: dict[int, Entry] = {}
-        self._meetings: dict[int, dict[int, str]] = {}
-        self._met_since_s: dict[int, float] = {}
         self._optimizer: dict[str, Any] | None = None
         self._average = False
         self._hyperparameters: dict[str, Any] = {}
         self._heard_s = [monotonic()] * len(workers)
         self._left: set[int] = set()
+        self._meetings = Meetings(len(workers), self._left)
         #: called when every worker has left
         self.on_empty: Callable[[], None] = lambda: None
         self._by_op: dict[int, Callable[[int, Message], None]] = {
@@ -99,27 +99,10 @@ class Server:
             return
         now_s = monotonic()
         oldest_s = now_s - self._timeout_s
-        for entry in self._entries.values():
-            if entry.since_s and entry.since_s < oldest_s:
-                slowest = min(entry.counts)
-                missing = [w for w, count in enumerate(entry.counts) if count == slowest]
-                self.fail(
-                    SchedulerTimeout(
-                        f"waited {self._timeout_s:g} s for worker {_listed(missing)} to push key "
-                        f"{entry.name!r} (step {slowest + 1}): stopped, stuck, or in other code"
-                    )
-                )
-                return
-        for number, since_s in self._met_since_s.items():
-            if since_s < oldest_s:
-                here = self._meetings[number]
-                absent = [w for w in range(len(self._workers)) if w not in here]
-                self.fail(
-                    SchedulerTimeout(
-                        f"waited {self._timeout_s:g} s for worker {_listed(absent)} at: "
-                        f"{next(iter(here.values()))}"
-                    )
-                )
+        where_workers_wait: list[Entry | Meetings] = [*self._entries.values(), self._meetings]
+        for place in where_workers_wait:
+            if missing := place.overdue(oldest_s):
+                self.fail(SchedulerTimeout(f"waited {self._timeout_s:g} s for {missing}"))
                 return
         for worker, heard_s in enumerate(self._heard_s):
             if worker not in self._left and heard_s < oldest_s:
@@ -142,32 +125,17 @@ class Server:
     # -- what workers agree on ---------------------------------------------------------
 
     def _meet(self, worker: int, message: Message) -> None:
-        meeting = self._meetings.setdefault(message.step, {})
-        self._met_since_s.setdefault(message.step, monotonic())
-        meeting[worker] = message.text
-        if absent := self._left - meeting.keys():
-            raise PeerLost(f"worker {_listed(sorted(absent))} left; others are at: {message.text}")
-        if len(meeting) < len(self._workers):
+        different = self._meetings.come(message.step, worker, message.text)
+        if different is None:
             return
-        del self._meetings[message.step], self._met_since_s[message.step]
-        different = next((w for w in sorted(meeting) if meeting[w] != meeting[0]), None)
-        text = ""
-        if different is not None:
-            text = (
-                f"worker 0 called {meeting[0]}, and worker {different} called {meeting[different]}"
-            )
         for rank in self._workers:
-            self._loop.tell(rank, TO_WORKER, Message(Op.MET, step=message.step, text=text))
+            self._loop.tell(rank, TO_WORKER, Message(Op.MET, step=message.step, text=different))
 
     def _bye(self, worker: int, message: Message) -> None:
         self._left.add(worker)
         for entry in self._entries.values():
             entry.complain_of(self._left)
-        for meeting in self._meetings.values():
-            if worker not in meeting:
-                raise PeerLost(
-                    f"worker {worker} left; others are at: {next(iter(meeting.values()))}"
-                )
+        self._meetings.complain_of_those_who_left()
         if len(self._left) == len(self._workers):
             self._end()
 
@@ -298,10 +266,6 @@ class Server:
 
 def _nothing() -> None:
     """A sum is only replaced when all workers have it."""
-
-
-def _listed(workers: list[int]) -> str:
-    return ", ".join(map(str, workers))
 
 
 def error_of(message: Message) -> BaseException:

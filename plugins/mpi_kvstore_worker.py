@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -17,29 +15,16 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 from bytesched.kvstore import Ended, Key, describe
-from bytesched.plugins.kvstore_optimizer import is_elementwise, packed_state, unpacked_state
+from bytesched.plugins.kvstore_optimizer import is_elementwise
 from bytesched.plugins.mpi_kvstore_calls import Calls
-from bytesched.plugins.mpi_kvstore_loop import TO_SERVER, Loop, Message, Op, pull_tag
+from bytesched.plugins.mpi_kvstore_keys import Keys, Remote
+from bytesched.plugins.mpi_kvstore_loop import TO_SERVER, Loop, Message, Op
 from bytesched.plugins.mpi_kvstore_memory import flat_of, memory_of, tensor_of
 from bytesched.plugins.mpi_kvstore_server import Server, error_of
+from bytesched.plugins.mpi_kvstore_states import States
 from bytesched.plugins.mpi_kvstore_transfer import Transfer
 
 __all__ = ["MPIKVStore"]
-
-
-@dataclass(eq=False)
-class _Remote:
-    """A key, and where it is."""
-
-    key: Key
-    number: int
-    server: int
-    what: str
-    nbytes: int
-    #: pushes of this worker
-    count: int = 0
-    #: pushed, and not pulled since
-    is_pushed: bool = False
 
 
 class MPIKVStore:
@@ -66,14 +51,10 @@ class MPIKVStore:
         self._num_workers = num_workers
         self._servers = servers
         self._timeout_s = timeout_s
-        self._load_bytes = dict.fromkeys(servers, 0)
-        self._remotes: dict[Key, _Remote] = {}
-        self._numbers = 0
+        self._keys = Keys(servers)
         self._calls = Calls(rank, servers, timeout_s)
-        self._lock = threading.Lock()
         self._optimizer = ""
-        #: states that were asked for, by number of the key
-        self._states: dict[int, list[Any]] = {}
+        self._states: States
         self._loop: Loop
         self._transfer: Transfer
         self._server: Server | None = None
@@ -82,6 +63,7 @@ class MPIKVStore:
         """What to work with; ``server`` is the one on this very rank, if there is one."""
         self._loop = loop
         self._calls.use(loop)
+        self._states = States(self._calls, loop)
         self._transfer = transfer
         self._server = server
 
@@ -125,22 +107,17 @@ class MPIKVStore:
     def init(self, key: Key, value: Any) -> None:
         """Makes ``key``, with the value of worker 0, on the server that holds the fewest bytes."""
         self._calls.check(f"init of key {key!r}")
-        if key in self._remotes:
+        if key in self._keys:
             raise InvalidTransition(f"key {key!r} has been initialised already")
         self._calls.meet(f"init {key!r} as {describe(value)}")
-        server = min(self._servers, key=lambda rank: (self._load_bytes[rank], rank))
         flat = flat_of(value)
-        remote = _Remote(key, self._numbers, server, describe(value), flat.nbytes)
-        self._numbers += 1
-        self._load_bytes[server] += flat.nbytes
+        remote = self._keys.add(key, value, flat.nbytes)
         if self._rank == 0:
             dtype = str(value.dtype).removeprefix("torch.")
             what = {"name": str(key), "dtype": dtype, "shape": list(value.shape)}
-            self._calls.ask(
-                Op.INIT, server, f"init of key {key!r}", remote.number, what, memory_of(flat)
-            )
+            call = f"init of key {key!r}"
+            self._calls.ask(Op.INIT, remote.server, call, remote.number, what, memory_of(flat))
         self._calls.meet(f"init {key!r}: done")
-        self._remotes[key] = remote
 
     def delete(self, key: Key) -> None:
         """Forgets ``key``; every worker calls it."""
@@ -149,8 +126,7 @@ class MPIKVStore:
         if self._rank == 0:
             self._calls.ask(Op.DELETE, remote.server, f"delete of key {key!r}", remote.number)
         self._loop.call(lambda: self._transfer.forget(remote.number))
-        self._load_bytes[remote.server] -= remote.nbytes
-        del self._remotes[key]
+        self._keys.remove(remote)
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
         """Adds ``value`` to this step of ``key``; returns when the server has it."""
@@ -168,14 +144,7 @@ class MPIKVStore:
     def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:
         """Begins a push; it has ended when the server has the value."""
         remote = self._known(key, "push", value)
-        with self._lock:
-            if remote.is_pushed:
-                raise InvalidTransition(
-                    f"worker {self._rank} pushed key {key!r} twice in one step: pull it first"
-                )
-            remote.is_pushed = True
-            remote.count += 1
-            count = remote.count
+        count = remote.begin_push(self._rank)
         memory = memory_of(flat_of(value))
 
         def begin() -> None:
@@ -287,36 +256,14 @@ class MPIKVStore:
 
     def get_state(self, key: Key) -> dict[str, torch.Tensor]:
         """The value of ``key``, named "value", and the optimizer's state of it."""
-        remote = self._known(key, "get_state")
-        received: list[Any] = []
-
-        def ask(ended: Ended) -> None:
-            def begin() -> None:
-                what = f"state of key {key!r}"
-                if self._calls.expect("state", remote.number, what, remote.server, ended):
-                    self._states[remote.number] = received
-                    self._loop.tell(remote.server, TO_SERVER, Message(Op.GET_STATE, remote.number))
-
-            self._loop.call(begin)
-
-        self._calls.wait(f"get_state of key {key!r}", ask)
-        what, data = received
-        return unpacked_state(what, data)
+        return self._states.fetch(self._known(key, "get_state"))
 
     def set_state(self, key: Key, state: dict[str, torch.Tensor]) -> None:
         """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
         remote = self._known(key, "set_state")
         self._calls.meet(f"set_state {key!r}")
         if self._rank == 0:
-            what, data = packed_state(state)
-            self._calls.ask(
-                Op.SET_STATE,
-                remote.server,
-                f"set_state of key {key!r}",
-                remote.number,
-                what,
-                memory_of(data),
-            )
+            self._states.send(remote, state)
         self._calls.meet(f"set_state {key!r}: done")
 
     def fail_with(self, error: BaseException) -> None:
@@ -340,16 +287,7 @@ class MPIKVStore:
         elif message.op == Op.READY:
             self._transfer.ready(rank, message)
         elif message.op == Op.STATE:
-            self._receive_state(rank, message)
-
-    def _receive_state(self, rank: int, message: Message) -> None:
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-
-        def arrived() -> None:
-            self._states.pop(message.key).extend([json.loads(message.text), data])
-            self._calls.came("state", message.key)
-
-        self._loop.receive(memory_of(data), rank, pull_tag(message.key), arrived)
+            self._states.receive(rank, message)
 
     def awaits(self) -> bool:
         """True while an answer is to come."""
@@ -363,19 +301,12 @@ class MPIKVStore:
         """Whoever waits gets the first error, which is final, and every server is told."""
         self._calls.fail(error)
 
-    def _known(self, key: Key, what: str, value: Any = None) -> _Remote:
-        self._calls.check(f"{what} of key {key!r}")
-        remote = self._remotes.get(key)
-        if remote is None:
-            raise InvalidTransition(f"{what} of key {key!r}, which has not been initialised")
-        if value is not None and describe(value) != remote.what:
-            raise MismatchError(
-                f"{what} of key {key!r} with {describe(value)}; it was initialised as {remote.what}"
-            )
-        return remote
+    def _known(self, key: Key, call: str, value: Any = None) -> Remote:
+        self._calls.check(f"{call} of key {key!r}")
+        return self._keys.known(key, call, value)
 
     def __repr__(self) -> str:
         return (
             f"<MPIKVStore worker {self._rank} of {self._num_workers}, servers {self._servers}, "
-            f"{len(self._remotes)} keys>"
+            f"{len(self._keys)} keys>"
         )

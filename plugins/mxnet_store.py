@@ -6,14 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import mxnet as mx
 
 from bytesched.config import Config, mxnet_servers
 from bytesched.core import SchedulerCore
-from bytesched.errors import InvalidTransition, PluginError, SchedulerClosed, SchedulerTimeout
+from bytesched.errors import InvalidTransition, PluginError
 from bytesched.kvstore import Key
 from bytesched.observe import Observers
 from bytesched.order import Leading, ReadyQueue
@@ -22,6 +21,7 @@ from bytesched.plugins.mxnet_keys import KeySlot, Piece, ServerKeys, pairs, publ
 from bytesched.plugins.mxnet_optimizers import why_whole
 from bytesched.plugins.mxnet_order import Orders, Told
 from bytesched.plugins.mxnet_transport import Pulling, Pushing
+from bytesched.plugins.mxnet_underway import Underway
 from bytesched.plugins.mxnet_urgency import Urgency
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
@@ -34,10 +34,6 @@ log = logging.getLogger("bytesched")
 
 _PARTITION_BYTES = 2**18
 _WINDOW = 4
-#: how often, per timeout, somebody looks whether something is late
-_LOOKS = 4
-#: without any answer for so long, more than the credit may go
-_STUCK_S = 1.0
 #: Workers that do not choose send whatever they were told.
 _NO_LIMIT = 1 << 62
 
@@ -61,26 +57,19 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self, store: Any, config: Config, observers: Observers, *, learns_order: bool = False
     ) -> None:
         self.store = store
-        self._config = config
         self._observers = observers
-        self._changed = threading.Condition()
         self._slots: dict[Key, KeySlot] = {}
         self._pieces: list[Piece] = []
         self._numbers = ServerKeys(mxnet_servers())
         self._partition_bytes = config.partition_bytes or _PARTITION_BYTES
         self._credit_bytes = config.credit_bytes or _WINDOW * self._partition_bytes
-        #: calls that were made and have not ended
-        self._open = 0
-        #: what is taken in the engine, and since when
-        self._held: dict[KeySlot, float] = {}
         self._steps: dict[Key, int] = {}
         self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True
-        self._closed = threading.Event()
-        #: the first error, which is final
-        self.error: BaseException | None = None
+        self._underway = Underway(self.rank, config.timeout_s, self._story)
+        ended = self._underway.ended
         calling = threading.Lock()
-        self._pushing = Pushing(store, self._pieces, calling, lambda piece: self._ended(piece.slot))
+        self._pushing = Pushing(store, self._pieces, calling, lambda piece: ended(piece.slot))
         policy = Leading(named_policy(config.policy))
         self._orders = Orders(self.rank, self.num_workers, self._heard, config.timeout_s)
         if self.rank == 0:
@@ -92,10 +81,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         pulling = Pulling(store, self._pieces, calling)
         policy = Leading(named_policy(config.policy))
         self._pulls = self._scheduled(pulling, policy, self._credit_bytes)
-        self._watchman = threading.Thread(
-            target=self._watch, name="bytesched-deadline", daemon=True
-        )
-        self._watchman.start()
+        self._underway.watch(self._pushing.go_on)
 
     def _scheduled(
         self,
@@ -108,8 +94,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             SchedulerCore(queue, credit_bytes=credit_bytes),
             transport,
             announce=announce,
-            on_finish=lambda task: self._ended(self._pieces[task.index].slot),
-            on_error=self._fail,
+            on_finish=lambda task: self._underway.ended(self._pieces[task.index].slot),
+            on_error=self._underway.fail,
             observers=self._observers,
         )
 
@@ -135,9 +121,14 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         return int(self.store.num_workers)
 
     @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._underway.error
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed.is_set()
+        return self._underway.is_closed
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can have an optimizer."""
@@ -178,18 +169,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Returns when every call made so far has ended."""
-        deadline = monotonic() + self._config.timeout_s
-        with self._changed:
-            while self._open:
-                self._check("flush")
-                left_s = deadline - monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    raise SchedulerTimeout(
-                        f"waited {self._config.timeout_s:g} s for {self._open} calls of the store",
-                        rank=self.rank,
-                        story=self._story(),
-                    )
-        self._check("flush")
+        self._underway.flush()
 
     def barrier(self) -> None:
         """Returns when every worker has called it and every call of this one has ended."""
@@ -208,14 +188,12 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def close(self) -> None:
         """Stops our threads. Idempotent; what waits in the engine is let go."""
-        if self._closed.is_set():
+        if not self._underway.begin_close():
             return
-        self._closed.set()
         self._pushes.close()
         self._pulls.close()
         self._orders.close()
-        self._let_go()
-        self._watchman.join(5.0)
+        self._underway.close()
         self._observers.close()
 
     # -- calls that the engine orders --------------------------------------------------
@@ -241,19 +219,17 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def _call(
         self, call: str, key: Key, arrays: Sequence[Any], outs: Sequence[Any], priority: int
     ) -> None:
-        self._check(f"{call} of key {key!r}")
+        self._underway.check(f"{call} of key {key!r}")
         slot = self._slot(key)
         slot.check(call, [*arrays, *outs])
         if call != "pull" and not slot.is_placed(arrays):
             self.flush()
             slot.place(arrays)
-        with self._changed:
-            self._open += 1
-            if call != "pull":
-                self._steps[key] = self._steps.get(key, 0) + 1
-                if self._urgency is not None:
-                    self._urgency.called(key)
+        self._underway.add()
         if call != "pull":
+            self._steps[key] = self._steps.get(key, 0) + 1
+            if self._urgency is not None:
+                self._urgency.called(key)
             slot.take(arrays)
         post(partial(self._began, slot, call, -priority), writes=slot.buffers)
         slot.give(outs)
@@ -262,20 +238,10 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def _began(self, slot: KeySlot, call: str, priority: int, held: Held) -> None:
         """Its buffers are free, and filled if it is a push."""
-        with self._changed:
-            slot.held = held
-            is_lost = self.error is not None or self._closed.is_set()
-            if not is_lost:
-                slot.call = call
-                # a push ends twice: its task, and with the answer
-                slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
-                self._held[slot] = monotonic()
-                if self._urgency is not None and call != "pull":
-                    priority = self._urgency.began(slot.key, priority)
-                self._changed.notify_all()
-        if is_lost:
-            self._release(slot)
+        if not self._underway.begin(slot, call, held):
             return
+        if self._urgency is not None and call != "pull":
+            priority = self._urgency.began(slot.key, priority)
         for piece in slot.pieces:
             piece.push_task.priority = piece.pull_task.priority = priority
             if call == "pull":
@@ -288,59 +254,6 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def _heard(self, indices: Sequence[int]) -> None:
         """Worker 0 begins these pushes."""
         self._pushes.ordered(indices)
-
-    def _ended(self, slot: KeySlot) -> None:
-        """One task less to wait for."""
-        with self._changed:
-            slot.missing -= 1
-            if slot.missing:
-                return
-            self._held.pop(slot, None)
-        self._release(slot)
-
-    def _release(self, slot: KeySlot) -> None:
-        with self._changed:
-            held, slot.held, slot.call = slot.held, None, ""
-        if held is None:
-            return
-        held.release()
-        with self._changed:
-            self._open -= 1
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            if self.error is not None or self._closed.is_set():
-                return
-            self.error = error
-            self._changed.notify_all()
-        log.error("%s; the next call of the store raises this", error)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        with self._changed:
-            slots = list(self._held)
-            self._held.clear()
-        for slot in slots:
-            self._release(slot)
-
-    def _watch(self) -> None:
-        timeout_s = self._config.timeout_s
-        while not self._closed.wait(min(timeout_s / _LOOKS, _STUCK_S)):
-            self._pushing.go_on()
-            with self._changed:
-                late = [s for s, since in self._held.items() if monotonic() - since > timeout_s]
-            if late:
-                names = ", ".join(repr(slot.key) for slot in late[:5])
-                self._fail(
-                    SchedulerTimeout(
-                        f"the servers have not answered for {timeout_s:g} s on key {names}: a "
-                        "server or another worker is gone, or does not push it",
-                        rank=self.rank,
-                        story=self._story(),
-                    )
-                )
-                return
 
     # -- more --------------------------------------------------------------------------
 
@@ -396,12 +309,6 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         if slot is None:
             raise InvalidTransition(f"key {key!r} has not been initialised through this store")
         return slot
-
-    def _check(self, what: str) -> None:
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        if self._closed.is_set():
-            raise SchedulerClosed(f"{what} on a closed store")
 
     def __repr__(self) -> str:
         return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 from bytesched.kvstore import Key
 
 __all__ = ["Urgency"]
@@ -13,10 +15,11 @@ class Urgency:
     A call that begins after the last call of its step was made has waited for its gradient, and
     tells when that was computed. One that begins sooner tells nothing: a trainer that makes its
     keys first, or waits for all gradients, finds them all there. So a step counts if most calls
-    have waited. Until then the priorities are those of the calls.
+    have waited. Until then the priorities are those of the calls. Any thread may use it.
     """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._learned: dict[Key, int] = {}
         #: what every step begins with
         self._first: Key | None = None
@@ -29,23 +32,25 @@ class Urgency:
 
     def called(self, key: Key) -> None:
         """A push of ``key`` was asked for."""
-        if self._learned:
-            return
-        if self._first is None:
-            self._first = key
-        if self._called and key == self._first:
-            self._is_whole = True
-            self._learn()
-        if not self._is_whole and (self._called or key == self._first):
-            self._called.append(key)
-            self._sooner = len(self._began)
+        with self._lock:
+            if self._learned:
+                return
+            if self._first is None:
+                self._first = key
+            if self._called and key == self._first:
+                self._is_whole = True
+                self._learn()
+            if not self._is_whole and (self._called or key == self._first):
+                self._called.append(key)
+                self._sooner = len(self._began)
 
     def began(self, key: Key, priority: int) -> int:
         """The gradient of ``key`` is there; returns what to use for ``priority``."""
-        if not self._learned and key in self._called and key not in self._began:
-            self._began.append(key)
-            self._learn()
-        return self._learned.get(key, priority)
+        with self._lock:
+            if not self._learned and key in self._called and key not in self._began:
+                self._began.append(key)
+                self._learn()
+            return self._learned.get(key, priority)
 
     def _learn(self) -> None:
         if not self._is_whole or len(self._began) < len(self._called):

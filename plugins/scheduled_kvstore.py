@@ -13,7 +13,7 @@ from bytesched.errors import (
     SchedulerClosed,
 )
 from bytesched.kvstore import Key, KVStore, describe
-from bytesched.kvstore_pipes import Chunk
+from bytesched.kvstore_pipes import Chunk, chunks_on_their_way
 from bytesched.observe import Observers
 from bytesched.plugins.kvstore_layout import KeySlot, flattened, lay_out, plain, zeros
 from bytesched.plugins.kvstore_transfers import Transfers
@@ -22,8 +22,6 @@ __all__ = ["ScheduledKVStore"]
 
 
 _PARTITION_BYTES = 2**20
-#: chunks in flight per pipe and server: the next is on its way to the wire while one is on it
-_WINDOW = 2
 
 
 class ScheduledKVStore:
@@ -38,8 +36,8 @@ class ScheduledKVStore:
 
     Args:
         store: what moves the chunks; called from two threads, one for each pipe.
-        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and two chunks in flight for
-            every server.
+        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and two chunks in flight, or
+            six if there are several servers.
     """
 
     def __init__(self, store: KVStore, config: Config, observers: Observers | None = None) -> None:
@@ -53,7 +51,7 @@ class ScheduledKVStore:
             config,
             self._observers,
             credit_bytes=config.credit_bytes
-            or _WINDOW * getattr(store, "num_servers", 1) * self._partition_bytes,
+            or chunks_on_their_way(getattr(store, "num_servers", 1)) * self._partition_bytes,
         )
         self._waits = 0
         #: false when the keys are to be cut anew, before the next step

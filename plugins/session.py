@@ -13,19 +13,16 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.changing import Changing, Parts
-from bytesched.plugins.first_use import FirstUse, StayingForwardHook, StayingHook
+from bytesched.plugins.first_use import StayingForwardHook, StayingHook
 from bytesched.plugins.gates import Gates
-from bytesched.plugins.meter import Meter
+from bytesched.plugins.hooked import HookedModel
 from bytesched.plugins.peers import Peers
-from bytesched.plugins.pending import is_held, release
-from bytesched.plugins.plan import Plan, Slot
-from bytesched.plugins.progress import Progress
+from bytesched.plugins.plan import Slot
 from bytesched.plugins.retuning import Retuning
 from bytesched.plugins.rounds import Rounds
 from bytesched.plugins.sending import Sending
 from bytesched.plugins.settling import Settling
 from bytesched.plugins.stepping import Stepping
-from bytesched.plugins.streams import streams_for
 from bytesched.plugins.updater import Updater
 from bytesched.plugins.warmup import WarmUp
 from bytesched.tunable import find_tuner
@@ -35,7 +32,7 @@ __all__ = ["Session"]
 log = logging.getLogger("bytesched")
 
 
-class Session:
+class Session(HookedModel):
     """The life of one wrapped model.
 
     The first round is the warm-up: it is reduced as a whole, while the order of first use and
@@ -66,18 +63,9 @@ class Session:
         static_graph: bool,
         observers: Observers,
     ) -> None:
-        self.root = root
-        self.plan: Plan | None = None
+        super().__init__(root, slots, peers, observers)
         self._config = config
-        self._peers = peers
         self._sync = sync
-        self._observers = observers
-        self._closed = False
-        self._undo: list[Callable[[], None]] = []
-        self._meter = Meter(observers, len(slots))
-        self._progress = Progress(peers)
-        self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
-        self._first_use = FirstUse(root, [slot.parameter for slot in slots])
         self._rounds = Rounds(
             list(slots),
             peers.rank,
@@ -95,11 +83,10 @@ class Session:
             tuner = find_tuner(config) if peers.rank == 0 else None
             device = slots[0].parameter.device
             self._retuning = Retuning(tuner, peers, device, self._streams, self._changing)
+            self._undo.append(self._retuning.close)
         elif config.tune and peers.rank == 0:
             log.warning("tune is on, but nothing can change at run time over %s", peers.backend)
         # - after the warm-up
-        self._settling: Settling
-        self._updater: Updater
         self._sending: Sending
         try:
             self._hook()
@@ -277,73 +264,20 @@ class Session:
         """What is told about this session, and may be told about what runs inside it."""
         return self._observers
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first error, which is final."""
-        return self._progress.error
-
-    def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every rank."""
-        self._progress.fail(error)
-
     def flush(self) -> None:
         """Everything that was started is reduced, and everything armed is applied."""
-        self._progress.check()
-        if self.plan is not None and not self._rounds.incomplete:
-            self._settling.wait_reduced()
-        self._settle_all()
+        if not self._rounds.incomplete:
+            self.wait_reduced()
+        super().flush()
 
-    def _settle_all(self) -> None:
-        if self.plan is not None:
-            self._settling.settle_all()
+    def _stop_sending(self) -> None:
+        self._sending.close()
 
-    def close(self, *, release_parameters: bool = True) -> None:
-        """Takes every hook off and stops every thread; does not flush. Idempotent.
-
-        Parameters whose update is outstanding become ordinary ones, with the value they have,
-        unless ``release_parameters`` is false: then reading them raises the first error.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        self._first_use.close()
-        if self._retuning is not None:
-            self._retuning.close()
-        for undo in reversed(self._undo):
-            try:
-                undo()
-            except Exception:
-                log.exception("a hook could not be taken off")
-        self._streams.close()
-        if self.plan is not None:
-            self._sending.close()
-            self._updater.close()
-            for slot in self.plan.slots:
-                if release_parameters and is_held(slot.parameter):
-                    release(slot.parameter)
-                if release_parameters:
-                    self._rounds.give_back(slot)
-        self._peers.close()
-        self._observers.close()
+    def _give_back(self, slot: Slot) -> None:
+        self._rounds.give_back(slot)
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the warm-up; see the README for their meaning."""
-        active = self.plan is not None
-        return {
-            **self._meter.figures(self._sending.scheduler if active else None),
-            "mode": self.mode,
-            "order": self._sending.order if active else "leader",
-            "rank": self._peers.rank,
-            "world_size": self._peers.size,
-        }
-
-    def __repr__(self) -> str:
-        if self.error is not None:
-            state = f"failed: {self.error}"
-        elif self.plan is None:
-            state = "warming up"
-        else:
-            held = sum(bundle.held for bundle in self.plan.bundles)
-            left = self._progress.outstanding
-            state = f"{left} chunks outstanding, {held} bundles held, {self.plan!r}"
-        return f"<bytesched rank {self._peers.rank} of {self._peers.size}: {state}>"
+        if self.plan is None:
+            return self._figures(None, "leader")
+        return self._figures(self._sending.scheduler, self._sending.order)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -272,6 +273,21 @@ def ranks_that_never_open_the_store_do_not_hold_the_end() -> None:
     with mock.patch("atexit.register") as register:
         raises(SchedulerTimeout, lambda: mpi_kvstore._poll(never, 0.01, "all"), "0.01 s for all")
     register.assert_called_once_with(mpi_kvstore._abort)
+
+
+def a_window_that_is_never_made_does_not_hold_the_start() -> None:
+    never = Event()
+
+    def open_it() -> MPIKVStore:
+        return open_store(servers=0, transfer="one-sided", timeout_s=0.5)
+
+    with (
+        mock.patch.object(mpi_kvstore, "OneSided", side_effect=lambda *args: never.wait()),
+        mock.patch("atexit.register") as register,
+    ):
+        raises(SchedulerTimeout, open_it, "0.5 s for all ranks to make their windows")
+    register.assert_called_once_with(mpi_kvstore._abort)
+    never.set()
 
 
 def main() -> None:

@@ -168,13 +168,15 @@ def order(policy: str) -> dict[str, Any]:
     keys = [f"layer{number}" for number in range(8)]
     kv.init(keys, [mx.nd.zeros(1000)] * len(keys))
     values = [mx.nd.ones(1000) for _ in keys]
+    underway = kv._underway
     for number, key in enumerate(keys):
         kv.push(key, values[number], priority=-number if kv.rank else number)
         if number == 0:
             assert began.first.wait(WAIT_S), "nothing was begun"
         # Its turn in the queue shall not depend on the engine's threads.
-        with kv._changed:
-            assert kv._changed.wait_for(lambda left=number: len(kv._held) > left, WAIT_S)
+        with underway._changed:
+            begun = underway._changed.wait_for(lambda n=number: len(underway._held) > n, WAIT_S)
+        assert begun
     began.go_on.set()
     kv.flush()
     kv.close()

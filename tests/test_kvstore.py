@@ -21,6 +21,7 @@ from bytesched.errors import (
 )
 from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
 from bytesched.kvstore_contract import KVStoreContract
+from bytesched.kvstore_pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
 from bytesched.plugins import kvstore_training
 from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
@@ -214,11 +215,12 @@ def test_a_store_that_answers_by_priority_is_asked_for_everything_at_once() -> N
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_two_chunks_are_on_their_way_to_each_server(servers: int) -> None:
+def test_more_chunks_are_on_their_way_to_several_servers(servers: int) -> None:
     store = HandStore()
     store.num_servers = servers
     kv = scheduled(store, partition_bytes=16)
-    keys = [f"key {number}" for number in range(2 * servers + 2)]
+    window = chunks_on_their_way(servers)
+    keys = [f"key {number}" for number in range(window + 2)]
     for key in keys:
         kv.init(key, torch.zeros(4))
     urgent, less, *first = keys
@@ -228,8 +230,14 @@ def test_two_chunks_are_on_their_way_to_each_server(servers: int) -> None:
         store.end("push", key)
     # The window was full with the first: what came after them waited, and was chosen from.
     assert store.wait_for(len(keys)) == [("push", key) for key in (*first, urgent, less)]
-    assert kv.stats()["credit_bytes"] == 2 * servers * 16
+    assert kv.stats()["credit_bytes"] == window * 16
     kv.close()
+
+
+def test_a_window_does_not_grow_with_every_server() -> None:
+    windows = [chunks_on_their_way(servers) for servers in (0, 1, 2, 3, 64)]
+    assert windows == sorted(windows)
+    assert windows[0] == windows[1] < windows[2] == windows[-1]
 
 
 def test_so_are_those_of_a_training() -> None:
@@ -243,7 +251,7 @@ def test_so_are_those_of_a_training() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     session.flush()
-    assert session.stats()["credit_bytes"] == 2 * 3 * 4096
+    assert session.stats()["credit_bytes"] == chunks_on_their_way(3) * 4096
     session.close()
 
 
