@@ -108,10 +108,10 @@ def open_store(
         server.serve(loop, moving)
     if worker is None:
         assert server is not None
-        _serve(loop, server)
+        _serve(loop, server, moving)
     assert worker is not None
     worker.use(loop, moving, server)
-    atexit.register(_at_exit, worker)
+    atexit.register(_at_exit, worker, moving)
     loop.start()
     return worker
 
@@ -205,18 +205,20 @@ def _loop(comm: Any, worker: MPIKVStore | None, server: Server | None) -> Loop:
     )
 
 
-def _serve(loop: Loop, server: Server) -> None:
+def _serve(loop: Loop, server: Server, moving: Transfer) -> None:
     """Never returns."""
     server.on_empty = lambda: loop.stop(_GRACE_S)
     loop.run()
     if server.error is None:
+        atexit.register(moving.release)
         raise SystemExit(0)
     atexit.register(_abort)
     raise server.error
 
 
-def _at_exit(worker: MPIKVStore) -> None:
+def _at_exit(worker: MPIKVStore, moving: Transfer) -> None:
     if worker.is_closed and worker.error is None:
+        moving.release()
         return
     died = getattr(sys, "last_value", None)
     if worker.error is None and died is None:
@@ -232,6 +234,7 @@ def _at_exit(worker: MPIKVStore) -> None:
     # Also if it could not be said, because the loop is stuck in MPI: MPI's end would be, too.
     if worker.error is not None or died is not None:
         _abort()
+    moving.release()
 
 
 def _abort() -> None:

@@ -41,6 +41,9 @@ class Transfer(Protocol):
     def forget(self, key: int) -> None:
         """``key`` is not used any more."""
 
+    def release(self) -> None:
+        """Gives back what MPI holds, once the loop has ended; waits for all, as MPI's end does."""
+
 
 class TwoSided:
     """Point-to-point messages, into memory that the receiver has posted."""
@@ -68,6 +71,9 @@ class TwoSided:
         )
 
     def forget(self, key: int) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
 
@@ -119,6 +125,13 @@ class OneSided:
         for place in [place for place in self._places if place[0] == key]:
             offset, size = self._places.pop(place)
             self._free.setdefault(size, []).append(offset)
+
+    def release(self) -> None:
+        if MPI.Is_finalized():
+            return
+        self._memory = np.empty(0, dtype=np.uint8)
+        self._window.Unlock_all()
+        self._window.Free()
 
     def _read(self, rank: int, offset: int, memory: Any, then: Callable[[], None]) -> None:
         request = self._window.Rget([memory, MPI.BYTE], rank, [offset, memory.nbytes, MPI.BYTE])

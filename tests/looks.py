@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils import dlpack
 from training import frozen
 
@@ -177,7 +177,7 @@ CLIPPINGS: dict[str, Look] = {
     "norm": lambda model, _: clip_grad_norm_(model.parameters(), 0.01),
     "norm_one_by_one": lambda model, _: clip_grad_norm_(model.parameters(), 0.01, foreach=False),
     "value": lambda model, _: clip_grad_value_(model.parameters(), 0.001),
-    "total_norm": lambda model, _: get_total_norm([p.grad for p in model.parameters()]),
+    "total_norm": lambda model, _: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
 }
 GRADIENT_METADATA: dict[str, Look] = {
     "is_none": lambda model, _: [p.grad is None for p in model.parameters()],

@@ -162,6 +162,7 @@ def enter(launch: Launch) -> None:
         MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(launch.store_port),
         TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         GLOO_SOCKET_IFNAME="lo",
         **launch.environment,
     )
