@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
+from time import monotonic
 
 from bytesched.kvstore import Key
 
 __all__ = ["Urgency"]
 
+#: the first step in which a trainer does not make its keys
+_FIRST_STEP = 2
+#: A gradient was not there when it was asked for if it came after such a share of an iteration;
+#: the engine, which has several threads, takes some time over others too, and in any order.
+_WAITED_SHARE = 0.05
+
 
 class Urgency:
     """Learns from one step of a trainer in which order its gradients are computed.
 
-    A call that begins after the last call of its step was made has waited for its gradient, and
-    tells when that was computed. One that begins sooner tells nothing: a trainer that makes its
-    keys first, or waits for all gradients, finds them all there. So a step counts if most calls
-    have waited. Until then the priorities are those of the calls. Any thread may use it.
+    A trainer that makes its keys first, or waits for all gradients, finds them all there, and the
+    order in which the engine hands them over tells nothing. So a step counts if most of them came
+    late. Until then the priorities are those of the calls. Any thread may use it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self._lock = Lock()
         self._learned: dict[Key, int] = {}
-        #: the step that is watched, whether all its calls were made, and the last that has begun
-        self._step = 1
-        self._is_whole = False
-        self._latest = 1
-        #: its calls, in order
+        #: the step that is watched, and the last that has begun
+        self._step = _FIRST_STEP
+        self._latest = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        #: its calls, in order, when the first and the last was made, and its whole time
         self._called: list[Key] = []
-        #: those that have begun, in order, and how many of these before the last call
+        self._first_s = self._last_s = 0.0
+        self._iteration_s: float | None = None
+        #: those that have begun, in order, how many of these before the last call, and when
         self._began: list[Key] = []
         self._sooner = 0
+        self._began_s: list[float] = []
 
     def called(self, key: Key, step: int) -> None:
         """A push of ``key`` was asked for, its ``step``-th, from 1."""
@@ -38,10 +51,13 @@ class Urgency:
                 return
             self._latest = max(self._latest, step)
             if step == self._step:
+                self._last_s = self._clock()
+                if not self._called:
+                    self._first_s = self._last_s
                 self._called.append(key)
                 self._sooner = len(self._began)
             elif self._called and key == self._called[0]:
-                self._is_whole = True
+                self._iteration_s = self._clock() - self._first_s
                 self._learn()
 
     def began(self, key: Key, step: int, priority: int) -> int:
@@ -50,16 +66,18 @@ class Urgency:
             # A caller may be a step ahead: what begins then is of the step before.
             if not self._learned and step == self._step:
                 self._began.append(key)
+                self._began_s.append(self._clock())
                 self._learn()
             return self._learned.get(key, priority)
 
     def _learn(self) -> None:
-        if not self._is_whole or len(self._began) < len(self._called):
+        if self._iteration_s is None or len(self._began) < len(self._called):
             return
-        waited = self._began[self._sooner :]
-        if 2 * len(waited) > len(self._called):
+        late_s = self._last_s + _WAITED_SHARE * self._iteration_s
+        if 2 * sum(began_s > late_s for began_s in self._began_s) > len(self._called):
+            waited = self._began[self._sooner :]
             # A trainer calls for the front layers first.
             others = [key for key in reversed(self._called) if key not in waited]
             self._learned = {key: -place for place, key in enumerate([*others, *waited])}
-        self._step, self._is_whole = self._latest + 1, False
-        self._called, self._began, self._sooner = [], [], 0
+        self._step = self._latest + 1
+        self._clear()

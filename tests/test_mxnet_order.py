@@ -139,21 +139,24 @@ def test_several_that_are_ready_start_as_told() -> None:
 
 
 class Trainer:
-    """Calls for keys step by step, of which some begin between the calls and some after."""
+    """Calls for keys in steps of 100 s, of which some begin between the calls and some after."""
 
     def __init__(self) -> None:
-        self.urgency = Urgency()
+        self.now_s = 0.0
+        self.urgency = Urgency(lambda: self.now_s)
         self._steps = 0
 
-    def step(self, calls: str, *, sooner: str = "", later: str = "") -> str:
-        """The keys of one step by their urgency, the least first."""
+    def step(self, calls: str, *, sooner: str = "", later: str = "", every_s: float = 9.0) -> str:
+        """The keys of one step by their urgency, the least first; one begins ``every_s``."""
         self._steps += 1
+        self.now_s = 100.0 * self._steps
         found = {}
         for place, key in enumerate(calls):
             self.urgency.called(key, self._steps)
             if key in sooner:
                 found[key] = self.urgency.began(key, self._steps, place)
         for key in later:
+            self.now_s += every_s
             found[key] = self.urgency.began(key, self._steps, calls.index(key))
         return "".join(sorted(found, key=found.__getitem__))
 
@@ -161,6 +164,7 @@ class Trainer:
 def test_what_is_computed_last_is_most_urgent() -> None:
     trainer = Trainer()
     assert trainer.step("abcd", later="dbca") == "abcd", "nothing is known yet"
+    assert trainer.step("abcd", later="dbca") == "abcd", "keys were made in the first step"
     assert trainer.step("abcd", later="dbca") == "acbd"
     assert trainer.step("abcd", sooner="abcd") == "acbd", "known for good"
 
@@ -169,43 +173,45 @@ def test_gradients_that_were_there_already_tell_nothing() -> None:
     trainer = Trainer()
     for _ in range(3):
         assert trainer.step("abcd", sooner="abcd") == "abcd"
-    trainer.step("abcd", later="dcba")
-    trainer.step("abcd", sooner="bad", later="c")
-    assert trainer.step("abcd", sooner="abcd") == "abcd"
+    assert trainer.step("abcd", later="dcba") == "abcd"
+    for _ in range(3):
+        # The engine hands over what was there, in the order of its threads.
+        assert trainer.step("abcd", sooner="ba", later="dc", every_s=1.0) == "abcd"
+        assert trainer.step("abcd", later="bdca", every_s=1.0) == "abcd"
 
 
 def test_the_few_that_did_not_wait_are_less_urgent() -> None:
     trainer = Trainer()
+    trainer.step("abcdef")
     trainer.step("abcdef", sooner="de", later="fbca")
     assert trainer.step("abcdef", later="abcdef") == "acbfde"
 
 
 def test_a_caller_that_runs_ahead_is_understood() -> None:
-    urgency = Urgency()
+    now_s = 0.0
+    urgency = Urgency(lambda: now_s)
     for step in (1, 2, 3):
         for key in "abc":
             urgency.called(key, step)
+        now_s += 1.0
     for key in "bca":
-        urgency.began(key, 1, 0)
-    assert sorted("abc", key=lambda key: urgency.began(key, 2, 0)) == list("acb")
+        urgency.began(key, 2, 0)
+    assert sorted("abc", key=lambda key: urgency.began(key, 3, 0)) == list("acb")
 
 
 def test_what_begins_of_the_step_before_is_not_taken_for_this_one() -> None:
-    urgency = Urgency()
+    now_s = 0.0
+    urgency = Urgency(lambda: now_s)
     for key in "abcd":
         urgency.called(key, 1)
-        if key != "d":
-            urgency.began(key, 1, 0)
-    for key in "abcd":
-        urgency.called(key, 2)
-    urgency.began("d", 1, 0)
     for key in "dc":
-        urgency.began(key, 2, 0)
+        urgency.began(key, 1, 0)
     # The caller is ahead: backward is half-way.
     for key in "abcd":
-        urgency.called(key, 3)
-    for step, keys in ((2, "ba"), (3, "dcba")):
+        urgency.called(key, 2)
+    for step, keys in ((1, "ba"), (2, "dcba")):
         for key in keys:
+            now_s += 1.0
             urgency.began(key, step, 0)
-    urgency.called("a", 4)
-    assert sorted("abcd", key=lambda key: urgency.began(key, 4, 0)) == list("abcd")
+    urgency.called("a", 3)
+    assert sorted("abcd", key=lambda key: urgency.began(key, 3, 0)) == list("abcd")
