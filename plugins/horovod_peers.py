@@ -18,6 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from bytesched.config import Config
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
+from bytesched.plugins.horovod_held import Held
 from bytesched.plugins.horovod_order import Negotiated
 from bytesched.plugins.horovod_transport import HorovodTransport
 from bytesched.plugins.packing import Packer
@@ -99,6 +100,7 @@ class HorovodPeers:
         #: indices of the chunks that this rank has announced and that are not reduced
         self._announced: set[int] = set()
         self._aborted = False
+        self._held = Held()
         #: where its indices begin, so that chunks of two sessions differ as well
         self._first = crc32(name.encode()) % 1024 << 12
         # - with the transport
@@ -106,6 +108,7 @@ class HorovodPeers:
 
     def sum(self, tensor: torch.Tensor, key: str) -> int:
         name = f"{self._name}.{key}"
+        self._held.hold(key, tensor)
         if not tensor.is_floating_point():
             return self._start(tensor, name, hvd.Sum, (1.0, 1.0))
         index = self._keys.setdefault(key, len(self._keys))
@@ -117,6 +120,7 @@ class HorovodPeers:
         self._announced.add(chunk.index)
         divisor = self.size if self._op == hvd.Average else 1
         scale = _unfused(self._first + chunk.index, packed.dtype, self._scale, divisor)
+        self._held.hold(chunk.index, packed)
         return self._start(packed, self.chunk_name(chunk), self._op, scale)
 
     def chunk_name(self, chunk: CommTask) -> str:
@@ -245,6 +249,7 @@ class HorovodPeers:
 
     def _announce_nothing(self, name: str, dtype: torch.dtype) -> None:
         nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
+        self._held.hold(name, nothing)
         with contextlib.suppress(HorovodInternalError, ValueError):
             self._start(nothing, name, hvd.Sum, (1.0, 1.0))
 

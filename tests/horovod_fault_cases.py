@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import horovod.torch as hvd
+import torch
 from faults_cases import FAULTS, Net, named, net, threads
 from faults_runner import tell
 from horovod_training import HorovodJob
@@ -16,6 +17,7 @@ from torch import Tensor
 from training import adamw
 
 import bytesched
+from bytesched.plugins.horovod_peers import HorovodPeers
 
 STEPS = 6
 FAULT_STEP = 3
@@ -87,6 +89,24 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
             at=time.monotonic(),
         )
         raise
+
+
+def announce_until_shut_down() -> None:
+    """Rank 1 shuts Horovod down while rank 0 announces one tensor after another."""
+    peers = HorovodPeers(
+        hvd.global_process_set, average=False, predivide=1.0, name="many", timeout_s=30.0
+    )
+    peers.wait(peers.sum(torch.zeros(1), "go"))
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return
+    announced: list[Tensor] = []
+    try:
+        while True:
+            announced.append(torch.zeros(4))
+            peers.sum(announced[-1], f"{len(announced)}")
+    except hvd.mpi_ops.HorovodInternalError as error:
+        tell(message=str(error))
 
 
 def leave(how: str, store_port: int) -> None:

@@ -186,7 +186,7 @@ def attached_over(
         return streams() if streams is Streams else streams(device, fail)  # type: ignore[call-arg]
 
     with (
-        mock.patch("bytesched.plugins.session.streams_for", made),
+        mock.patch("bytesched.plugins.hooked.streams_for", made),
         attached(optimizer, model, partition_bytes=256, credit_bytes=512) as session,
     ):
         if isinstance(session._streams, (RecordingStreams, PlacedStreams)):

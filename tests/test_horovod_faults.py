@@ -167,6 +167,15 @@ def test_mpirun_ends_the_others_when_a_rank_is_killed(scenario: Scenario, ends: 
     assert "fault_at" in survivor.told
 
 
+@each(Scenario("gloo", "announce_until_shut_down", ()))
+def test_horovod_can_be_shut_down_under_a_rank_that_announces(
+    scenario: Scenario, ends: Ends
+) -> None:
+    _, ranks = ends(scenario)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr
+    assert "shut down" in ranks[0].told["message"]
+
+
 @each(
     Scenario("gloo", "leave", ("falls-off",)),
     Scenario("gloo", "leave", ("shutdown",)),

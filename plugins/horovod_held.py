@@ -1,0 +1,45 @@
+"""What Horovod was given, held so that its thread never needs the interpreter's lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Held"]
+
+
+class Held:
+    """Tensors under keys, the latest for each, held by more than their Python objects.
+
+    Who lets go of a tensor that only its Python object holds besides needs the interpreter's lock
+    (torch 2.10 and later, c10/util/intrusive_ptr.h). Horovod's thread lets go of everything that
+    was announced when it shuts down, with its queue locked, where a thread that has that lock may
+    be about to announce something: both would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int | str, tuple[Tensor, Tensor]] = {}
+
+    def hold(self, key: int | str, tensor: Tensor) -> None:
+        """From now on ``tensor`` is held under ``key``, and what was before is not."""
+        held = self._held.get(key)
+        if held is None or held[0] is not tensor:
+            self._held[key] = tensor, _holder(tensor)
+
+
+class _Hold(torch.autograd.Function):
+    """What autograd saves is held by the node that saved it, without Python."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
+
+
+def _holder(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        held: Tensor = _Hold.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+    return held

@@ -1,0 +1,36 @@
+"""Tensors on their way through Horovod: who holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bytesched.plugins.horovod_held import Held
+
+
+def owners(tensor: Any) -> int:
+    """Its Python object and whoever holds it without one."""
+    count: int = tensor._use_count()
+    return count
+
+
+def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
+    held = Held()
+    arena = torch.zeros(8)
+    for tensor in (arena[2:5], torch.zeros(1, 1, 2, dtype=torch.int64)):
+        alone = owners(tensor)
+        for _ in range(3):
+            held.hold("a", tensor)
+        assert owners(tensor) == alone + 1
+        tensor.add_(1)
+
+
+def test_the_latest_under_a_key_is_held() -> None:
+    held = Held()
+    first, second = torch.zeros(2), torch.zeros(2)
+    alone = owners(first)
+    held.hold(0, first)
+    held.hold(1, first)
+    held.hold(0, second)
+    assert owners(first) == owners(second) == alone + 1
