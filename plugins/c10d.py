@@ -33,6 +33,10 @@ _NEVER_SENT: Final = 1 << 20
 #: how long a collective or the store may take before connections are looked at, and again
 _LOOKS_EVERY: Final = timedelta(seconds=1)
 
+#: between two questions to the store
+_SHORTEST_NAP_S: Final = 1e-3
+_LONGEST_NAP_S: Final = 0.05
+
 
 class Group:
     """A process group that nobody else issues on, and the store behind it.
@@ -223,24 +227,25 @@ def await_keys(
     timeout_s: float,
     lost: Callable[[], TransportError | None],
 ) -> None:
-    """Waits until ``store`` has ``keys``; raises the error of ``lost``, or what the store raises.
+    """Waits until ``store`` has ``keys``; raises the error of ``lost``, or DistStoreError.
 
     A store does not know that the rank is gone that was to set a key.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        left = timedelta(seconds=max(1e-3, deadline_s - time.monotonic()))
-        try:
-            store.wait(keys, min(left, _LOOKS_EVERY))
-            return
-        except RuntimeError:
+    now_s = time.monotonic()
+    deadline_s, look_s = now_s + timeout_s, now_s + _LOOKS_EVERY.total_seconds()
+    nap_s = _SHORTEST_NAP_S
+    # Not store.wait in slices: c10d warns of every slice that ends.
+    while not store.check(keys):
+        now_s = time.monotonic()
+        if now_s >= look_s:
+            look_s = now_s + _LOOKS_EVERY.total_seconds()
             error = lost()
             if error is not None:
-                raise error from None
-            if time.monotonic() >= deadline_s:
-                raise
-        # A store that is gone refuses at once: that is no reason to ask again.
-        store.check(keys)
+                raise error
+        if now_s >= deadline_s:
+            raise dist.DistStoreError(f"{', '.join(keys)}: not set within {timeout_s:g} s")
+        time.sleep(min(nap_s, deadline_s - now_s))
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
