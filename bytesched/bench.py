@@ -191,7 +191,10 @@ def _check_batches(batches: Sequence[int], kind: str, *, recorded: bool) -> None
 
 
 def _batches(text: str) -> list[int]:
-    return sorted({int(size) for size in text.split(",")})
+    try:
+        return sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 8 or 4,8,16") from None
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

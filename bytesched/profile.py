@@ -170,6 +170,10 @@ def parse_profile(content: object, origin: str) -> Profile:
     """The profile that decoded JSON describes; `origin` says where it came from."""
     if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
         raise ConfigError(f"profile {origin}: expected an object with a list of layers")
+    if "batches" in content:
+        raise ConfigError(
+            f"profile {origin} is of several batch sizes, for `bytesched burst plan`; record one"
+        )
     layers = tuple(
         _parse_layer(layer, f"profile {origin}, layer {index}")
         for index, layer in enumerate(content["layers"])

@@ -72,7 +72,7 @@ class Group:
             except RuntimeError as error:
                 raise SchedulerTimeout(
                     f"rank {rank} did not arrive at {self.name!r} ({key}) within "
-                    f"{self.timeout_s:g} s; does every rank call bytesched.wrap, in one order?",
+                    f"{self.timeout_s:g} s; does every rank make the same calls of bytesched?",
                     rank=self.rank,
                 ) from error
             texts.append(self.store.get(f"{key}/{rank}").decode())
@@ -302,7 +302,7 @@ def open_gloo(
     except RuntimeError as error:
         raise SchedulerTimeout(
             f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
-            "does every rank call bytesched.wrap, in one order?",
+            "does every rank make the same calls of bytesched?",
             rank=rank,
         ) from error
     return Group(backend, store, _notes(root, name, rank), name=name, timeout_s=timeout_s)

@@ -19,7 +19,7 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.buffers import BufferBroadcast
-from bytesched.plugins.c10d import Group, open_group
+from bytesched.plugins.c10d import Group, closed_on_error, open_group
 from bytesched.plugins.c10d_peers import C10dPeers
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.observing import observers_of
@@ -117,13 +117,16 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     name = f"session{next(_number)}"
     kind = base._get_backend(slots[0].parameter.device).name()
     data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
-    control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-    said = [
-        *statements(slots, optimizer, config),
-        f"find_unused_parameters = {_find_unused(ddp, config)}",
-        f"static_graph = {ddp is not None and ddp.static_graph}",
-    ]
-    agree(said, data.rank, data.gather_text)
+    with closed_on_error(data):
+        control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
+    with closed_on_error(data, control):
+        said = [
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {_find_unused(ddp, config)}",
+            f"static_graph = {ddp is not None and ddp.static_graph}",
+        ]
+        # Only connections of Gloo tell of a rank that is lost.
+        agree(said, control.rank, control.gather_text)
     buffers = None
     if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
         buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)

@@ -28,7 +28,7 @@ log = logging.getLogger("bytesched")
 class HookedModel(ABC):
     """One wrapped model.
 
-    Who inherits hooks the model and keeps in ``_undo`` what takes the hooks off. Its ``plan`` comes
+    Who inherits hooks the model and keeps in ``_undo`` what ends that. Its ``plan`` comes
     last, when the order of first use is known and everything that is closed with it is there.
 
     Args:
@@ -64,8 +64,8 @@ class HookedModel(ABC):
         """Ends what sends the plan's chunks, and its threads."""
 
     @abstractmethod
-    def _give_back(self, slot: Slot) -> None:
-        """Makes the gradient of ``slot`` the user's, for good."""
+    def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
+        """Makes the gradient of ``slot`` the user's, for good, if it has a value."""
 
     @property
     def error(self) -> BaseException | None:
@@ -99,15 +99,15 @@ class HookedModel(ABC):
             try:
                 undo()
             except Exception:
-                log.exception("a hook could not be taken off")
+                log.exception("a part of this session could not be ended")
         self._streams.close()
         if self.plan is not None:
             self._stop_sending()
             self._updater.close()
-            for slot in self.plan.slots if release_parameters else ():
-                if is_held(slot.parameter):
+            for slot in self.plan.slots:
+                if release_parameters and is_held(slot.parameter):
                     release(slot.parameter)
-                self._give_back(slot)
+                self._give_back(slot, is_failed=not release_parameters)
         self._peers.close()
         self._observers.close()
 

@@ -74,6 +74,7 @@ class Negotiated:
         pass
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        self._peers.let_go()
         if (names := self._names(chunks)) not in self._seen:
             self._show(chunks)
             self._remember(names)
@@ -90,6 +91,7 @@ class Negotiated:
             work = self._peers.reduce(chunk, torch.zeros_like(self._packer.memory(chunk)))
             self._peers.wait(work, task=chunk.name)
             self._peers.reduced(chunk)
+            self._peers.let_go()
 
     def _remember(self, names: tuple[str, ...]) -> None:
         # Horovod forgets what it ran longest ago. What is forgotten here is shown again.

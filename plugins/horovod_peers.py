@@ -219,7 +219,12 @@ class HorovodPeers:
         self._packer = packer
         return HorovodTransport(self, packer, streams)
 
+    def let_go(self) -> None:
+        """Nothing is under way: what was sent so far is the caller's alone."""
+        self._held = Held()
+
     def agreement(self, chunks: Sequence[CommTask], config: Config) -> Agreement:
+        self.let_go()
         self._chunks = chunks
         self._tuned = config.tune
         return Negotiated(self, self._packer, chunks, config)

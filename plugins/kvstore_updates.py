@@ -288,7 +288,7 @@ class StoreSession(HookedModel):
     def _stop_sending(self) -> None:
         self._pipes.close()
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
         if slot.parameter.grad is slot.lazy:
             slot.parameter.grad = None
 

@@ -111,7 +111,7 @@ def open_store(
         _serve(loop, server, moving)
     assert worker is not None
     worker.use(loop, moving, server)
-    atexit.register(_at_exit, worker, moving)
+    atexit.register(_at_exit, worker, loop, moving)
     loop.start()
     return worker
 
@@ -216,8 +216,8 @@ def _serve(loop: Loop, server: Server, moving: Transfer) -> None:
     raise server.error
 
 
-def _at_exit(worker: MPIKVStore, moving: Transfer) -> None:
-    if worker.is_closed and worker.error is None:
+def _at_exit(worker: MPIKVStore, loop: Loop, moving: Transfer) -> None:
+    if worker.is_closed and worker.error is None and loop.has_ended:
         moving.release()
         return
     died = getattr(sys, "last_value", None)
@@ -232,7 +232,7 @@ def _at_exit(worker: MPIKVStore, moving: Transfer) -> None:
     if worker.error is not None:
         worker.close()
     # Also if it could not be said, because the loop is stuck in MPI: MPI's end would be, too.
-    if worker.error is not None or died is not None:
+    if worker.error is not None or died is not None or not loop.has_ended:
         _abort()
     moving.release()
 

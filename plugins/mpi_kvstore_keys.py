@@ -51,13 +51,17 @@ class Keys:
         self._remotes: dict[Key, Remote] = {}
         self._numbers = 0
 
-    def add(self, key: Key, value: Any, nbytes: int) -> Remote:
-        """A new key, on the server that holds the fewest bytes."""
+    def place(self, key: Key, value: Any, nbytes: int) -> Remote:
+        """Where a new key goes: to the server that holds the fewest bytes."""
         server = min(self._load_bytes, key=lambda rank: (self._load_bytes[rank], rank))
         self._load_bytes[server] += nbytes
-        remote = self._remotes[key] = Remote(key, self._numbers, server, describe(value), nbytes)
+        remote = Remote(key, self._numbers, server, describe(value), nbytes)
         self._numbers += 1
         return remote
+
+    def add(self, remote: Remote) -> None:
+        """It is on its server."""
+        self._remotes[remote.key] = remote
 
     def remove(self, remote: Remote) -> None:
         """It is not used any more."""

@@ -154,6 +154,11 @@ class Loop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s + 5.0)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether MPI is free for other threads."""
+        return self._thread is not None and not self._thread.is_alive()
+
     # -- the loop's thread -------------------------------------------------------------
 
     def tell(self, rank: int, tag: int, message: Message) -> None:

@@ -111,13 +111,14 @@ class MPIKVStore:
             raise InvalidTransition(f"key {key!r} has been initialised already")
         self._calls.meet(f"init {key!r} as {describe(value)}")
         flat = flat_of(value)
-        remote = self._keys.add(key, value, flat.nbytes)
+        remote = self._keys.place(key, value, flat.nbytes)
         if self._rank == 0:
             dtype = str(value.dtype).removeprefix("torch.")
             what = {"name": str(key), "dtype": dtype, "shape": list(value.shape)}
             call = f"init of key {key!r}"
             self._calls.ask(Op.INIT, remote.server, call, remote.number, what, memory_of(flat))
         self._calls.meet(f"init {key!r}: done")
+        self._keys.add(remote)
 
     def delete(self, key: Key) -> None:
         """Forgets ``key``; every worker calls it."""

@@ -56,7 +56,7 @@ class Urgency:
                     self._first_s = self._last_s
                 self._called.append(key)
                 self._sooner = len(self._began)
-            elif self._called and key == self._called[0]:
+            elif self._called and key == self._called[0] and self._iteration_s is None:
                 self._iteration_s = self._clock() - self._first_s
                 self._learn()
 

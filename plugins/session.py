@@ -273,8 +273,9 @@ class Session(HookedModel):
     def _stop_sending(self) -> None:
         self._sending.close()
 
-    def _give_back(self, slot: Slot) -> None:
-        self._rounds.give_back(slot)
+    def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
+        if not is_failed:
+            self._rounds.give_back(slot)
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the warm-up; see the README for their meaning."""

@@ -42,6 +42,8 @@ class Partition:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
+        #: of the weights; and of all that is sent
+        self.weight_bytes = sum(sizes) * self.flat.itemsize
         self.nbytes = self.flat.nbytes
         self._absent = torch.empty(0, dtype=dtype, device=device)
         self.present = True

@@ -76,7 +76,7 @@ class PerWaveGradients:
         with closed_on_error(data):
             control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
         with closed_on_error(data, control):
-            agree(statements(list(self._all()), optimizer, config), data.rank, data.gather_text)
+            agree(statements([*self._all()], optimizer, config), control.rank, control.gather_text)
             if ddp is None:
                 broadcast(data, model)
             self.observers = observers_of(control, config)
