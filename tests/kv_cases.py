@@ -251,7 +251,7 @@ def end_after_an_exception(kv: MPIKVStore) -> int:
         mock.patch.object(sys, "last_value", ValueError("no more data"), create=True),
         mock.patch.object(mpi_kvstore, "_abort") as abort,
     ):
-        mpi_kvstore._at_exit(kv, kv._transfer)
+        mpi_kvstore._at_exit(kv, kv._loop, kv._transfer)
     return abort.call_count
 
 

@@ -31,7 +31,7 @@ class GuardedStore(distributed_c10d.Store):
         self._lost = lost
         self._timeout_s = timeout_s
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: str) -> None:
         """Tells all ranks."""
         self._store.set(key, value)
 
