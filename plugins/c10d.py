@@ -235,12 +235,22 @@ def await_keys(
     deadline_s, look_s = now_s + timeout_s, now_s + _LOOKS_EVERY.total_seconds()
     nap_s = _SHORTEST_NAP_S
     # Not store.wait in slices: c10d warns of every slice that ends.
-    while not store.check(keys):
+    while True:
+        try:
+            if store.check(keys):
+                return
+        except RuntimeError:
+            # The rank that is lost may be the store's host.
+            error = lost()
+            if error is not None:
+                raise error from None
+            raise
         now_s = time.monotonic()
         if now_s >= look_s:
             look_s = now_s + _LOOKS_EVERY.total_seconds()
             error = lost()
-            if error is not None:
+            # It may have set them just now, and left.
+            if error is not None and not store.check(keys):
                 raise error
         if now_s >= deadline_s:
             raise dist.DistStoreError(f"{', '.join(keys)}: not set within {timeout_s:g} s")
