@@ -37,7 +37,7 @@ def train() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    train()  # DDP goes before its group does.
+    train()
     dist.destroy_process_group()
 
 

@@ -104,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
-    train(arguments.epochs, arguments.snapshot)  # DDP goes before its group does.
+    train(arguments.epochs, arguments.snapshot)
     dist.destroy_process_group()
 
 

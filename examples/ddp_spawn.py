@@ -76,7 +76,7 @@ def run_rank(rank: int, port: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
     )
-    train(rank)  # DDP goes before its group does.
+    train(rank)
     dist.destroy_process_group()
 
 

@@ -68,7 +68,7 @@ def main() -> None:
     distributed = dist.is_torchelastic_launched()
     if distributed:
         dist.init_process_group("gloo")
-    train(distributed=distributed)  # DDP goes before its group does.
+    train(distributed=distributed)
     if distributed:
         dist.destroy_process_group()
 

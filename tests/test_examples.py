@@ -19,6 +19,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 RUN = ["-m", "bytesched", "run"]
 TIMEOUT_S = 110.0
 
+# Makes plain DDP end reliably.
+PLAIN_TORCH = str(Path(__file__).parent / "plain_torch")
+
 pytestmark = pytest.mark.procs
 
 
@@ -46,6 +49,12 @@ def output(command: Sequence[str], **variables: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
+def plain_output(command: Sequence[str], **variables: str) -> list[str]:
+    """What plain DDP's run of a script printed."""
+    path = os.pathsep.join(filter(None, [PLAIN_TORCH, os.environ.get("PYTHONPATH")]))
+    return output(command, PYTHONPATH=path, **variables)
+
+
 def weights(lines: list[str]) -> str:
     """The digest of the weights, which rank 0 prints at its end."""
     (digest,) = [line.partition("weights ")[2] for line in lines if "weights " in line]
@@ -54,7 +63,7 @@ def weights(lines: list[str]) -> str:
 
 
 def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
-    plain = output([*TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
+    plain = plain_output([*TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
     ours = output([*TORCHRUN, "examples/ddp.py"])
     assert plain[0].startswith("loss ")
     assert plain[0] == ours[0]
@@ -75,7 +84,7 @@ def test_burst_train_learns() -> None:
 def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     script = ["examples/ddp_checkpoint.py", "--epochs"]
     plain, ours = ([f"--snapshot={tmp_path / name}"] for name in ("plain.pt", "ours.pt"))
-    expected = output([*TORCHRUN, *script, "2", *plain])
+    expected = plain_output([*TORCHRUN, *script, "2", *plain])
     half = output([*TORCHRUN, *RUN, *script, "1", *ours])
     whole = output([*TORCHRUN, *RUN, *script, "2", *ours])
     assert weights(whole) == weights(expected) != weights(half)
@@ -84,7 +93,7 @@ def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path
 
 @pytest.mark.slow
 def test_ddp_spawn() -> None:
-    expected = output([sys.executable, "examples/ddp_spawn.py"])
+    expected = plain_output([sys.executable, "examples/ddp_spawn.py"])
     assert weights(output([sys.executable, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
 
 
