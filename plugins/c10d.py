@@ -21,8 +21,9 @@ from bytesched.errors import (
     in_one_line,
 )
 from bytesched.plugins.notes import Notes
+from bytesched.plugins.store_keys import await_keys
 
-__all__ = ["Group", "await_keys", "closed_on_error", "open_gloo", "open_group", "store_of"]
+__all__ = ["Group", "closed_on_error", "open_gloo", "open_group", "store_of"]
 
 #: for threads of a broken group to end
 _PATIENCE_S: Final = 5.0
@@ -30,12 +31,8 @@ _PATIENCE_S: Final = 5.0
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
-#: how long a collective or the store may take before connections are looked at, and again
+#: how long a collective may take before connections are looked at, and again
 _LOOKS_EVERY: Final = timedelta(seconds=1)
-
-#: between two questions to the store
-_SHORTEST_NAP_S: Final = 1e-3
-_LONGEST_NAP_S: Final = 0.05
 
 
 class Group:
@@ -219,43 +216,6 @@ def closed_on_error(*groups: Group) -> Iterator[None]:
 def _stop(backend: Any, how: str) -> None:
     """Calls ``abort`` or ``shutdown``; before torch 2.6 both were ``_shutdown``."""
     getattr(backend, how, getattr(backend, "_shutdown", lambda: None))()
-
-
-def await_keys(
-    store: distributed_c10d.Store,
-    keys: list[str],
-    timeout_s: float,
-    lost: Callable[[], TransportError | None],
-) -> None:
-    """Waits until ``store`` has ``keys``; raises the error of ``lost``, or DistStoreError.
-
-    A store does not know that the rank is gone that was to set a key.
-    """
-    now_s = time.monotonic()
-    deadline_s, look_s = now_s + timeout_s, now_s + _LOOKS_EVERY.total_seconds()
-    nap_s = _SHORTEST_NAP_S
-    # Not store.wait in slices: c10d warns of every slice that ends.
-    while True:
-        try:
-            if store.check(keys):
-                return
-        except RuntimeError:
-            # The rank that is lost may be the store's host.
-            error = lost()
-            if error is not None:
-                raise error from None
-            raise
-        now_s = time.monotonic()
-        if now_s >= look_s:
-            look_s = now_s + _LOOKS_EVERY.total_seconds()
-            error = lost()
-            # It may have set them just now, and left.
-            if error is not None and not store.check(keys):
-                raise error
-        if now_s >= deadline_s:
-            raise dist.DistStoreError(f"{', '.join(keys)}: not set within {timeout_s:g} s")
-        time.sleep(min(nap_s, deadline_s - now_s))
-        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
 
 def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
