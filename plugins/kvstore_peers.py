@@ -57,7 +57,14 @@ class KVPeers:
         self._policy = ""
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
-        return self._pushpull(f"{key} {tensor.dtype} {tuple(tensor.shape)}", tensor)
+        return self._pushpull(_part(key, tensor), tensor)
+
+    def forget(self, tensor: torch.Tensor, key: str) -> None:
+        """Gives back what the store keeps for sums of such tensors; collective."""
+        name = f"{self._name}/{_part(key, tensor)}"
+        self._known.discard(name)
+        if hasattr(self._store, "delete"):
+            self._store.delete(name)
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
         self._packed[chunk.index] = packed
@@ -168,6 +175,10 @@ class KVPeers:
 
         self._store.start_push(key, tensor, pushed)
         return lambda timeout_s: ends.get(timeout=timeout_s)
+
+
+def _part(key: str, tensor: torch.Tensor) -> str:
+    return f"{key} {tensor.dtype} {tuple(tensor.shape)}"
 
 
 class _InTwoPipes:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from bytesched.bound import partition_seed_bytes
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.kvstore_pipes import chunks_on_their_way
@@ -19,6 +20,7 @@ from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.kvstore_optimizer import is_elementwise
 from bytesched.plugins.kvstore_peers import KVPeers
+from bytesched.plugins.kvstore_rate import push_bytes_per_s
 from bytesched.plugins.kvstore_state import hyperparameters_of
 from bytesched.plugins.kvstore_updates import StoreSession
 from bytesched.plugins.observing import observers_of
@@ -31,10 +33,11 @@ __all__ = ["attach", "begin", "why_plain"]
 
 log = logging.getLogger("bytesched")
 
-#: Small, because a value goes through two pipes, and waits for the whole of a chunk in between. Not
-#: chosen from a probe of the link: how long a push and its pull take in turn says nothing of chunks
-#: that follow one another, and made them two to four times as large as is best.
-_PARTITION_BYTES = 192 * 1024
+#: What a chunk costs beside its bytes: fitted to the sizes that were best where a worker pushed 15
+#: to 120 MB/s. Not measured before training: how long a push and its pull take in turn says little
+#: of chunks that follow one another.
+_OVERHEAD_S = 1e-4
+_PAGE_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 2**12, 2**16, 2**23
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -73,11 +76,11 @@ def attach(
         raise PluginError(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
-    config = _sized(config, getattr(store, "num_servers", 1))
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
     peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
     agree(statements(slots, optimizer, config), peers.rank, peers.gather_text)
+    config = _sized(config, slots, peers, max(getattr(store, "num_servers", 1), 1))
     peers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if getattr(store, "updates", False):
         return _in_store(optimizer, model, slots, peers, config)
@@ -126,10 +129,23 @@ def _in_store(
     return session
 
 
-def _sized(config: Config, servers: int) -> Config:
-    """``config`` with the sizes of chunks and windows that it leaves open."""
-    partition_bytes = config.partition_bytes or _PARTITION_BYTES
-    credit_bytes = config.credit_bytes or chunks_on_their_way(servers) * partition_bytes
+def _sized(config: Config, slots: list[Slot], peers: KVPeers, servers: int) -> Config:
+    """``config`` with the sizes of chunks and windows that it leaves open; collective."""
+    chunks = chunks_on_their_way(servers)
+    partition_bytes = config.partition_bytes
+    if not partition_bytes:
+        # A value passes two pipes, each with a window, and the second waits for whole chunks: the
+        # bound is T* + θN + 2(c + δ)/B + δ/B.
+        seed = partition_seed_bytes(
+            total_bytes=sum(slot.parameter.nbytes for slot in slots),
+            overhead_s=_OVERHEAD_S,
+            bytes_per_s=push_bytes_per_s(peers, servers),
+            credit_partitions=2 * chunks + 2,
+        )
+        # Whole pages: a kernel may round the tail of a chunk otherwise than its vectors.
+        whole_bytes = seed // _PAGE_BYTES * _PAGE_BYTES
+        partition_bytes = min(max(whole_bytes, _SMALLEST_BYTES), _LARGEST_BYTES)
+    credit_bytes = config.credit_bytes or chunks * partition_bytes
     return replace(
         config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
     )
