@@ -61,10 +61,10 @@ class KVPeers:
 
     def forget(self, tensor: torch.Tensor, key: str) -> None:
         """Gives back what the store keeps for sums of such tensors; collective."""
-        name = f"{self._name}/{_part(key, tensor)}"
-        self._known.discard(name)
         if hasattr(self._store, "delete"):
+            name = f"{self._name}/{_part(key, tensor)}"
             self._store.delete(name)
+            self._known.discard(name)
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
         self._packed[chunk.index] = packed

@@ -98,7 +98,7 @@ def open_store(
         else None
     )
     worker = (
-        MPIKVStore(rank, len(workers), serving, timeout_s, updates=updates)
+        MPIKVStore(rank, len(workers), serving, timeout_s, updates=updates, staleness=staleness)
         if rank in workers
         else None
     )

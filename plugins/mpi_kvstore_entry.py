@@ -35,6 +35,10 @@ class Spare:
         free = self._free.setdefault((like.numel(), like.dtype), [])
         return free.pop() if free else torch.empty_like(like)
 
+    def drop(self, like: torch.Tensor) -> None:
+        """No buffers for as many elements, until some are kept again."""
+        self._free.pop((like.numel(), like.dtype), None)
+
     def keep(self, buffer: torch.Tensor) -> None:
         """``buffer`` is not used any more."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)

@@ -77,6 +77,7 @@ class Server:
     def serve(self, loop: Loop, transfer: Transfer) -> None:
         """What to answer through."""
         self._loop = loop
+        self._forget = transfer.forget
         self._arrivals = Arrivals(self._workers, transfer, self._spare, self._received)
         self._answers = [Answers(rank, transfer) for rank in self._workers]
 
@@ -172,7 +173,10 @@ class Server:
         )
 
     def _delete(self, worker: int, message: Message) -> None:
-        self._entries.pop(message.key, None)
+        # All workers have met: nothing of it is under way.
+        if (entry := self._entries.pop(message.key, None)) is not None:
+            self._spare.drop(entry.value)
+        self._forget(message.key)
         self._done(worker, message)
 
     def _set_optimizer(self, worker: int, message: Message) -> None:

@@ -122,9 +122,12 @@ class OneSided:
         self._read(server, message.offset, memory, then)
 
     def forget(self, key: int) -> None:
-        for place in [place for place in self._places if place[0] == key]:
+        for place in reversed([place for place in self._places if place[0] == key]):
             offset, size = self._places.pop(place)
-            self._free.setdefault(size, []).append(offset)
+            if offset + size == self._next:
+                self._next = offset
+            else:
+                self._free.setdefault(size, []).append(offset)
 
     def release(self) -> None:
         if MPI.Is_finalized():

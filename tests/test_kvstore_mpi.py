@@ -46,6 +46,10 @@ def test_training_equals_one_process_on_the_joined_batch() -> None:
         {"servers": 1, "updates": True},
         {"servers": 0, "updates": True},
         {"servers": 0, "transfer": "one-sided"},
+        {"servers": 1, "measured": True},
+        # Room for the model, and for what the rate is measured with, once.
+        {"servers": 1, "measured": True, "transfer": "one-sided", "window_bytes": 5 * 2**19},
+        {"servers": 0, "measured": True, "transfer": "one-sided"},
     ]
     code, output = mpirun(3, "kv_training.py", json.dumps(ways))
     assert code == 0, output

@@ -9,6 +9,7 @@ import torch
 from test_kvstore import together
 
 from bytesched.config import Config
+from bytesched.errors import PluginError
 from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore_pipes import chunks_on_their_way
 from bytesched.plugins import kvstore_training
@@ -67,10 +68,22 @@ def test_chunks_of_any_store_have_a_sensible_size(monkeypatch: pytest.MonkeyPatc
 def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(monkeypatch, 0.0, partition_bytes=8192) == (8192, 2 * 8192)
     assert sizes(monkeypatch, 1e9, credit_bytes=8192) == (8192, 8192)
+    assert sizes(monkeypatch, 1e9, credit_bytes=9000) == (8192, 9000)
+    assert sizes(monkeypatch, 1e9, credit_bytes=900) == (900, 900)
+
+
+def test_a_store_whose_pulls_are_stale_is_refused() -> None:
+    class Stale(LocalKVStore):
+        staleness = 1
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PluginError, match="staleness = 1: its pulls answer before"):
+        kvstore_training.attach(optimizer, model, Stale(), Config(timeout_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_workers_measure_one_rate_and_leave_nothing_in_the_store(servers: int) -> None:
+def test_workers_measure_one_rate_and_delete_the_probes(servers: int) -> None:
     kept: list[set[Key]] = [set(), set()]
 
     class Watched:
@@ -99,3 +112,25 @@ def test_workers_measure_one_rate_and_leave_nothing_in_the_store(servers: int) -
     first, second = together(measure)
     assert first == second > 0
     assert not any("probe" in str(key) for keys in kept for key in keys)
+
+
+def test_a_store_that_keeps_its_keys_can_be_measured_twice() -> None:
+    class Keeping:
+        """A worker's view of a store that cannot delete."""
+
+        def __init__(self, view: LocalKVStore) -> None:
+            self._view = view
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "delete":
+                raise AttributeError(name)
+            return getattr(self._view, name)
+
+    views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
+
+    def measure(rank: int) -> list[float]:
+        peers = KVPeers(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
+        return [push_bytes_per_s(peers, 1) for _ in range(2)]
+
+    first, second = together(measure)
+    assert first == second

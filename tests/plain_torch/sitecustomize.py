@@ -6,10 +6,19 @@ interpreter's lock for it. If the interpreter has ended by then, it aborts the p
 alone reads that context: without it there is nothing to drop.
 """
 
+from typing import Any
+
 import torch
 
 STASH, REMOVE = "_stash_obj_in_tls", "_remove_obj_from_tls"
 
-if hasattr(torch._C, STASH) and hasattr(torch._C, REMOVE):
-    setattr(torch._C, STASH, lambda _key, _value: None)
-    setattr(torch._C, REMOVE, lambda _key: None)
+
+def without_context(call: Any) -> Any:
+    """``call``, but for the key "context"."""
+    return lambda key, *value: None if key == "context" else call(key, *value)
+
+
+for name in (STASH, REMOVE):
+    # Other versions of torch may have none of this, and then need none.
+    if hasattr(torch._C, STASH) and hasattr(torch._C, REMOVE):
+        setattr(torch._C, name, without_context(getattr(torch._C, name)))
