@@ -204,6 +204,9 @@ class _Silent:
     def receive(self, buffer: Any, rank: int, tag: int, then: Callable[[], None]) -> None:
         then()
 
+    def forget(self, key: int) -> None:
+        pass
+
     def take(self, rank: int, message: Message, memory: Any, then: Callable[[], None]) -> None:
         self.taken.append((message.key, rank))
         self.ends.append(then)
