@@ -19,6 +19,8 @@ LIMIT_S = 110.0
 #: how long a launcher may go on after its last rank; Open MPI's now and then never ends when it
 #: was to outlive one
 ALONE_S = 5.0
+#: seen so often in a row without a rank, a launcher hangs
+LOOKS = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Implementation:
             stderr=subprocess.STDOUT,
         ) as run:
             left: dict[int, str] = {}
+            alone = 0
             for _ in range(round(LIMIT_S / ALONE_S)):
                 before = left
                 try:
@@ -57,7 +60,8 @@ class Implementation:
                     return run.returncode, output.decode(errors="replace")
                 except subprocess.TimeoutExpired:
                     left = _ranks(run.pid)
-                if before and not left and set(self.outlive) <= set(flags):
+                alone = 0 if left else alone + 1
+                if alone == LOOKS or (before and alone and set(self.outlive) <= set(flags)):
                     # Its ranks have ended, and said what they saw.
                     run.kill()
             told = _why_stuck(run, left)
