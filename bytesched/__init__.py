@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from bytesched.config import ConfigFields
-    from bytesched.kvstore import KVStore
-    from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+    from bytesched.kvstore.protocol import KVStore
+    from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 
 __version__ = "0.1.0"
 

@@ -29,16 +29,20 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("bytesched.run", "run a training script unchanged, but scheduled", True),
+    "run": Command("bytesched.run.command", "run a training script unchanged, but scheduled", True),
     "bench": Command(
-        "bytesched.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
+        "bytesched.bench.command", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
-    "wave": Command("bytesched.plugins.wave.command", "measure training in waves"),
+    "wave": Command("bytesched.plugins.bench.wave_command", "measure training in waves"),
     "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
-    "trace": Command("bytesched.timeline", "merge the timelines of all ranks, or sum them up"),
+    "trace": Command(
+        "bytesched.trace.timeline", "merge the timelines of all ranks, or sum them up"
+    ),
     "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),
-    "report": Command("bytesched.report", "draw timelines and measurements"),
-    "doctor": Command("bytesched.doctor", "check versions, backends, ranks and the network"),
+    "report": Command("bytesched.report.command", "draw timelines and measurements"),
+    "doctor": Command(
+        "bytesched.doctor.command", "check versions, backends, ranks and the network"
+    ),
 }
 
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
+from bytesched.link.sizes import Probe
 from bytesched.policy import policy_names
-from bytesched.sizes import Probe
 from bytesched.values import parse_size
 
 __all__ = [

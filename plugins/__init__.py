@@ -41,7 +41,7 @@ def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) 
     # What is wrong with it is known before the first collective, on every rank.
     find_tuner(config)
     if model is None and type(optimizer).__module__.split(".")[0] == "mxnet":
-        from bytesched.plugins import mxnet
+        from bytesched.plugins.mxnet import begin as mxnet
 
         return mxnet.begin(optimizer, config)
     if model is None and all(hasattr(optimizer, name) for name in ("init", "push", "pull")):
@@ -58,15 +58,15 @@ def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) 
         raise PluginError("this optimizer is wrapped already; unwrap it first")
     session: Wrapped | None
     if kvstore is not None:
-        from bytesched.plugins import kvstore_training
+        from bytesched.plugins.kvstore.training import begin as kvstore_training
 
         session = kvstore_training.begin(optimizer, model, kvstore, config)
     elif _is_horovod(optimizer):
-        from bytesched.plugins import horovod
+        from bytesched.plugins.horovod import optimizer as horovod
 
         session = horovod.begin(optimizer, model, config)
     else:
-        from bytesched.plugins import ddp
+        from bytesched.plugins.c10d import ddp
 
         others = [other for _, other in _wrapped.values()]
         session = ddp.begin(optimizer, model, config, others, is_configured=bool(fields))
@@ -87,11 +87,11 @@ def _wrap_store(store: Any, config: Config) -> Any:
     if not config.enabled:
         log.info("left as it was: enabled is off")
         return store
-    from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+    from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 
     observers = Observers()
     if config.timeline:
-        from bytesched.timeline import Timeline
+        from bytesched.trace.timeline import Timeline
 
         # Nothing but the store connects the workers: each host's own clock has to do.
         observers = Observers([Timeline(config.timeline, rank=store.rank, clock_offset_ns=0)])
@@ -102,7 +102,7 @@ def _scheduled_store(x: Any) -> Any:
     """The scheduled store that ``x`` is, or that a trainer of Gluon trains through, or None."""
     settings = getattr(x, "_kvstore_params", None)
     store = settings["kvstore"] if isinstance(settings, dict) else x
-    kinds = (("scheduled_kvstore", "ScheduledKVStore"), ("mxnet_store", "ScheduledMXNetStore"))
+    kinds = (("kvstore.scheduled", "ScheduledKVStore"), ("mxnet.store", "ScheduledMXNetStore"))
     for name, kind in kinds:
         module = sys.modules.get(f"bytesched.plugins.{name}")
         if module is not None and isinstance(store, getattr(module, kind)):

@@ -20,7 +20,7 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
-from bytesched.plugins.c10d import open_gloo
+from bytesched.plugins.c10d.group import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
 

@@ -178,7 +178,7 @@ class Script:
 
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the warm-up is about to measure the link."""
-        kind: Any = importlib.import_module("bytesched.plugins.warmup").WarmUp
+        kind: Any = importlib.import_module("bytesched.plugins.session.warmup").WarmUp
         real = kind._choose_sizes
 
         def watched(*args: Any) -> Any:

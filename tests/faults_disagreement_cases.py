@@ -69,7 +69,7 @@ def one_does_not_wrap(who: int, timeout_s: float) -> None:
 
 def dies_in_wrap(victim: int, timeout_s: float) -> None:
     """Rank `victim` dies when it should take part in the broadcast of a plain module."""
-    ddp: Any = importlib.import_module("bytesched.plugins.ddp")
+    ddp: Any = importlib.import_module("bytesched.plugins.c10d.ddp")
     model = net()
     if dist.get_rank() == victim:
         ddp.broadcast = lambda *_: FAULTS["kill"]()

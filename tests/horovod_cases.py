@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
-from bytesched.contracts import TransportContract
 from bytesched.plugins.horovod import ScheduledOptimizer
-from bytesched.plugins.horovod_peers import HorovodPeers
-from bytesched.plugins.packing import Packer
-from bytesched.plugins.plan import Plan, Slot
-from bytesched.plugins.streams import Streams
+from bytesched.plugins.horovod.peers import HorovodPeers
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.session.streams import Streams
 from bytesched.task import CommTask
-from bytesched.testing import PluginContract, TrainingRun
+from bytesched.testing import PluginContract, TrainingRun, TransportContract
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
 

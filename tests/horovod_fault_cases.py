@@ -17,7 +17,7 @@ from torch import Tensor
 from training import adamw
 
 import bytesched
-from bytesched.plugins.horovod_peers import HorovodPeers
+from bytesched.plugins.horovod.peers import HorovodPeers
 
 STEPS = 6
 FAULT_STEP = 3

@@ -20,12 +20,13 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
-from bytesched.plugins import kvstore_training, mpi_kvstore
+from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
+from bytesched.plugins.kvstore.training import begin as kvstore_training
+from bytesched.plugins.mpi_kvstore import opening as mpi_kvstore
+from bytesched.plugins.mpi_kvstore.loop import Message, Op
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
-from bytesched.plugins.mpi_kvstore_loop import Message, Op
-from bytesched.plugins.mpi_kvstore_server import Server
-from bytesched.plugins.mpi_kvstore_service import Answers
-from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+from bytesched.plugins.mpi_kvstore.server.server import Server
+from bytesched.plugins.mpi_kvstore.server.service import Answers
 
 TIMEOUT_S = 30.0
 

@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 from bytesched.config import Config
 from bytesched.kvstore import Key, KVStore
-from bytesched.kvstore_contract import KVStoreContract
+from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.mpi_kvstore import open_store
-from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+from bytesched.testing import KVStoreContract
 
 
 class Suite(KVStoreContract):

@@ -12,9 +12,9 @@ from mpi4py import MPI
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.plugins import kvstore_training
-from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_rate import push_bytes_per_s
+from bytesched.plugins.kvstore.training import begin as kvstore_training
+from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.mpi_kvstore import open_store
 
 STEPS = 8

@@ -10,7 +10,7 @@ from training import Job
 
 import bytesched.plugins as plugins
 from bytesched.config import Config
-from bytesched.plugins import session as sessions
+from bytesched.plugins.session import session as sessions
 from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word, find_tuner
 
 SIZES = (64, 96, 256, 1000, 4096)

@@ -16,7 +16,7 @@ from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 import bytesched
 from bytesched import plugins
-from bytesched.watch import watch
+from bytesched.run.watch import watch
 
 Case = Callable[[Job], None]
 
@@ -383,7 +383,7 @@ def _job(kind: type[Job], case: Case, *, wrapped: bool) -> Job:
 
 def _forget() -> None:
     """As at the end of a script."""
-    from bytesched.plugins import intercept, watched
+    from bytesched.plugins.script import intercept, watched
 
     intercept._at_exit()
     for session in plugins._sessions(None):

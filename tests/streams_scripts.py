@@ -17,9 +17,9 @@ from torch import nn
 from training import STEPS, adamw, mlp
 
 from bytesched.config import Config
-from bytesched.plugins import ddp
-from bytesched.plugins.session import Session
-from bytesched.plugins.streams import CudaStreams, Streams
+from bytesched.plugins.c10d import ddp
+from bytesched.plugins.session.session import Session
+from bytesched.plugins.session.streams import CudaStreams, Streams
 from bytesched.task import CommTask
 
 #: What happened, and to whom: a chunk, the updated parameters, or nobody in particular.
@@ -186,7 +186,7 @@ def attached_over(
         return streams() if streams is Streams else streams(device, fail)  # type: ignore[call-arg]
 
     with (
-        mock.patch("bytesched.plugins.hooked.streams_for", made),
+        mock.patch("bytesched.plugins.session.hooked.streams_for", made),
         attached(optimizer, model, partition_bytes=256, credit_bytes=512) as session,
     ):
         if isinstance(session._streams, (RecordingStreams, PlacedStreams)):

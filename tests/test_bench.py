@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched import bench
-from bytesched.bench_systems import SYSTEMS, parse_systems
-from bytesched.bench_table import add_figures, table
+from bytesched.bench import command as bench
+from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
+from bytesched.bench.systems import SYSTEMS, parse_systems
+from bytesched.bench.table import add_figures, table
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import ConfigError
-from bytesched.plugins import emulate
-from bytesched.plugins.bench_models import REAL, Workload, build
-from bytesched.plugins.compute_times import measure_compute, record_profile
-from bytesched.profile import Profile, load_profile, parse_profile, shipped_profiles
+from bytesched.plugins.bench.workloads import emulated as emulate
+from bytesched.plugins.bench.workloads.compute import measure_compute, record_profile
+from bytesched.plugins.bench.workloads.models import REAL, Workload, build
 
 TINY = {
     "name": "tiny",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from horovod_ranks import why_missing
 
-from bytesched import bench, lab_mpi
-from bytesched.bench_table import add_figures, opponents, table
+from bytesched.bench import command as bench
+from bytesched.bench.table import add_figures, opponents, table
 from bytesched.errors import ConfigError, PluginError
-from bytesched.lab import Lab
+from bytesched.lab import mpi as lab_mpi
+from bytesched.lab.hosts import Lab
 
 # Every block of Horovod starts processes, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(240)
@@ -81,7 +82,7 @@ def test_mpi_starts_ranks_itself_and_needs_its_mpirun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--systems", "horovod", "--controller", "mpi"]
-    monkeypatch.setattr("bytesched.lab_mpi.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert "needs mpirun" in capsys.readouterr().err
@@ -97,7 +98,7 @@ def test_without_horovod_it_says_what_to_install(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "bytesched.bench.importlib.util.find_spec",
+        "bytesched.bench.command.importlib.util.find_spec",
         lambda name: None if name == "horovod" else real(name),
     )
     with pytest.raises(SystemExit):
@@ -109,14 +110,14 @@ def test_another_mpi_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho Intel MPI\n")
     other.chmod(0o755)
-    monkeypatch.setattr("bytesched.lab_mpi.shutil.which", lambda *_, **__: str(other))
+    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: str(other))
     with pytest.raises(ConfigError, match="is not Open MPI"):
         lab_mpi.find_mpirun()
 
 
 @needs_gloo
 def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
-    from bytesched.plugins.bench_horovod import Settings, split_options
+    from bytesched.plugins.bench.systems.horovod import Settings, split_options
 
     settings, left = split_options({"fusion_mb": "0.5", "cycle_ms": "2", "policy": "fifo"})
     assert left == {"policy": "fifo"}
@@ -133,7 +134,7 @@ def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
 
 @needs_gloo
 def test_the_sweep_finds_the_best_and_distrusts_one_lucky_measurement() -> None:
-    from bytesched.plugins.bench_horovod import Settings, sweep
+    from bytesched.plugins.bench.systems.horovod import Settings, sweep
 
     asked: list[Settings] = []
 
@@ -155,7 +156,7 @@ def test_the_sweep_finds_the_best_and_distrusts_one_lucky_measurement() -> None:
 
 @needs_gloo
 def test_the_autotuners_log() -> None:
-    from bytesched.plugins.bench_horovod import Settings, read_autotune_log
+    from bytesched.plugins.bench.systems.horovod import Settings, read_autotune_log
 
     tried = "0,0,0, 0,5,4,90.5\n0,0,0, 1,50,32,120.25\n"
     decided = "0,0,0, 1,7.123,13.456,110\n"

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched import bench
-from bytesched.bench_systems import KVSTORE_SYSTEMS
-from bytesched.bench_table import add_figures, opponents, table
-from bytesched.bound import store_bytes_per_s
+from bytesched.bench import command as bench
+from bytesched.bench.systems import KVSTORE_SYSTEMS
+from bytesched.bench.table import add_figures, opponents, table
 from bytesched.errors import SchedulerTimeout
 from bytesched.kvstore import Ended
-from bytesched.plugins.systems_kvstore import set_up_store
+from bytesched.link.bound import store_bytes_per_s
+from bytesched.plugins.bench.systems.servers import set_up_store
 
 needs_mpi = pytest.mark.skipif(
     not (Path(sys.executable).parent / "mpirun").exists()

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from bytesched.bound import (
+from bytesched.link.bound import (
     Gradient,
     Layer,
     gradients,

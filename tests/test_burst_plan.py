@@ -39,7 +39,7 @@ from bytesched.burst.picture import draw_run
 from bytesched.burst.planfile import load_plan
 from bytesched.burst.search import fastest_plan
 from bytesched.errors import ConfigError
-from bytesched.trace import Span, Trace
+from bytesched.trace.reading import Span, Trace
 
 ROOT = Path(__file__).parents[1]
 BATCH = 4

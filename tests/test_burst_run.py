@@ -19,11 +19,11 @@ from bytesched.burst import command
 from bytesched.burst.cost import Place, PlacedBranches
 from bytesched.burst.graph import Branches, Layer, layers_of, load_graph
 from bytesched.errors import BackgroundError, PluginError
+from bytesched.plugins.bench.systems.burst import scaled
+from bytesched.plugins.bench.workloads.device import Device, emulated_model
 from bytesched.plugins.burst import Background, Branched, plan_for, record, structure
-from bytesched.plugins.burst.bench_rank import scaled
-from bytesched.plugins.burst.emulated import Device, emulated_model
-from bytesched.timeline import trace_name
-from bytesched.trace import merge_traces, read_traces
+from bytesched.trace.reading import merge_traces, read_traces
+from bytesched.trace.timeline import trace_name
 
 WAIT_S = 20.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytesched.bound import Layer, gradients, optimum_s, schedule_bound_s
+from bytesched.link.bound import Layer, gradients, optimum_s, schedule_bound_s
 from bytesched.policy import Fifo, Policy, Priority
 from bytesched.testing import SimulatedIteration, simulate
 

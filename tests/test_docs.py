@@ -9,7 +9,7 @@ import pytest
 
 from bytesched import cli
 from bytesched.config import FIELDS
-from bytesched.plugin_contract import STATS
+from bytesched.testing import STATS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(

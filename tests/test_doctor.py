@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bytesched import checks, doctor, trials
-from bytesched.checks import Check
+from bytesched.doctor import checks
+from bytesched.doctor import command as doctor
+from bytesched.doctor import probes as trials
+from bytesched.doctor.checks import Check
 
 
 def _only(found: list[Check], name: str) -> Check:

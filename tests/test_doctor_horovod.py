@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bytesched import doctor, horovod_checks, trials
-from bytesched.checks import Check
+from bytesched.doctor import command as doctor
+from bytesched.doctor import horovod as horovod_checks
+from bytesched.doctor import probes as trials
+from bytesched.doctor.checks import Check
 
 if TYPE_CHECKING:
     from horovod_ranks import HorovodRanks

@@ -20,11 +20,11 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
-from bytesched.kvstore_contract import KVStoreContract
-from bytesched.kvstore_pipes import chunks_on_their_way
+from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
-from bytesched.plugins import kvstore_training
-from bytesched.plugins.scheduled_kvstore import ScheduledKVStore
+from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
+from bytesched.plugins.kvstore.training import begin as kvstore_training
+from bytesched.testing import KVStoreContract
 
 TIMEOUT_S = 20.0
 TESTS = sorted(name for name in dir(KVStoreContract) if name.startswith("test_"))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.mpi_kvstore_meetings import Meetings
+from bytesched.plugins.mpi_kvstore.server.meetings import Meetings
 
 
 def test_all_come_to_do_the_same() -> None:

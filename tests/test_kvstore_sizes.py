@@ -11,10 +11,10 @@ from test_kvstore import together
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.kvstore import Key, LocalKVStore
-from bytesched.kvstore_pipes import chunks_on_their_way
-from bytesched.plugins import kvstore_training
-from bytesched.plugins.kvstore_peers import KVPeers
-from bytesched.plugins.kvstore_rate import push_bytes_per_s
+from bytesched.kvstore.pipes import chunks_on_their_way
+from bytesched.plugins.kvstore.training import begin as kvstore_training
+from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 
 TIMEOUT_S = 20.0
 PAGE_BYTES = 4096

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bytesched.errors import ConfigError
-from bytesched.lab import Lab, LabError, parse_rate
+from bytesched.lab.hosts import Lab, LabError, parse_rate
 
 RECEIVER = """
 import socket, time
@@ -31,7 +31,7 @@ with socket.create_connection((sys.argv[1], 5001), timeout=float(sys.argv[2])) a
 """
 ORPHAN = """
 import subprocess, sys, time
-from bytesched.lab import Lab
+from bytesched.lab.hosts import Lab
 lab = Lab(2).__enter__()
 processes = [lab.launch(host, ["sleep", "60"]) for host in range(2)]
 time.sleep(0.3)
@@ -91,7 +91,7 @@ def test_a_wrong_number_of_hosts_is_refused(hosts: int) -> None:
 
 
 def test_without_the_tools_the_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytesched.lab.shutil.which", lambda tool: None)
+    monkeypatch.setattr("bytesched.lab.hosts.shutil.which", lambda tool: None)
     with Lab(2) as lab:
         assert not lab.shaped
         assert lab.addresses == ["127.0.0.1", "127.0.0.1"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bytesched.observe import Observers
-from bytesched.plugins.meter import Meter
+from bytesched.plugins.session.meter import Meter
 
 
 def steps(crossing_bytes: int, count: int) -> Meter:

@@ -11,9 +11,9 @@ import pytest
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.plugins import mxnet_order
-from bytesched.plugins.mxnet_order import Orders, Told
-from bytesched.plugins.mxnet_urgency import Urgency
+from bytesched.plugins.mxnet import order as mxnet_order
+from bytesched.plugins.mxnet.order import Orders, Told
+from bytesched.plugins.mxnet.urgency import Urgency
 from bytesched.task import CommTask
 
 WAIT_S = 20.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import bytesched
-from bytesched.checks import OPTIONAL
+from bytesched.doctor.checks import OPTIONAL
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,32 +19,31 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {
-    "bytesched": "bytesched",
-    "bytesched.burst": "bytesched/burst",
-    "bytesched.plugins": "plugins",
-    "bytesched.plugins.burst": "plugins/burst",
-    "bytesched.plugins.wave": "plugins/wave",
-    "bytesched.tuning": "tuning",
+
+#: every public name, by module; no release may lose one
+PUBLIC = {
+    "bytesched": list(bytesched.__all__),
+    "bytesched.contracts": ["Contract", "TransportContract"],
+    "bytesched.kvstore": ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"],
+    "bytesched.kvstore_contract": ["KVStoreContract"],
+    "bytesched.plugins": ["flush", "stats", "unwrap", "wrap"],
+    "bytesched.plugins.burst": ["Background", "Branched", "Burst", "plan_for", "record"],
+    "bytesched.plugins.horovod": ["ScheduledOptimizer"],
+    "bytesched.plugins.mpi_kvstore": ["MPIKVStore", "open_store"],
+    "bytesched.plugins.wave": ["ActivationMemory", "ModelWaves", "TickTock"],
+    "bytesched.testing": [
+        *("STATS", "Contract", "FakeTransport", "FaultPlan", "KVStoreContract", "LinkTransport"),
+        *("ManualClock", "PluginContract", "SimulatedIteration", "TrainingRun"),
+        *("TransportContract", "simulate"),
+    ],
 }
+#: that of an extra which may be missing here
+NEEDS = {"bytesched.plugins.horovod": "horovod", "bytesched.plugins.mpi_kvstore": "mpi4py"}
 
 
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_build_table_holds_every_package(project: dict[str, Any]) -> None:
-    found = {
-        str(init.parent.relative_to(ROOT))
-        for folder in FOLDERS.values()
-        for init in (ROOT / folder).rglob("__init__.py")
-        if not any(parent.is_symlink() for parent in init.parents)
-    }
-    setuptools = project["tool"]["setuptools"]
-    assert found == set(FOLDERS.values())
-    assert setuptools["package-dir"] == FOLDERS
-    assert set(setuptools["packages"]) == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", ["plugins", "tuning"])
@@ -55,25 +54,66 @@ def test_link_points_home(name: str) -> None:
     assert link.resolve() == ROOT / name
 
 
-def _package_of(path: Path) -> str:
-    """The folder of the innermost package around a file."""
-    folders = [ROOT / folder for folder in FOLDERS.values()]
-    return str(next(p for p in path.parents if p in folders).relative_to(ROOT))
+def _run(*command: Path | str, **options: Any) -> None:
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, **options
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_every_file_beside_the_code_is_packaged(project: dict[str, Any]) -> None:
-    data = project["tool"]["setuptools"]["package-data"]
-    for package, folder in FOLDERS.items():
-        wanted = {
-            path
-            for path in (ROOT / folder).rglob("*")
-            if path.is_file()
-            and path.suffix not in {".py", ".pyc"}
-            and not any(parent.is_symlink() for parent in path.parents)
-            and _package_of(path) == folder
-        }
-        packaged = {p for glob in data.get(package, []) for p in (ROOT / folder).glob(glob)}
-        assert wanted == packaged, package
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What is installed from the wheel of this tree, and from the one of its source archive."""
+    folder = tmp_path_factory.mktemp("built")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    _run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    [source] = folder.glob("*.tar.gz")
+    again = folder / "again"
+    _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", again, source)
+    installed = {}
+    for name, wheel in (("wheel", next(folder.glob("*.whl"))), ("sdist", next(again.glob("*")))):
+        installed[name] = folder / name
+        _run(*pip, "install", "--no-deps", "--target", installed[name], wheel)
+    return installed
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_every_file_is_installed(built: dict[str, Path], kind: str) -> None:
+    homes = {"bytesched": "bytesched", "plugins": "bytesched/plugins", "tuning": "bytesched/tuning"}
+    wanted = {
+        f"{home}/{path.relative_to(ROOT / folder)}"
+        for folder, home in homes.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    found = {
+        str(path.relative_to(built[kind]))
+        for path in (built[kind] / "bytesched").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_there_once_installed(
+    built: dict[str, Path], kind: str, module: str, tmp_path: Path
+) -> None:
+    if module in NEEDS:
+        pytest.importorskip(NEEDS[module])
+    names = ", ".join(PUBLIC[module])
+    code = f"import bytesched; print(bytesched.__file__)\nfrom {module} import {names}"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(built[kind])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).is_relative_to(built[kind])
 
 
 def test_core_depends_on_nothing(project: dict[str, Any]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from bytesched import timeline_picture
 from bytesched.errors import PluginError
-from bytesched.iteration_view import IterationView, view_iteration
-from bytesched.report import draw_bench, draw_iteration, draw_timeline, main
-from bytesched.timeline import Timeline
-from bytesched.trace import Trace, read_traces
+from bytesched.report import timeline as timeline_picture
+from bytesched.report.command import draw_bench, draw_iteration, draw_timeline, main
+from bytesched.report.iteration_view import IterationView, view_iteration
+from bytesched.trace.reading import Trace, read_traces
+from bytesched.trace.timeline import Timeline
 
 MS = 1_000_000
 LAYERS = 6
@@ -235,7 +235,7 @@ def test_without_matplotlib_the_message_names_the_extra(
 
 
 def test_importing_needs_neither_matplotlib_nor_torch() -> None:
-    modules = "bytesched.report, bytesched.timeline, sys"
+    modules = "bytesched.report.command, bytesched.trace.timeline, sys"
     heavy = "{'matplotlib', 'numpy', 'torch'} & set(sys.modules)"
     command = [sys.executable, "-c", f"import {modules}; assert not {heavy}, {heavy}"]
     subprocess.run(command, check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bytesched.after_import import after_import
+from bytesched.run.after_import import after_import
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.plugins.owners import compiled_around, owners_of, parameter_ids
+from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
 
 
 class Unfinished(nn.Module):

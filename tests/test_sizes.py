@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.sizes import Probe, chosen_sizes, probe_sizes
+from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
 
 MIB = 2**20
 

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import DistStoreError
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins import store_keys
-from bytesched.plugins.store_keys import await_keys
+from bytesched.plugins.c10d import keys as store_keys
+from bytesched.plugins.c10d.keys import await_keys
 
 TIMEOUT_S = 60.0
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 from bytesched.errors import PluginError
-from bytesched.plugins.pending import LazyGrad
-from bytesched.plugins.streams import CudaStreams, Streams, streams_for
+from bytesched.plugins.proxies.pending import LazyGrad
+from bytesched.plugins.session.streams import CudaStreams, Streams, streams_for
 from bytesched.task import CommTask
 
 pytestmark = pytest.mark.procs

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from bytesched.errors import ConfigError
-from bytesched.intervals import covered, subtract, union
-from bytesched.lanes import Track
 from bytesched.observe import Observers
-from bytesched.timeline import Timeline, main
-from bytesched.trace import ANCHOR, merge_traces, read_traces
-from bytesched.tracefile import PAGE_BYTES, TraceFile, load_events
+from bytesched.trace.file import PAGE_BYTES, TraceFile, load_events
+from bytesched.trace.intervals import covered, subtract, union
+from bytesched.trace.lanes import Track
+from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
+from bytesched.trace.timeline import Timeline, main
 
 MS = 1_000_000
 
@@ -405,7 +405,7 @@ def test_it_is_an_observer(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, time
-from bytesched.timeline import Timeline
+from bytesched.trace.timeline import Timeline
 timeline = Timeline(sys.argv[1], rank=0)
 print("go", flush=True)
 for step in range(10**9):

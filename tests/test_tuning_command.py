@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from test_tuning_memory import DONE, RUNNING
 
-from bytesched import cli, report
+from bytesched import cli
+from bytesched.report import command as report
 from bytesched.tunable import Setting
-from bytesched.tunefile import Trial, TuningFile
 from bytesched.tuning.command import KILLED
+from bytesched.tuning.file import Trial, TuningFile
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.progress import summary
 

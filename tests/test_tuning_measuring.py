@@ -9,8 +9,8 @@ import torch
 from fake_cuda import WORK_S, fake_cuda
 
 from bytesched.observe import Observers
-from bytesched.plugins.retuning import Retuning
-from bytesched.plugins.streams import CudaStreams, Streams
+from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.streams import CudaStreams, Streams
 from bytesched.tunable import RunFacts, Setting, Steps, Word
 
 UNTUNED = Setting(1 << 20, 2 << 20)

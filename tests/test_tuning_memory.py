@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.tunable import Setting
-from bytesched.tunefile import Fingerprint, Trial, TuningFile
+from bytesched.tuning.file import Fingerprint, Trial, TuningFile
 from bytesched.tuning.memory import Memory, cache_folder
 
 MIB = 1 << 20

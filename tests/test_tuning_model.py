@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tuning_cluster import Cluster, exact_step_s
 
-from bytesched.sizes import Probe
+from bytesched.link.sizes import Probe
 from bytesched.tunable import Recording, Send, Setting
 from bytesched.tuning.fit import Link, fit_link, fit_probes, with_sends
 from bytesched.tuning.model import IterationModel, median_recording, seed_bytes, seeded_space

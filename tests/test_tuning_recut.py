@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched.plugins.pending import is_held
+from bytesched.plugins.proxies.pending import is_held
 from bytesched.tunable import Setting
 
 WIDTH = 8

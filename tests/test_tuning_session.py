@@ -20,10 +20,10 @@ from torch import nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched import tunefile
-from bytesched.plugins import session as sessions
+from bytesched.plugins.session import session as sessions
 from bytesched.tunable import Recording, RunFacts, Steps, Word
-from bytesched.tunefile import TuningFile
+from bytesched.tuning import file as tunefile
+from bytesched.tuning.file import TuningFile
 from bytesched.tuning.online import OnlineTuner, tuner_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bytesched.plugins.wave.command import main, table
+from bytesched.plugins.bench.wave_command import main, table
 
 SHORT = ["--iterations", "2", "--warmup", "1", "--rounds", "1", "--compute-scale", "0.02"]
 

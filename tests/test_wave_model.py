@@ -21,9 +21,9 @@ from wave_model_cases import (
     user_error,
 )
 
-from bytesched.plugins.wave.cutting import balanced, layer_times_s
-from bytesched.plugins.wave.partition import Partition
-from bytesched.plugins.wave.routes import Cargo, sends, source, visits
+from bytesched.plugins.wave.partitions.cutting import balanced, layer_times_s
+from bytesched.plugins.wave.partitions.partition import Partition
+from bytesched.plugins.wave.partitions.routes import Cargo, sends, source, visits
 
 
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())

@@ -40,10 +40,10 @@ from wave_cases import (
 
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.wave import ActivationMemory, TickTock
-from bytesched.plugins.wave.gradients import JoinedGradients
-from bytesched.plugins.wave.lanes import CudaLanes, Lanes
-from bytesched.plugins.wave.state import WaveStates
-from bytesched.plugins.wave.trial import Trial
+from bytesched.plugins.wave.ticktock.gradients import JoinedGradients
+from bytesched.plugins.wave.ticktock.state import WaveStates
+from bytesched.plugins.wave.ticktock.streams import CudaLanes, Lanes
+from bytesched.plugins.wave.ticktock.trial import Trial
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from bytesched.bound import gradients
+from bytesched.bench.profile import Profile, load_profile
+from bytesched.link.bound import gradients
+from bytesched.link.simulation import ManualClock, simulate
+from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
 from bytesched.policy import Fifo, named_policy
-from bytesched.profile import Profile, load_profile
-from bytesched.simulation import ManualClock, simulate
-from bytesched.sizes import Probe, chosen_sizes, probe_sizes
 from bytesched.tunable import KNOBS, Recording, RunFacts, Send, Setting, Steps, Tuner, Word
 from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.fit import Link

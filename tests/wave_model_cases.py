@@ -19,7 +19,7 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.senders import Senders
+from bytesched.plugins.wave.partitions.senders import Senders
 from bytesched.task import CommTask
 from bytesched.transport import Done
 

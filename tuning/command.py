@@ -15,7 +15,7 @@ from pathlib import Path
 from bytesched.config import LEAST_TUNE_STEPS, Config, child_environment
 from bytesched.errors import ConfigError
 from bytesched.tunable import find_tuner
-from bytesched.tunefile import TuningFile
+from bytesched.tuning.file import TuningFile
 from bytesched.tuning.memory import Memory, cache_folder
 from bytesched.tuning.progress import Progress, progress_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from bytesched.contracts import Contract
+from bytesched.testing.transport import Contract
 from bytesched.tunable import Setting
 from bytesched.tuning.search import Searcher
 from bytesched.tuning.space import Limits, Range, Space

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from bytesched.sizes import Probe
+from bytesched.link.sizes import Probe
 from bytesched.tunable import Send
 
 __all__ = ["Link", "fit_link", "fit_probes", "with_sends"]

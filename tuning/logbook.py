@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bytesched.tunable import Setting
-from bytesched.tunefile import Fingerprint, Trial, TuningFile
 from bytesched.tuning.controller import Adopted, Drifted, Report, Tried
+from bytesched.tuning.file import Fingerprint, Trial, TuningFile
 from bytesched.tuning.memory import Memory
 
 __all__ = ["Logbook"]

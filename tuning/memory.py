@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from bytesched.errors import ConfigError
-from bytesched.tunefile import Fingerprint, TuningFile
+from bytesched.tuning.file import Fingerprint, TuningFile
 
 __all__ = ["Memory", "cache_folder"]
 

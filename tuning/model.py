@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from bytesched.bound import partition_seed_bytes
+from bytesched.link.bound import partition_seed_bytes
+from bytesched.link.simulation import simulate
 from bytesched.policy import named_policy
-from bytesched.simulation import simulate
 from bytesched.tunable import Recording, RunFacts, Setting
 from bytesched.tuning.fit import Link
 from bytesched.tuning.space import Limits, Range, Space

@@ -14,8 +14,8 @@ import bytesched
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Recording, RunFacts, Setting, Steps, Word
-from bytesched.tunefile import Fingerprint, TuningFile
 from bytesched.tuning.controller import Controller, Pace, Report
+from bytesched.tuning.file import Fingerprint, TuningFile
 from bytesched.tuning.fit import Link, fit_probes, with_sends
 from bytesched.tuning.logbook import Logbook
 from bytesched.tuning.memory import Memory

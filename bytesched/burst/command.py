@@ -22,8 +22,8 @@ from bytesched.burst.picture import draw_plan, draw_run
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
-from bytesched.lab import parse_rate
-from bytesched.trace import read_traces
+from bytesched.lab.hosts import parse_rate
+from bytesched.trace.reading import read_traces
 
 __all__ = ["main"]
 

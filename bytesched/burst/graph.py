@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bytesched.bench.profile import Profile, parse_profile, profiles_in, read_profile
 from bytesched.errors import ConfigError
-from bytesched.profile import Profile, parse_profile, profiles_in, read_profile
 
 __all__ = [
     "Branches",

@@ -9,9 +9,9 @@ from typing import Any
 from bytesched.burst.compare import Point
 from bytesched.burst.cost import Task
 from bytesched.burst.search import Found
-from bytesched.intervals import Interval, clip, subtract
-from bytesched.picture import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.trace import Trace
+from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
+from bytesched.trace.intervals import Interval, clip, subtract
+from bytesched.trace.reading import Trace
 
 __all__ = ["draw_plan", "draw_run"]
 

@@ -14,13 +14,13 @@ from bytesched.burst.cost import Place
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
-from bytesched.plugins.agree import agree, statements
 from bytesched.plugins.burst.guarded import GuardedStore
-from bytesched.plugins.c10d import Group, closed_on_error, open_gloo
-from bytesched.plugins.c10d_peers import C10dPeers
-from bytesched.plugins.plan import Slot
-from bytesched.plugins.session import Session
-from bytesched.plugins.update import why_not_deferred
+from bytesched.plugins.c10d.group import Group, closed_on_error, open_gloo
+from bytesched.plugins.c10d.peers import C10dPeers
+from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.session import Session
 
 __all__ = ["SharedObserver", "broadcast_from", "made_on_all_ranks", "open_session"]
 

@@ -22,10 +22,10 @@ from bytesched.core import SchedulerCore
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.observe import Observers
 from bytesched.order import Leading
-from bytesched.plugins.c10d import Group
-from bytesched.plugins.c10d_peers import C10dPeers
-from bytesched.plugins.messages import Messages
-from bytesched.plugins.progress import Progress
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.messages import Messages
+from bytesched.plugins.c10d.peers import C10dPeers
+from bytesched.plugins.session.progress import Progress
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask

@@ -20,7 +20,6 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
-from bytesched.plugins.agree import agree, settings
 from bytesched.plugins.burst.background import Background
 from bytesched.plugins.burst.groups import (
     SharedObserver,
@@ -31,10 +30,11 @@ from bytesched.plugins.burst.groups import (
 from bytesched.plugins.burst.moves import Moves, samples_at
 from bytesched.plugins.burst.structure import check, end_of, items_of, layers_of
 from bytesched.plugins.burst.walk import Walk
-from bytesched.plugins.c10d import closed_on_error, open_group, store_of
-from bytesched.plugins.observing import observers_of
-from bytesched.plugins.session import Session
-from bytesched.plugins.unused_settings import warn_of_unused
+from bytesched.plugins.c10d.group import closed_on_error, open_group, store_of
+from bytesched.plugins.session.agree import agree, settings
+from bytesched.plugins.session.session import Session
+from bytesched.trace.observers import observers_of
+from bytesched.unused_settings import warn_of_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,8 +6,8 @@ In ``ModelWaves`` every rank is a wave, and the partitions of the model come to 
 
 from __future__ import annotations
 
-from bytesched.plugins.wave.activations import ActivationMemory
-from bytesched.plugins.wave.stages import ModelWaves
-from bytesched.plugins.wave.ticktock import TickTock
+from bytesched.plugins.wave.partitions.model_waves import ModelWaves
+from bytesched.plugins.wave.ticktock.activations import ActivationMemory
+from bytesched.plugins.wave.ticktock.ticktock import TickTock
 
 __all__ = ["ActivationMemory", "ModelWaves", "TickTock"]

@@ -1,0 +1,85 @@
+"""The systems that `bytesched bench` knows, by family: what carries them, and what they need."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from bytesched.errors import ConfigError
+from bytesched.lab.mpi import find_mpirun
+from bytesched.values import nearest
+
+SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
+HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
+KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
+WITH_OPTIONS = ("ddp", "bytesched", "horovod", "bytesched-horovod", *KVSTORE_SYSTEMS)
+
+
+def parse_systems(text: str) -> list[dict[str, Any]]:
+    """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
+    known = (*SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
+    systems: list[dict[str, Any]] = []
+    for label in filter(None, (part.strip() for part in text.split(","))):
+        kind, _, tail = label.partition(":")
+        if kind not in known:
+            raise ConfigError(f"--systems: {kind!r}{nearest(kind, known)}")
+        pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
+        if not all(name and value for name, _, value in pairs):
+            raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
+        if pairs and kind not in WITH_OPTIONS:
+            raise ConfigError(f"--systems: {label!r}: {kind} has no options")
+        if label in {system["label"] for system in systems}:
+            raise ConfigError(f"--systems: {label!r} is there twice")
+        systems.append(
+            {"label": label, "kind": kind, "options": {name: value for name, _, value in pairs}}
+        )
+    if not systems:
+        raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
+    return systems
+
+
+def check_horovod(systems: Sequence[dict[str, Any]], controller: str | None, launcher: str) -> None:
+    """Raises `ConfigError` if Horovod's systems, or ``--controller`` without them, cannot be."""
+    if not _any_of(systems, HOROVOD_SYSTEMS):
+        if controller:
+            raise ConfigError(f"--controller is for {', '.join(HOROVOD_SYSTEMS)}: name one")
+        return
+    if importlib.util.find_spec("horovod") is None:
+        raise ConfigError("these systems need Horovod: pip install 'bytesched[horovod]'")
+    if controller == "mpi":
+        _check_mpi("--controller mpi", launcher)
+
+
+def check_kvstore(systems: Sequence[dict[str, Any]], servers: int | None, launcher: str) -> None:
+    """The same for those that send through servers, and ``--servers``.
+
+    They stand alone: the links carry other bytes than those of an all-reduce, and T* is another.
+    """
+    if not _any_of(systems, KVSTORE_SYSTEMS):
+        if servers is not None:
+            raise ConfigError(f"--servers is for {', '.join(KVSTORE_SYSTEMS)}: name one")
+        return
+    if others := [system["label"] for system in systems if system["kind"] not in KVSTORE_SYSTEMS]:
+        raise ConfigError(
+            f"--systems: {others[0]} sends without a server: measure "
+            f"{', '.join(KVSTORE_SYSTEMS)} in a run of their own"
+        )
+    if servers is not None and not 0 <= servers <= 32:
+        raise ConfigError(f"--servers {servers}: from 0 (every rank also serves) to 32")
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError("these systems need mpi4py: pip install 'bytesched[mpi]'")
+    _check_mpi("a store over MPI", launcher)
+
+
+def _any_of(systems: Sequence[dict[str, Any]], kinds: Sequence[str]) -> bool:
+    return any(system["kind"] in kinds for system in systems)
+
+
+def _check_mpi(what: str, launcher: str) -> None:
+    if launcher != "none":
+        raise ConfigError(
+            f"{what} starts ranks with mpirun, and {launcher} has started these: run it alone, "
+            "with --lab or --workers"
+        )
+    find_mpirun()

@@ -1,0 +1,101 @@
+"""`bytesched doctor`: is this machine ready, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from bytesched.config import Config
+from bytesched.doctor import checks
+from bytesched.doctor import horovod as horovod_checks
+from bytesched.doctor import probes as trials
+from bytesched.doctor.checks import Check, Status
+
+__all__ = ["as_text", "examine", "main"]
+
+_MARKS: dict[Status, str] = {"ok": "ok", "absent": "--", "warn": "warn", "fail": "FAIL"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings and return 0, or 1 when one of them stops training."""
+    options = _parser().parse_args(argv)
+    if options.config:
+        return _print_config(as_json=options.json)
+    found = examine(options.timeout)
+    well = all(check.status != "fail" for check in found)
+    if options.json:
+        print(json.dumps({"ok": well, "checks": [asdict(check) for check in found]}, indent=2))
+    else:
+        print(as_text(found))
+    return 0 if well else 1
+
+
+def examine(timeout_s: float) -> list[Check]:
+    """Run every check; no trial takes longer than about `timeout_s`."""
+    found = [
+        *checks.versions(),
+        *checks.optional_packages(),
+        *checks.environment(),
+        *checks.configuration(),
+        *checks.network(),
+        *checks.emulated_hosts(),
+    ]
+    has_horovod = bool(horovod_checks.version())
+    if has_horovod:
+        found += [*horovod_checks.launchers(), *horovod_checks.settings()]
+    if any(check.name == "torch" and check.status == "fail" for check in found):
+        return found
+    found += [*trials.backends(timeout_s), *trials.loopback(timeout_s)]
+    if found[-1].status != "fail":
+        found += trials.training(timeout_s)
+    return found + (trials.horovod(timeout_s) if has_horovod else [])
+
+
+def as_text(found: Sequence[Check]) -> str:
+    """Return the findings as lines that can be pasted into an issue."""
+    width = max(len(check.name) for check in found)
+    lines = []
+    for check in found:
+        mark = f"[{_MARKS[check.status]}]"
+        lines.append(f"{mark:<6} {check.name:<{width}}  {check.detail}")
+        if check.fix:
+            lines.append(f"{'':<6} {'':<{width}}  fix: {check.fix}")
+    failed = [check.name for check in found if check.status == "fail"]
+    lines.append("")
+    lines.append(f"not ready: {', '.join(failed)}" if failed else "ready")
+    return "\n".join(lines)
+
+
+def _print_config(as_json: bool) -> int:
+    rows = Config.load().explain()
+    if as_json:
+        print(
+            json.dumps({name: {"value": v, "origin": origin} for name, v, origin in rows}, indent=2)
+        )
+        return 0
+    names = max(len(name) for name, _, _ in rows)
+    values = max(len(repr(value)) for _, value, _ in rows)
+    for name, value, origin in rows:
+        print(f"{name:<{names}}  {value!r:<{values}}  {origin}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched doctor",
+        description="Check versions, backends, ranks and the network of this machine.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--config", action="store_true", help="print the configuration and where each value is from"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest time in seconds for anything that runs torch (default: %(default)g)",
+    )
+    return parser

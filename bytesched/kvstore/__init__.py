@@ -1,0 +1,7 @@
+"""Parameter servers: the protocol of a store, and one within the process."""
+
+from __future__ import annotations
+
+from bytesched.kvstore.protocol import AsyncKVStore, Ended, Key, KVStore, LocalKVStore, describe
+
+__all__ = ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"]

@@ -1,0 +1,1 @@
+"""A script as it is, watched for what can be wrapped."""

@@ -1,0 +1,131 @@
+"""The command `run`: a training script as it is, with its optimizers wrapped on the way."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bytesched import log
+from bytesched.config import Config, rank_view, set_on_command_line
+from bytesched.errors import ConfigError
+from bytesched.policy import named_policy
+from bytesched.run.script import compiled, run_file, run_module
+from bytesched.run.watch import noticed_something, watch
+
+CANNOT_START = 2
+
+_log = logging.getLogger("bytesched")
+
+#: fields that are paths, relative to the folder in which the command was given
+_PATHS = frozenset({"timeline", "tune_file"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a script; returns 0 at its end, or 2 if it could not be started.
+
+    What the script raises, `SystemExit` included, is raised again.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    program, *rest = arguments.command
+    if program == "--":
+        program, *rest = rest
+    try:
+        set_on_command_line(arguments.settings)
+        config = Config.load()
+        named_policy(config.policy)
+    except ConfigError as error:
+        parser.error(str(error))
+    log.show(config.log_level, rank_view().rank)
+    if arguments.is_module:
+        _prepare(config)
+        run_module(program, rest)
+        return 0
+    try:
+        code = compiled(program)
+    except OSError as error:
+        parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
+    _prepare(config)
+    run_file(program, code, rest)
+    return 0
+
+
+def _prepare(config: Config) -> None:
+    if config.enabled:
+        watch()
+        # Registered before anything of the script, so called after it.
+        atexit.register(_say_if_nothing)
+
+
+def _say_if_nothing() -> None:
+    if noticed_something() or hasattr(sys, "last_value") or rank_view().world_size == 1:
+        return
+    _log.info(
+        "nothing to schedule: the script made neither a DistributedDataParallel nor an optimizer "
+        "of Horovod's"
+    )
+
+
+class _Setting(argparse.Action):
+    """Collects fields of `Config`, by name: the last option that sets one wins."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name, text = self.dest, values
+        if option_string == "--off":
+            name, text = "enabled", "0"
+        elif option_string == "--set":
+            name, equals, text = values.partition("=")
+            if not equals:
+                parser.error(f"--set {values}: write --set FIELD=VALUE")
+        if name in _PATHS and text:
+            text = os.path.abspath(text)
+        namespace.settings = {**namespace.settings, name: text}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched run",
+        usage="bytesched run [options] script.py [arguments]\n"
+        "       bytesched run [options] -m package.module [arguments]",
+        description="Run a training script unchanged. Its optimizers over a "
+        "DistributedDataParallel, and those of Horovod, are wrapped as bytesched.wrap would; "
+        "what cannot be wrapped is left as it was, and the log says so once.",
+        epilog="Under a launcher: torchrun --nproc-per-node 2 -m bytesched run train.py, or "
+        "horovodrun -np 2 python -m bytesched run train.py",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(settings={}, is_module=False)
+    for option, metavar, line in (
+        ("--policy", "NAME", "which ready piece goes first: priority or fifo"),
+        ("--partition-bytes", "SIZE", "size of the pieces, such as 512KiB; 0: from the link"),
+        ("--credit-bytes", "SIZE", "most bytes in flight; 0: chosen with the partition"),
+        ("--timeline", "FOLDER", "write a timeline of each rank there"),
+        ("--set", "FIELD=VALUE", "any other setting; may be repeated"),
+    ):
+        parser.add_argument(option, metavar=metavar, action=_Setting, help=line)
+    parser.add_argument(
+        "--off", nargs=0, action=_Setting, help="run the script as it is, to compare"
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
+    )
+    # Not REMAINDER, which loses a -- that is the first of the script's own arguments.
+    parser.add_argument(
+        "command",
+        metavar="script.py",
+        nargs=argparse.PARSER,
+        help="what to run, and its own arguments",
+    )
+    return parser

@@ -1,0 +1,1 @@
+"""What happened: written while training, read and merged afterwards."""

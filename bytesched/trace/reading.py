@@ -1,0 +1,175 @@
+"""What trace files say: the spans and iterations of each rank, and several files as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bytesched.trace.file import Event, load_events
+from bytesched.trace.intervals import Interval, clip, covered, subtract
+
+__all__ = ["ANCHOR", "Iteration", "Span", "Trace", "merge_traces", "read_traces"]
+
+#: Name of the metadata event that ties a file's clock to the world's.
+ANCHOR = "bytesched_clock"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of a track, in ms since the file began."""
+
+    start_ms: float
+    end_ms: float
+    name: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What lies between the returns of two steps of the optimizer.
+
+    ``crossed_ms`` is how long the link was busy before the first backward span: it then carried
+    gradients of the iteration before, for which a barrier would have waited.
+    """
+
+    step: int
+    start_ms: float
+    end_ms: float
+    link_busy_ms: float
+    exposed_wait_ms: float
+    crossed_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        """Its whole length."""
+        return self.end_ms - self.start_ms
+
+
+@dataclass
+class Trace:
+    """The events of one rank."""
+
+    rank: int
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    #: number of each step and when it returned, in ms
+    steps: list[tuple[int, float]] = field(default_factory=list)
+
+    def track(self, name: str) -> list[Span]:
+        """Return the spans of one track by their start; none if there is no such track."""
+        return self.spans.get(name, [])
+
+    def iterations(self) -> list[Iteration]:
+        """Return every iteration of which both ends are in the trace."""
+        return [
+            self._iteration(step, start_ms, end_ms)
+            for (_, start_ms), (step, end_ms) in zip(self.steps, self.steps[1:], strict=False)
+        ]
+
+    def intervals(self, track: str, start_ms: float, end_ms: float) -> list[Interval]:
+        """Return what a track covers between two moments, sorted; spans may overlap."""
+        spans = ((span.start_ms, span.end_ms) for span in self.track(track))
+        return clip(spans, start_ms, end_ms)
+
+    def waits(self, start_ms: float, end_ms: float) -> list[Interval]:
+        """Return when training waited for the link; where none was recorded, as a plain run does,
+        that is when the link was busy and nothing computed."""
+        if self.track("wait"):
+            return self.intervals("wait", start_ms, end_ms)
+        computing = [
+            interval
+            for track in ("forward", "backward", "update")
+            for interval in self.intervals(track, start_ms, end_ms)
+        ]
+        return subtract(self.intervals("send", start_ms, end_ms), computing)
+
+    def _iteration(self, step: int, start_ms: float, end_ms: float) -> Iteration:
+        busy = self.intervals("send", start_ms, end_ms)
+        backward = self.intervals("backward", start_ms, end_ms)
+        first_backward_ms = backward[0][0] if backward else start_ms
+        return Iteration(
+            step=step,
+            start_ms=start_ms,
+            end_ms=end_ms,
+            link_busy_ms=covered(busy),
+            exposed_wait_ms=covered(self.waits(start_ms, end_ms)),
+            crossed_ms=covered(clip(busy, start_ms, first_backward_ms)),
+        )
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """Return the ranks of a trace file, merged or not, in their order.
+
+    Raises ``OSError`` if it cannot be read and ``ValueError`` if bytesched did not write it.
+    """
+    events, _ = load_events(path)
+    if not any(event.get("name") == ANCHOR for event in events):
+        raise ValueError("not a trace written by bytesched")
+    traces: dict[int, Trace] = {}
+    for event in events:
+        rank = int(event.get("pid", 0))
+        trace = traces.setdefault(rank, Trace(rank))
+        if event["ph"] == "X":
+            start_ns, duration_ns = _ns(event.get("ts", 0)), _ns(event.get("dur", 0))
+            end_ns = start_ns + duration_ns
+            span = Span(start_ns / 1e6, end_ns / 1e6, str(event.get("name")), event.get("args", {}))
+            trace.spans.setdefault(str(event.get("cat")), []).append(span)
+        elif event["ph"] == "i" and "step" in event.get("args", {}):
+            trace.steps.append((int(event["args"]["step"]), _ns(event.get("ts", 0)) / 1e6))
+    for trace in traces.values():
+        trace.steps.sort(key=lambda step: step[1])
+        for spans in trace.spans.values():
+            spans.sort(key=lambda span: (span.start_ms, span.end_ms))
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _ns(time_us: float) -> int:
+    """Return whole nanoseconds, so that what touched when it was recorded still does."""
+    return round(time_us * 1e3)
+
+
+def merge_traces(paths: Sequence[Path]) -> tuple[list[Event], list[str]]:
+    """Return the events of all ranks on one clock, and a line for each file that had a defect.
+
+    The clock is rank 0's wall clock, zero where the earliest file began. A file that cannot be
+    read, is no trace of bytesched or repeats a rank is left out.
+    """
+    complaints: list[str] = []
+    ranks: dict[int, Path] = {}
+    parts: list[tuple[int, list[Event]]] = []
+    for path in paths:
+        try:
+            events, whole = load_events(path)
+            began_ns, rank = _anchor(events)
+        except (OSError, ValueError) as error:
+            complaints.append(f"{path}: left out: {error}")
+            continue
+        if rank in ranks:
+            complaints.append(f"{path}: left out: rank {rank} is already there, from {ranks[rank]}")
+            continue
+        if not whole:
+            complaints.append(f"{path}: cut off; the {len(events)} events before the cut are used")
+        ranks[rank] = path
+        parts.append((began_ns, events))
+    first_ns = min((began_ns for began_ns, _ in parts), default=0)
+    merged = [
+        event for began_ns, events in parts for event in _shifted(events, began_ns - first_ns)
+    ]
+    return merged, complaints
+
+
+def _anchor(events: Iterable[Event]) -> tuple[int, int]:
+    """Return when a file began, in ns of rank 0's wall clock, and its rank."""
+    anchors = [event["args"] for event in events if event.get("name") == ANCHOR]
+    if not anchors:
+        raise ValueError("not a trace written by bytesched")
+    if len(anchors) > 1:
+        raise ValueError("already a merged trace")
+    args = anchors[0]
+    return int(args["wall_ns"]) + int(args["clock_offset_ns"]), int(args["rank"])
+
+
+def _shifted(events: Iterable[Event], by_ns: int) -> Iterator[Event]:
+    for event in events:
+        yield {**event, "ts": round(event["ts"] + by_ns / 1e3, 3)} if "ts" in event else event

@@ -1,0 +1,316 @@
+"""The timeline: an observer that writes a Chrome trace per rank, and `bytesched trace`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, NamedTuple
+
+from bytesched.errors import ConfigError
+from bytesched.observe import Observer
+from bytesched.trace.events import flow_event, mark_event, metadata_event, slice_event
+from bytesched.trace.file import TraceFile, replace_text
+from bytesched.trace.lanes import REMEMBERED_TASKS, Track
+from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
+
+__all__ = ["TRACKS", "Timeline", "main", "trace_name"]
+
+log = logging.getLogger("bytesched")
+
+#: In the order in which a viewer shows them.
+TRACKS = ("step", "forward", "backward", "queue", "send", "wait", "update")
+
+FLOW_NAMES = {"s": "ready", "t": "sent", "f": "first use"}
+#: A flow without a span gets a mark of its own after this many steps.
+FLOW_PATIENCE_STEPS = 2
+MARK_NS = 1000
+LANES_PER_TRACK = 1000
+TIDS_PER_RANK = 100 * LANES_PER_TRACK
+
+
+class _Span(NamedTuple):
+    start_ns: int
+    end_ns: int
+    track: str
+    name: str
+    args: dict[str, Any] | None
+
+
+class _Flow(NamedTuple):
+    at_ns: int
+    phase: Literal["s", "t", "f"]
+    task: int
+    track: str
+    serial: int = 0
+    steps_waited: int = 0
+
+
+def trace_name(rank: int | str) -> str:
+    """Return the name of a rank's trace file; with "*", the pattern of them all."""
+    return f"rank{rank}.trace.json"
+
+
+class Timeline(Observer):
+    """Writes `rank{n}.trace.json` for chrome://tracing and ui.perfetto.dev.
+
+    A hook only appends to a queue of bounded length; the thread that calls `on_step` writes what
+    has gathered, so after a kill the file holds every step that returned. The process is the
+    rank, each track a thread of it, with further threads (lanes) where spans overlap.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        clock_offset_ns: int = 0,
+        max_pending: int = 1 << 17,
+        max_file_bytes: int = 256 << 20,
+    ) -> None:
+        """Create the file; raise `ConfigError` if the folder cannot be written.
+
+        `clock_offset_ns` is what must be added to this host's wall clock to get rank 0's. At
+        most `max_pending` events wait between two steps; further ones are dropped and counted.
+        """
+        self.rank = rank
+        self.path = Path(folder) / trace_name(rank)
+        # Viewers know a thread by its id alone, so no two ranks share one.
+        self._first_tid = (rank + 1) * TIDS_PER_RANK
+        self._pending: deque[_Span | _Flow | tuple[int, int]] = deque()
+        self._room = max_pending
+        self._dropped = 0
+        self._tracks: dict[str, Track] = {}
+        self._tids: dict[tuple[str, int], int] = {}
+        self._flows: list[_Flow] = []
+        self._flow_serial = 0
+        self._serial_of_task: dict[int, int] = {}
+        self._owner_pid = os.getpid()
+        self._write_lock = Lock()
+        before_ns = time.perf_counter_ns()
+        wall_ns = time.time_ns()
+        self._origin_ns = (before_ns + time.perf_counter_ns()) // 2
+        anchor = {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            first = metadata_event(rank, self._first_tid, ANCHOR, anchor)
+            self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
+            facts: dict[str, dict[str, Any]] = {
+                "process_name": {"name": f"rank {rank}"},
+                "process_labels": {"labels": socket.gethostname()},
+                "process_sort_index": {"sort_index": rank},
+            }
+            self._file.append(
+                metadata_event(rank, self._first_tid, name, args) for name, args in facts.items()
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"timeline: cannot write {self.path}: {error.strerror or error}; "
+                "name a folder that this user may write on every host"
+            ) from error
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        if len(self._pending) < self._room:
+            self._pending.append(_Span(start_ns, end_ns, track, name, args))
+        else:
+            self._dropped += 1
+
+    def on_flow(self, phase: Literal["s", "t", "f"], flow_id: int, track: str, at_ns: int) -> None:
+        if len(self._pending) < self._room:
+            self._pending.append(_Flow(at_ns, phase, flow_id, track))
+        else:
+            self._dropped += 1
+
+    def on_step(self, step: int, at_ns: int) -> None:
+        """Mark the step and write everything that has gathered."""
+        self._pending.append((step, at_ns))
+        self._flush()
+
+    def close(self) -> None:
+        """Write the rest and finish the file; later calls do nothing."""
+        self._flush(last=True)
+
+    def __repr__(self) -> str:
+        return f"<Timeline {self.path}, {len(self._pending)} pending, {self._dropped} dropped>"
+
+    def _flush(self, *, last: bool = False) -> None:
+        # A forked child shares the file; only the process that opened it may write.
+        if os.getpid() != self._owner_pid:
+            return
+        with self._write_lock:
+            if not self._room:
+                self._pending.clear()
+                return
+            try:
+                self._file.append(self._records(last=last))
+                if last:
+                    self._file.close()
+                elif not self._file.left_out:
+                    return
+                else:
+                    log.warning("timeline: %s is full; tracing ends here", self.path)
+            except OSError as error:
+                log.warning("timeline: cannot write %s (%s); tracing ends here", self.path, error)
+            self._room = 0
+            self._pending.clear()
+            self._file.abandon()
+
+    def _records(self, *, last: bool) -> list[str]:
+        """Take what has gathered and return it as JSON, spans before the flows tied to them."""
+        spans: list[_Span] = []
+        records: list[str] = []
+        for _ in range(len(self._pending)):
+            event = self._pending.popleft()
+            if isinstance(event, _Span):
+                spans.append(event)
+            elif isinstance(event, _Flow):
+                self._flows.append(self._numbered(event))
+            else:
+                step, at_ns = event
+                records.append(self._mark(f"step {step}", at_ns, {"step": step}))
+        if last and self._dropped:
+            at_ns = time.perf_counter_ns()
+            records.append(self._mark("dropped events", at_ns, {"count": self._dropped}))
+        for track in self._tracks.values():
+            track.begin_batch()
+        for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+            records += self._slice(span)
+        waiting, self._flows = self._flows, []
+        for flow in waiting:
+            records += self._tied(flow, patience=0 if last else FLOW_PATIENCE_STEPS)
+        return records
+
+    def _numbered(self, flow: _Flow) -> _Flow:
+        """A task is sent once per step: each time it gets ready a new arrow begins."""
+        if flow.phase == "s" or flow.task not in self._serial_of_task:
+            if len(self._serial_of_task) > REMEMBERED_TASKS:
+                self._serial_of_task.clear()
+            self._flow_serial += 1
+            self._serial_of_task[flow.task] = self._flow_serial
+        return flow._replace(serial=self._serial_of_task[flow.task])
+
+    def _tied(self, flow: _Flow, *, patience: int) -> list[str]:
+        """Return an arrow's end on the slice that covers it, on a mark of its own if none does."""
+        track = self._tracks.get(flow.track)
+        placed = track.find(flow.at_ns, flow.task) if track else None
+        if placed is None:
+            if flow.steps_waited < patience:
+                self._flows.append(flow._replace(steps_waited=flow.steps_waited + 1))
+                return []
+            end_ns = flow.at_ns + MARK_NS
+            mark = _Span(flow.at_ns, end_ns, flow.track, FLOW_NAMES[flow.phase], None)
+            return [*self._slice(mark, task=flow.task), *self._tied(flow, patience=0)]
+        tid = self._tids[flow.track, placed.lane]
+        # A slice no longer covers its own last moment.
+        at_ns = max(placed.start_ns, min(flow.at_ns, placed.end_ns - 1)) - self._origin_ns
+        flow_id = (self.rank << 40) + flow.serial
+        return [flow_event(self.rank, tid, flow.phase, flow_id, at_ns)]
+
+    def _slice(self, span: _Span, *, task: int | None = None) -> list[str]:
+        args = span.args or {}
+        end_ns = max(span.end_ns, span.start_ns + 1)
+        track = self._tracks.setdefault(span.track, Track())
+        lane = track.place(span.start_ns, end_ns, args.get("chunk", task))
+        records: list[str] = []
+        tid = self._tids.get((span.track, lane))
+        if tid is None:
+            tid = self._new_thread(span.track, lane, records)
+        at_ns = span.start_ns - self._origin_ns
+        duration_ns = end_ns - span.start_ns
+        records.append(slice_event(self.rank, tid, span.track, span.name, at_ns, duration_ns, args))
+        return records
+
+    def _new_thread(self, track: str, lane: int, records: list[str]) -> int:
+        order = list(self._tracks).index(track) + len(TRACKS)
+        if track in TRACKS:
+            order = TRACKS.index(track)
+        in_rank = order * LANES_PER_TRACK + min(lane, LANES_PER_TRACK - 1)
+        tid = self._first_tid + in_rank
+        self._tids[track, lane] = tid
+        name = track if lane == 0 else f"{track} {lane + 1}"
+        records.append(metadata_event(self.rank, tid, "thread_name", {"name": name}))
+        records.append(metadata_event(self.rank, tid, "thread_sort_index", {"sort_index": in_rank}))
+        return tid
+
+    def _mark(self, name: str, at_ns: int, args: dict[str, int]) -> str:
+        return mark_event(self.rank, self._first_tid, name, at_ns - self._origin_ns, args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `bytesched trace`; return the exit code, 1 if there was nothing to use."""
+    parser = argparse.ArgumentParser(prog="bytesched trace", description="Read timelines.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    merge = commands.add_parser("merge", help="put all ranks into one file, on one clock")
+    merge.add_argument("paths", nargs="+", type=Path, metavar="DIR|FILE")
+    merge.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.json")
+    merge.set_defaults(run=_merge)
+    summary = commands.add_parser("summary", help="print a table of the iterations")
+    summary.add_argument("path", type=Path, metavar="FILE", help="of one rank, or merged")
+    summary.set_defaults(run=_summary)
+    options = parser.parse_args(argv)
+    return int(options.run(options))
+
+
+def _merge(options: argparse.Namespace) -> int:
+    paths: list[Path] = []
+    for path in options.paths:
+        # By length first: rank 10 comes after rank 9.
+        inside = sorted(path.glob(trace_name("*")), key=lambda file: (len(file.name), file.name))
+        paths += inside if path.is_dir() else [path]
+        if path.is_dir() and not inside:
+            _complain(f"{path}: holds no {trace_name('*')}")
+    events, complaints = merge_traces(paths)
+    for complaint in complaints:
+        _complain(complaint)
+    if not events:
+        _complain("nothing to merge")
+        return 1
+    try:
+        replace_text(options.output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        _complain(f"cannot write {options.output}: {error.strerror or error}")
+        return 1
+    ranks = len({event.get("pid") for event in events})
+    print(f"{options.output}: {ranks} ranks, {len(events)} events; open it in ui.perfetto.dev")
+    return 0
+
+
+def _summary(options: argparse.Namespace) -> int:
+    try:
+        traces = read_traces(options.path)
+    except (OSError, ValueError) as error:
+        _complain(f"{options.path}: {error}")
+        return 1
+    found = False
+    for trace in traces:
+        print(f"rank {trace.rank}")
+        print(f"{'step':>6} {'step_ms':>9} {'link_busy_ms':>13} {'exposed_wait_ms':>16}  crossed")
+        for iteration in trace.iterations():
+            found = True
+            crossed = f"yes, {iteration.crossed_ms:.1f} ms" if iteration.crossed_ms else "no"
+            print(
+                f"{iteration.step:>6} {iteration.step_ms:>9.2f} {iteration.link_busy_ms:>13.2f} "
+                f"{iteration.exposed_wait_ms:>16.2f}  {crossed}"
+            )
+    if not found:
+        _complain(f"{options.path}: holds no whole iteration, which takes two steps")
+    return 0 if found else 1
+
+
+def _complain(line: str) -> None:
+    print(f"bytesched trace: {line}", file=sys.stderr)

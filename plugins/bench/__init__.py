@@ -1,0 +1,1 @@
+"""What runs on ranks that are measured: models, systems, timed blocks."""

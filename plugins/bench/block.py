@@ -1,0 +1,61 @@
+"""One block of `bytesched bench`: a new model trained with one system, every iteration timed."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from bytesched.plugins.bench.systems.data_parallel import Running
+from bytesched.plugins.bench.workloads.models import Workload
+
+SEED = 1
+
+
+def train(
+    workload: Workload,
+    running: Running,
+    *,
+    warmup: int,
+    iterations: int,
+    seed_of: Callable[[int], int],
+) -> dict[str, Any]:
+    """Times of the iterations after `warmup`, and what this rank computed in all of them.
+
+    An iteration is timed from its beginning to that of the next. `seed_of` says which batch an
+    iteration trains on.
+    """
+    starts_s: list[float] = []
+    cpu_s: list[float] = []
+    losses: list[float] = []
+    for step in range(warmup + iterations + 1):
+        starts_s.append(time.perf_counter())
+        cpu_s.append(time.process_time())
+        running.optimizer.zero_grad()
+        loss = workload.loss(running.module, seed_of(step))
+        loss.backward()
+        running.optimizer.step()
+        losses.append(loss.item())
+    figures = running.close()
+    spans_s = [after - before for before, after in pairwise(starts_s)]
+    return {
+        "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
+        "cpu_ms": 1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations,
+        "losses": losses,
+        "weights": _digest(workload.model),
+        "stats": figures,
+    }
+
+
+def _digest(model: nn.Module) -> str:
+    """Hash of all weights, also of sharded ones; every rank takes part."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        weight: Any = parameter.detach()
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        digest.update(whole.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,70 @@
+"""What the links of a bench can carry: measured with large all-reduces, and by their rate."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bytesched.link.bound import store_bytes_per_s
+from bytesched.plugins.bench.systems.data_parallel import MIB
+
+__all__ = ["Link"]
+
+PROBE_BYTES = 16 * MIB
+PROBES = 2
+
+
+class Link:
+    """The links between the ranks, and to the servers if there are any.
+
+    Args:
+        spec: the bench specification of this rank.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._servers: int | None = spec["servers"]
+        self._nominal_bytes_per_s: float | None = spec["link_bytes_per_s"]
+        self._world_size = dist.get_world_size()
+        self._samples: list[float] = []
+
+    def probe(self) -> None:
+        """Time large all-reduces; keep what every rank agrees on."""
+        buffer = torch.zeros(PROBE_BYTES // 4)
+        dist.all_reduce(buffer)
+        found = []
+        for _ in range(PROBES):
+            dist.barrier()
+            start_s = time.perf_counter()
+            dist.all_reduce(buffer)
+            found.append(PROBE_BYTES / (time.perf_counter() - start_s))
+        everywhere = torch.tensor(found, dtype=torch.float64)
+        dist.all_reduce(everywhere)
+        self._samples += (everywhere / self._world_size).tolist()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of gradient per second: that large all-reduces average, or that servers sum."""
+        average = statistics.median(self._samples)
+        if self._servers is None:
+            return average
+        # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
+        return self._through(average * 2 * (self._world_size - 1) / self._world_size, self._servers)
+
+    def facts(self) -> dict[str, Any]:
+        """For the report."""
+        found: dict[str, Any] = {"gradient_bytes_per_s": self.bytes_per_s}
+        if self._servers is not None:
+            rate = self._nominal_bytes_per_s
+            found["servers"] = self._servers
+            found["nominal_bytes_per_s"] = (
+                self._through(rate, self._servers) if rate else self.bytes_per_s
+            )
+        return found
+
+    def _through(self, link_bytes_per_s: float, servers: int) -> float:
+        return store_bytes_per_s(link_bytes_per_s, workers=self._world_size, servers=servers)

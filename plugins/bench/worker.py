@@ -1,0 +1,292 @@
+"""One rank of `bytesched bench`: ``python -m bytesched.plugins.bench.worker SPECIFICATION``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bytesched.bench.profile import Profile, parse_profile
+from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS
+from bytesched.errors import PluginError
+from bytesched.link.bound import gradients, optimum_s
+from bytesched.plugins.bench.block import SEED, train
+from bytesched.plugins.bench.leaving import leave_after
+from bytesched.plugins.bench.link import Link
+from bytesched.plugins.bench.systems.data_parallel import make_optimizer, set_up
+from bytesched.plugins.bench.workloads.compute import (
+    Traffic,
+    measure_compute,
+    measure_update,
+    record_profile,
+)
+from bytesched.plugins.bench.workloads.models import Workload, build
+
+if TYPE_CHECKING:
+    from bytesched.plugins.bench.systems.horovod import HorovodBlocks, Settings
+    from bytesched.plugins.bench.systems.kvstore import KVStoreBlocks
+
+SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+COMPUTE_ITERATIONS = 5
+SWEEP_WARMUP = 2
+
+
+class Bench:
+    """Runs the systems of a specification in turn, on every rank the same."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.content: object = spec["content"]
+        self.link = Link(spec)
+        self.compute_samples: list[dict[str, float]] = []
+        self.sweeps_ms: dict[str, dict[str, float]] = {}
+
+    def run(self) -> dict[str, Any]:
+        """The result that the report is made from, the same on every rank."""
+        self.link.probe()
+        if self.spec["kind"] == "emulate":
+            self.content = self.scaled_profile().to_json()
+        model = self.describe()
+        systems: dict[str, dict[str, Any]] = {}
+        for system in self.spec["systems"]:
+            systems[system["label"]] = self.choose(system) | {"rounds": []}
+        for turn in range(self.spec["rounds"]):
+            self.link.probe()
+            self.probe_compute()
+            for system in self.spec["systems"]:
+                block = self.block(system, self.spec["warmup"], self.spec["iterations"])
+                systems[system["label"]]["rounds"].append(block)
+                self.say(
+                    f"round {turn + 1}/{self.spec['rounds']}  {system['label']:<18} "
+                    f"{statistics.median(block['iteration_ms']):8.1f} ms"
+                )
+        compute = {
+            name: statistics.median(sample[name] for sample in self.compute_samples)
+            for name in self.compute_samples[0]
+        }
+        compute["communication_ms"] = 1e3 * model["model_bytes"] / self.link.bytes_per_s
+        return {
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            **self.link.facts(),
+            "compute": compute | model,
+            **self.sweeps_ms,
+            "systems": systems,
+        }
+
+    def choose(self, system: dict[str, Any]) -> dict[str, Any]:
+        """Replace a system that is to be tuned by the plain one with the settings it needs.
+
+        Returns what was chosen, for the report.
+        """
+        chosen: dict[str, Any] = {}
+        if system["kind"] == "ddp-best":
+            buckets = self.sweeps_ms["bucket_sweep_ms"] = self.sweep_buckets()
+            best_mb = min(buckets, key=lambda bucket: buckets[bucket])
+            system |= {"kind": "ddp", "options": {"bucket_mb": best_mb, "bucket_view": "1"}}
+            chosen = {"bucket_mb": float(best_mb)}
+        elif system["kind"] in {"horovod-best", "horovod-autotune"}:
+            chosen = self.choose_horovod(system)
+        return chosen
+
+    def choose_horovod(self, system: dict[str, Any]) -> dict[str, Any]:
+        """The same for Horovod: swept, or left to its own autotuner."""
+        from bytesched.plugins.bench.systems.horovod import sweep
+
+        chosen: dict[str, Any] = {}
+        if system["kind"] == "horovod-best":
+            swept = sweep(self.horovod_ms)
+            self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
+            settings = min(swept, key=lambda tried: swept[tried])
+        else:
+            settings, finished = self.horovod.autotuned(self.spec["autotune"])
+            chosen["autotune_finished"] = finished
+            self.say(
+                f"autotune: {settings} after {self.spec['autotune']} iterations"
+                f"{'' if finished else ', not finished'}"
+            )
+        system |= {"kind": "horovod", "options": settings.options()}
+        return chosen | {"settings": str(settings)}
+
+    def horovod_ms(self, settings: Settings) -> float:
+        """Milliseconds of plain Horovod with these settings, as every rank knows them."""
+        system = {"kind": "horovod", "options": settings.options()}
+        median_ms = self.median_ms(system)
+        self.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
+        return median_ms
+
+    def workload(self) -> Workload:
+        """The model as it is at the start of every block."""
+        return build(self.spec["kind"], self.content, self.spec["batch"], SEED)
+
+    @cached_property
+    def horovod(self) -> HorovodBlocks:
+        """What runs Horovod; made when the first system needs it."""
+        from bytesched.plugins.bench.systems.horovod import HorovodBlocks
+
+        return HorovodBlocks(self.spec, self.content)
+
+    @cached_property
+    def kvstore(self) -> KVStoreBlocks:
+        """What runs parameter servers; made when the first system needs it."""
+        from bytesched.plugins.bench.systems.kvstore import KVStoreBlocks
+
+        return KVStoreBlocks(self.spec, self.content)
+
+    def close(self) -> None:
+        """Let go of what was started."""
+        if "horovod" in vars(self):
+            self.horovod.close()
+
+    def seed_of(self, step: int) -> int:
+        """Seed of this rank's batch."""
+        return step * self.world_size + self.rank
+
+    def scaled_profile(self) -> Profile:
+        """The profile to emulate, with the compute time that the specification asks for."""
+        profile = parse_profile(self.content, "of the bench")
+        scale = self.spec["compute_scale"]
+        if self.spec["comm_ratio"]:
+            comm_s = profile.nbytes / self.link.bytes_per_s
+            scale = comm_s / (profile.compute_s * self.spec["comm_ratio"])
+        return profile.scaled(scale)
+
+    def describe(self) -> dict[str, Any]:
+        """Size of the model and, if asked for, its compute profiles by batch size."""
+        workload = self.workload()
+        parameters = list(workload.model.parameters())
+        found: dict[str, Any] = {
+            "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "tensors": len(parameters),
+        }
+        if self.spec["record"]:
+            found["profiles"] = [self.profile(batch).to_json() for batch in self.spec["record"]]
+        return found
+
+    def profile(self, batch: int) -> Profile:
+        """What the model computes at a batch size, 0 being its own."""
+        workload = build(self.spec["kind"], self.content, batch, SEED)
+        times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
+        name = self.content if isinstance(self.content, str) else "an emulated model"
+        return record_profile(name, workload, times)
+
+    def probe_compute(self) -> None:
+        """Time the model alone and beside traffic, and derive T*."""
+        workload = self.workload()
+        model = workload.model
+        dist.barrier()
+        alone = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, None)
+        if self.spec["kind"] == "emulate":
+            profile = parse_profile(self.content, "of the bench")
+            compute_s, work = profile.compute_s, gradients(profile.chain())
+        else:
+            traffic = Traffic(sum(alone.nbytes))
+            beside = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, traffic)
+            traffic.close()
+            compute_s, work = beside.compute_s, beside.work()
+        update_s = measure_update(
+            model, make_optimizer(self.spec["optimizer"], model.parameters()), COMPUTE_ITERATIONS
+        )
+        self.compute_samples.append(
+            {
+                "compute_ms": self.mean(1e3 * compute_s),
+                "compute_alone_ms": self.mean(1e3 * alone.compute_s),
+                "update_ms": self.mean(1e3 * update_s),
+                "optimum_ms": self.mean(1e3 * optimum_s(work, compute_s, self.link.bytes_per_s)),
+            }
+        )
+
+    def sweep_buckets(self) -> dict[str, float]:
+        """Milliseconds of DDP for each bucket size, as every rank knows them.
+
+        The sizes are tried up and then down again, so that a slow minute does not choose.
+        """
+        found: dict[str, float] = {}
+        for bucket_mb in (*SWEPT_BUCKETS_MB, *reversed(SWEPT_BUCKETS_MB)):
+            options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
+            median_ms = self.median_ms({"kind": "ddp", "options": options})
+            found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
+            self.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
+        return found
+
+    def median_ms(self, system: dict[str, Any]) -> float:
+        """Milliseconds of a system in a short block, as every rank knows them."""
+        block = self.block(system, SWEEP_WARMUP, self.spec["sweep"])
+        return self.mean(statistics.median(block["iteration_ms"]))
+
+    def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+        """Train a new model with one system; what all ranks found, and this one's times."""
+        if system["kind"] in HOROVOD_SYSTEMS:
+            found = self.horovod.block(system, warmup, iterations)
+        elif system["kind"] in KVSTORE_SYSTEMS:
+            found = self.kvstore.block(system, warmup, iterations)
+        else:
+            found = self.own_block(system, warmup, iterations)
+        return found | {
+            "cpu_ms": self.mean(found["cpu_ms"]),
+            "losses": self.gather(found["losses"]),
+            "weights": self.gather(found["weights"]),
+        }
+
+    def own_block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+        """A block in this process, over torch's own process group."""
+        workload = self.workload()
+        running = set_up(system["kind"], system["options"], workload.model, self.spec["optimizer"])
+        dist.barrier()
+        found = train(workload, running, warmup=warmup, iterations=iterations, seed_of=self.seed_of)
+        del workload, running
+        gc.collect()
+        return found
+
+    def mean(self, value: float) -> float:
+        """The mean over all ranks, the same number on each."""
+        both = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(both)
+        return float(both) / self.world_size
+
+    def gather(self, value: object) -> list[object]:
+        """The value of every rank."""
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def say(self, line: str) -> None:
+        """Progress, from rank 0."""
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; rank 0 writes the result into the file that the specification names."""
+    spec = json.loads(argv[0])
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=spec["timeout_s"]))
+    bench = Bench(spec)
+    try:
+        result = bench.run()
+    except PluginError as error:
+        # What failed in another process has said where.
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        bench.close()
+    if spec["rank"] == 0:
+        Path(spec["result"]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    leave_after(main)

@@ -1,0 +1,1 @@
+"""Models to measure with: real, and emulated at a profile."""

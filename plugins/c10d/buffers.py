@@ -1,0 +1,69 @@
+"""DDP's broadcast of buffers, on a group of our own: its failures have a name and a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from bytesched.errors import TransportError
+from bytesched.plugins.c10d.group import Group
+
+__all__ = ["BufferBroadcast"]
+
+
+class BufferBroadcast:
+    """What DDP calls before a forward pass instead of broadcasting from rank 0 itself.
+
+    On the user's group a stopped peer would hold the forward pass for that group's timeout, and
+    the error would be torch's. A copy of the model, or a saved one, has DDP's broadcast again.
+
+    Args:
+        group: what the buffers travel on; None in a copy.
+        fail: told about an error.
+    """
+
+    def __init__(
+        self, group: Group | None = None, fail: Callable[[BaseException], None] = lambda _: None
+    ) -> None:
+        self._group = group
+        self._fail = fail
+
+    def take_over(self, ddp: DistributedDataParallel) -> Callable[[], None]:
+        """Makes ``ddp`` call this; returns what undoes it."""
+        ddp._register_buffer_comm_hook(ddp, self, _BufferCommHookLocation.PRE_FORWARD)
+        return lambda: delattr(ddp, "buffer_hook")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, ddp: DistributedDataParallel, buffers: dict[str, torch.Tensor]) -> None:
+        if self._group is None:
+            ddp._default_broadcast_coalesced()
+            return
+        try:
+            self._broadcast(self._group, list(buffers.values()))
+        except TransportError as error:
+            self._fail(error)
+            raise
+
+    def _broadcast(self, group: Group, buffers: list[torch.Tensor]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = 0
+        sent = []
+        for tensors in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            sent.append((group.backend.broadcast([flat], options), flat, tensors))
+        for work, flat, tensors in sent:
+            group.wait(work, task="the broadcast of buffers")
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def __reduce__(self) -> Any:
+        return BufferBroadcast, ()

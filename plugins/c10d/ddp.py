@@ -1,0 +1,279 @@
+"""PyTorch: an optimizer over a DistributedDataParallel, or over a plain module."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.log import show
+from bytesched.plugins.c10d.buffers import BufferBroadcast
+from bytesched.plugins.c10d.group import Group, closed_on_error, open_group
+from bytesched.plugins.c10d.peers import C10dPeers
+from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.session import Session
+from bytesched.trace.observers import observers_of
+
+__all__ = ["attach", "begin", "broadcast", "find_ddp", "why_plain", "why_whole"]
+
+log = logging.getLogger("bytesched")
+
+#: sessions are numbered in the order of wrapping, which is the same on all ranks
+_number = itertools.count()
+
+
+def why_plain(model: nn.Module) -> str:
+    """Why gradients of ``model`` cannot be scheduled at all; empty if they can."""
+    ddp = find_ddp(model)
+    if _base(model).size() == 1:
+        return "there is one rank"
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return f"{name or type(module).__name__} has sparse gradients"
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) and _is_nccl(model):
+        return "SyncBatchNorm reduces in backward, on a communicator beside ours"
+    if ddp is None:
+        return ""
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision reduces in a hook of its own"
+    if getattr(ddp, "_comm_hooks", None):
+        return "a communication hook is registered on the DDP module"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "DDP delays the all-reduce of some parameters"
+    if not hasattr(ddp, "_remove_autograd_hooks"):
+        return f"DDP of torch {torch.__version__} cannot give up its gradient hooks"
+    return ""
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """``model`` if it is a DDP, also under torch.compile."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _base(model: nn.Module) -> dist.ProcessGroup:
+    """The user's group, over whose ranks the gradients of ``model`` are averaged."""
+    ddp = find_ddp(model)
+    return ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
+
+
+def begin(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    config: Config,
+    others: Sequence[object],
+    *,
+    is_configured: bool,
+) -> Session | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective.
+
+    Args:
+        others: the sessions that there are; one model has one, whatever its optimizers.
+        is_configured: whether settings came along with this optimizer.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    show(config.log_level, dist.get_rank())
+    why = "enabled is off" if not config.enabled else why_plain(model)
+    if why:
+        log.info("left as it was: %s", why)
+        return None
+    known = [other for other in others if isinstance(other, Session) and other.root is model]
+    if known and is_configured:
+        log.warning("this model is wrapped already: the settings of then hold")
+    session = known[0] if known else attach(optimizer, model, config)
+    why = why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    try:
+        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+    except PluginError:
+        if not known:
+            session.close()
+        raise
+    return session
+
+
+def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective."""
+    ddp = find_ddp(model)
+    if ddp is None:
+        _refuse_part_of_ddp(model)
+    base = _base(model)
+    slots = _slots(model, optimizer)
+    name = f"session{next(_number)}"
+    kind = base._get_backend(slots[0].parameter.device).name()
+    data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
+    with closed_on_error(data):
+        control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
+    with closed_on_error(data, control):
+        said = [
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {_find_unused(ddp, config)}",
+            f"static_graph = {ddp is not None and ddp.static_graph}",
+        ]
+        # Only connections of Gloo tell of a rank that is lost.
+        agree(said, control.rank, control.gather_text)
+    buffers = None
+    if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
+        buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)
+    observers = observers_of(control, config)
+    if ddp is None:
+        broadcast(data, model)
+    session = Session(
+        model,
+        slots,
+        config,
+        peers=C10dPeers(data, control, buffers),
+        sync=partial(_syncs, ddp),
+        find_unused=_find_unused(ddp, config),
+        static_graph=bool(ddp is not None and ddp.static_graph),
+        observers=observers,
+    )
+    if ddp is not None:
+        if buffers is not None:
+            session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
+        # Last of all: from here on, gradients are averaged by the session or not at all. A
+        # static graph is learned once, and so is what is compiled; and DDP does not compress.
+        can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
+        can_stop = can_stop and config.compression == "none"
+        session.take_over(partial(_take_over, ddp), can_stop=can_stop)
+    return session
+
+
+def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
+    if not config.cross_barrier:
+        return "cross_barrier is off"
+    if _is_nccl(model) and any(True for _ in model.buffers()):
+        return "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
+    if not exclude_compiler() and has_compiled(model):
+        return f"torch {torch.__version__} has no lock that keeps its compiler out"
+    return why_not_deferred(optimizer, type(optimizer))
+
+
+def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """Parameters that DDP was told not to reduce."""
+    names = getattr(ddp, "parameters_to_ignore", ())
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
+        if name in names:
+            yield parameter
+
+
+def _refuse_part_of_ddp(model: nn.Module) -> None:
+    """Raises PluginError if a DDP reduces parameters of ``model``: both would."""
+    if not _is_reduced_by_ddp(model):
+        return
+    # It may be garbage that nobody has collected yet.
+    gc.collect()
+    if _is_reduced_by_ddp(model):
+        raise PluginError(
+            "parameters of the module belong to a DistributedDataParallel: wrap that one, neither "
+            "its .module nor what contains it"
+        )
+
+
+def _is_reduced_by_ddp(model: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(
+        id(parameter) in mine
+        # Not isinstance: it asks proxies of all kinds for their class.
+        for owner in gc.get_objects()
+        if issubclass(type(owner), DistributedDataParallel)
+        for parameter in owner.module.parameters()
+    )
+
+
+def _syncs(ddp: DistributedDataParallel | None) -> bool:
+    """Whether the backward pass of the forward pass that begins now is reduced."""
+    if ddp is None:
+        return True
+    join = getattr(ddp, "_join_config", None)
+    if join is not None and join.enable:
+        raise PluginError(
+            "DistributedDataParallel.join() shadows DDP's own all-reduces, and knows nothing of "
+            "bytesched's: pad the shorter ranks' data, or unwrap the optimizer first"
+        )
+    # Scripts set it themselves, too: reading it here serves no_sync() and them.
+    return bool(ddp.require_backward_grad_sync)
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    slots = []
+    ddp = find_ddp(model)
+    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in ignored:
+            if type(parameter) is not nn.Parameter:
+                raise PluginError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+                )
+            slots.append(Slot(name, parameter))
+    if not slots:
+        raise PluginError("the model has no parameter that requires a gradient")
+    devices = {slot.parameter.device for slot in slots}
+    if len(devices) > 1:
+        raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
+    managed = {id(slot.parameter) for slot in slots}
+    if not any(id(p) in managed for group in optimizer.param_groups for p in group["params"]):
+        raise PluginError("the optimizer has no parameter of this model")
+    return slots
+
+
+def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
+    if config.find_unused_parameters is not None:
+        return config.find_unused_parameters
+    if ddp is None or ddp.static_graph:
+        return None
+    return bool(ddp.find_unused_parameters)
+
+
+def _is_nccl(model: nn.Module) -> bool:
+    backend = _base(model)._get_backend(next(model.parameters()).device)
+    return bool(backend.name() == "nccl")
+
+
+def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` makes rank 0's buffers everybody's, in its own way."""
+    return bool(ddp.modules_buffers) and not hasattr(ddp, "buffer_hook")
+
+
+def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Makes ``ddp`` a shell: buffers and no_sync stay its own, gradients are ours."""
+    ddp._remove_autograd_hooks()
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+    def give_back() -> None:
+        parameters, expect_sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+
+    return give_back
+
+
+def broadcast(group: Group, module: nn.Module) -> None:
+    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
+    tensors = [t.detach() for t in itertools.chain(module.parameters(), module.buffers())]
+    for tensor in tensors:
+        dense = tensor.contiguous()
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = 0
+        group.wait(group.backend.broadcast([dense], options), task="the initial broadcast")
+        if dense is not tensor:
+            tensor.copy_(dense)
+    if group.rank == 0:
+        log.info("broadcast %d parameters and buffers of a plain module", len(tensors))

@@ -1,0 +1,1 @@
+"""Two emulated hosts, plain and scheduled, in a minute."""

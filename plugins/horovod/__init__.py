@@ -1,0 +1,7 @@
+"""Horovod: its optimizer as a shell, its all-reduce as the wire."""
+
+from __future__ import annotations
+
+from bytesched.plugins.horovod.optimizer import ScheduledOptimizer
+
+__all__ = ["ScheduledOptimizer"]

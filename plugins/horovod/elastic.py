@@ -1,0 +1,128 @@
+"""Elastic Horovod: sessions come and go with the ranks.
+
+Ranks leave and join between two calls of the function that ``hvd.elastic.run`` runs, and only in
+there may they do anything together. So a session begins at the first forward pass after every
+reset; until then, and whenever a rank is alone, the optimizer is plain Horovod's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.common.elastic import notification_manager
+from torch import nn
+
+from bytesched.errors import in_one_line
+from bytesched.plugins.session.session import Session
+
+__all__ = ["Elastic"]
+
+log = logging.getLogger("bytesched")
+
+
+class Elastic:
+    """What is wrapped while there may be no session.
+
+    Args:
+        optimizer: the optimizer.
+        root: the model.
+        begin: a session for both, or None if these ranks have no use for one; collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        root: nn.Module,
+        begin: Callable[[], Session | None],
+    ) -> None:
+        self.root = root
+        self._begin = begin
+        self._session: Session | None = None
+        #: these ranks have begun, with a session or without
+        self._begun = False
+        #: states whose resets and commits we hear of
+        self._states: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = [
+            root.register_forward_pre_hook(self._before_forward, prepend=True).remove,
+            root._register_load_state_dict_pre_hook(self._before_load).remove,
+            optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
+        ]
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of the current session."""
+        return None if self._session is None else self._session.error
+
+    def flush(self) -> None:
+        """Everything that was started is reduced, and everything armed is applied."""
+        if self._session is not None:
+            self._session.flush()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything under way, on every rank."""
+        if self._session is not None:
+            self._session.fail(error)
+
+    def close(self, *, release_parameters: bool = True) -> None:
+        """Takes every hook off, for good."""
+        for undo in self._undo:
+            undo()
+        for state in self._states.values():
+            state._reset_callbacks.remove(self._reset)
+            del state.check_host_updates
+        self._undo.clear()
+        self._states.clear()
+        self._end(release_parameters=release_parameters)
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures of the current session."""
+        return {"mode": "plain"} if self._session is None else self._session.stats()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._begun or not (module.training and torch.is_grad_enabled()):
+            return
+        self._begun = True
+        for state in notification_manager._listeners:
+            self._listen(state)
+        self._session = self._begin()
+        if self._session is not None:
+            # Its own hooks are too late for the call that is under way.
+            self._session.before_forward(module, args)
+
+    def _listen(self, state: Any) -> None:
+        if id(state) in self._states:
+            return
+        self._states[id(state)] = state
+        state.register_reset_callbacks([self._reset])
+        check = state.check_host_updates
+
+        def apply_and_check() -> None:
+            # It may raise the interrupt that shuts Horovod down, and the last step with it.
+            self.flush()
+            check()
+
+        state.check_host_updates = apply_and_check
+
+    def _before_load(self, *_: Any) -> None:
+        """A restored state replaces what a failed session could not finish."""
+        try:
+            self.flush()
+        except Exception as error:  # noqa: BLE001 - whatever failed, it is replaced
+            log.info("restored: what was outstanding is dropped (%s)", in_one_line(error))
+            self._end(release_parameters=True)
+
+    def _reset(self) -> None:
+        """Horovod was initialized again, with other ranks or the same."""
+        self._end(release_parameters=True)
+        self._begun = False
+
+    def _end(self, *, release_parameters: bool) -> None:
+        if self._session is not None:
+            self._session.close(release_parameters=release_parameters)
+            self._session = None
+
+    def __repr__(self) -> str:
+        return f"<elastic, {self._session!r}>"

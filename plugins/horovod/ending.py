@@ -1,0 +1,119 @@
+"""``hvd.shutdown()`` and ``hvd.join()``: what is outstanding comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from horovod.torch import mpi_ops
+
+from bytesched.errors import PluginError
+from bytesched.horovod_settings import is_elastic
+from bytesched.plugins.session.session import Session
+
+__all__ = ["watch_endings"]
+
+log = logging.getLogger("bytesched")
+
+#: what Horovod gets, at most, to end after a failure
+_ENDING_S: Final = 60.0
+
+#: ``hvd.shutdown()`` calls the first two; the handler that Horovod leaves for the exit calls the
+#: second alone. Scripts may have imported these functions by name long ago.
+_SHUTDOWN: Final[tuple[tuple[Any, str], ...]] = (
+    (mpi_ops.mpi_lib, "horovod_torch_reset"),
+    (mpi_ops._basics.MPI_LIB_CTYPES, "horovod_shutdown"),
+)
+#: For a rank that has joined, Horovod sums zeros, also where it was about to announce a chunk.
+_JOIN: Final = (mpi_ops.mpi_lib, "horovod_torch_join")
+_originals: Final[dict[tuple[Any, str], Callable[..., Any]]] = {
+    call: getattr(*call) for call in (*_SHUTDOWN, _JOIN)
+}
+
+
+class _Watch:
+    """Stands in front of Horovod's shutdown while a session is open, and after one has failed."""
+
+    def __init__(self) -> None:
+        self._sessions: list[Session] = []
+        #: of these, those whose ranks agree on sizes from time to time
+        self._tuned: set[Session] = set()
+        self._failed = False
+        self._ending_s = _ENDING_S
+
+    def add(self, session: Session, timeout_s: float, *, tunes: bool) -> None:
+        self._sessions.append(session)
+        if tunes:
+            self._tuned.add(session)
+        self._ending_s = min(timeout_s, _ENDING_S)
+        for call, original in _originals.items():
+            ending = self._join if call == _JOIN else self._shut_down
+            setattr(*call, partial(ending, original))
+
+    def remove(self, session: Session) -> None:
+        self._sessions.remove(session)
+        self._tuned.discard(session)
+        self._failed = self._failed or session.error is not None
+        if not self._sessions and not self._failed:
+            for (owner, name), original in _originals.items():
+                setattr(owner, name, original)
+
+    def _join(self, original: Callable[..., Any], *args: Any) -> Any:
+        for session in self._tuned:
+            # Words come after so many steps, and a rank that has joined counts none.
+            error = PluginError(
+                "hvd.join() with tune on: the ranks would no longer agree on when sizes change. "
+                "Turn tune off, or give every rank as many batches"
+            )
+            session.fail(error)
+            raise error
+        for session in self._sessions:
+            session.flush()
+        return original(*args)
+
+    def _shut_down(self, original: Callable[[], Any]) -> Any:
+        for session in self._sessions:
+            try:
+                if session.error is None:
+                    session.flush()
+            except Exception:
+                # Who reads a parameter that lacks its update is told again.
+                log.exception("the last step could not be applied before hvd.shutdown()")
+        failed = self._failed or any(session.error is not None for session in self._sessions)
+        # Elastic Horovod goes on after a failure, and has limits of its own.
+        with _limited(self._ending_s) if failed and not is_elastic() else contextlib.nullcontext():
+            return original()
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """The process ends, with its stacks on stderr, if what is inside takes longer.
+
+    Horovod waits, in C++, for ranks that may never answer: no exception ends that, and at the
+    end of the interpreter no thread could be started to do so.
+    """
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        sys.stdout.flush()
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+_watch: Final = _Watch()
+
+
+def watch_endings(session: Session, timeout_s: float, *, tunes: bool) -> Callable[[], None]:
+    """Horovod is not shut down or joined before ``session`` is flushed; returns the way back.
+
+    Not joined at all if it ``tunes``. After an error of ``session`` the shutdown ends within
+    ``timeout_s``, or the process does.
+    """
+    _watch.add(session, timeout_s, tunes=tunes)
+    return partial(_watch.remove, session)

@@ -1,0 +1,187 @@
+"""Horovod: the optimizer that ``hvd.DistributedOptimizer`` has made.
+
+It stays what it is, a shell: its gradient hooks tell when a gradient is complete, its
+``synchronize`` and ``step`` when a round ends. Gradients travel through Horovod's own all-reduce.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import bytesched
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.horovod_settings import autotunes, is_elastic
+from bytesched.log import show
+from bytesched.plugins.horovod.elastic import Elastic
+from bytesched.plugins.horovod.ending import watch_endings
+from bytesched.plugins.horovod.peers import HorovodPeers
+from bytesched.plugins.horovod.shell import Shell
+from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.session import Session
+from bytesched.trace.observers import observers_of
+
+__all__ = ["ScheduledOptimizer", "attach", "begin", "why_plain", "why_whole"]
+
+log = logging.getLogger("bytesched")
+
+#: sessions of this process
+_number = itertools.count()
+
+#: what Horovod can reduce
+_DTYPES: Final = (torch.float16, torch.float32, torch.float64)
+
+#: our wire for each of Horovod's compressors
+_WIRES: Final = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
+
+
+def ScheduledOptimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
+) -> torch.optim.Optimizer:
+    """ByteScheduler's name for :func:`bytesched.wrap`."""
+    return bytesched.wrap(optimizer, model, **fields)
+
+
+def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why gradients of ``optimizer`` cannot be scheduled at all; empty if they can.
+
+    The same on all ranks of the process set.
+    """
+    if not hvd.is_initialized():
+        raise PluginError("Horovod is not initialized: call hvd.init() first")
+    shell: Any = optimizer
+    if not hasattr(shell, "process_set"):
+        return "Adasum combines updates, not gradients: they cannot be partitioned"
+    if not shell.process_set.included():
+        return f"this rank is not in the optimizer's process set {shell.process_set.ranks}"
+    if shell.process_set.size() == 1:
+        return "there is one rank"
+    if shell.op not in (hvd.Average, hvd.Sum):
+        return "gradients are neither averaged nor summed"
+    if shell._compression not in _WIRES:
+        return f"{shell._compression.__name__} may need a tensor as a whole"
+    if autotunes():
+        return "HOROVOD_AUTOTUNE is on, and would tune against our own sizes"
+    if config.compression == "bf16":
+        return "Horovod cannot reduce bf16"
+    if not _slots(optimizer, model):
+        return "none of the model's parameters is reduced by this optimizer in dense form"
+    return ""
+
+
+def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
+    if not config.cross_barrier:
+        return "cross_barrier is off"
+    if not exclude_compiler() and has_compiled(model):
+        return f"torch {torch.__version__} has no lock that keeps its compiler out"
+    return why_not_deferred(optimizer, updating_class(optimizer))
+
+
+def begin(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
+) -> Session | Elastic | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
+    if config.enabled and is_elastic():
+        return Elastic(optimizer, model, partial(_begin, optimizer, model, config))
+    return _begin(optimizer, model, config)
+
+
+def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
+    show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
+    why = "enabled is off" if not config.enabled else why_plain(optimizer, model, config)
+    if why:
+        log.info("left as it was: %s", why)
+        return None
+    session = attach(optimizer, model, config)
+    why = why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    session.add_optimizer(optimizer, updating_class(optimizer), cross=not why)
+    return session
+
+
+def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The user's class: Horovod's is made on the fly, right beneath it."""
+    return type(optimizer).__bases__[0]
+
+
+def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
+    """A session for ``optimizer``; collective over its process set."""
+    shell: Any = optimizer
+    if config.compression == "none":
+        config = replace(config, compression=_WIRES[shell._compression])
+    peers = HorovodPeers(
+        shell.process_set,
+        average=shell.op == hvd.Average,
+        # Horovod forgets it for groups.
+        predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
+        name=_session_name(shell.process_set, config.timeout_s),
+        timeout_s=config.timeout_s,
+    )
+    slots = _slots(optimizer, model)
+    said = [
+        *statements(slots, optimizer, config),
+        f"op = {shell.op}",
+        f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
+        f"backward_passes_per_step = {shell.backward_passes_per_step}",
+    ]
+    agree(said, peers.rank, peers.gather_text)
+    session = Session(
+        model,
+        slots,
+        config,
+        peers=peers,
+        sync=None,
+        find_unused=False,
+        static_graph=False,
+        observers=observers_of(peers, config),
+    )
+    carrier = Shell(shell, session, slots, peers, updating_class(optimizer))
+    can_stop = not has_compiled(model) and config.compression == _WIRES[shell._compression]
+    session.take_over(carrier.take_over, can_stop=can_stop)
+    session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))
+    return session
+
+
+def _session_name(process_set: hvd.ProcessSet, timeout_s: float) -> str:
+    """A name that no rank of ``process_set`` has used; a rank that joined late has used fewer."""
+    number = next(_number)
+    ranks = HorovodPeers(
+        process_set, average=False, predivide=1.0, name="bytesched", timeout_s=timeout_s
+    )
+    used = [int(text) for text in ranks.gather_text("session", str(number))]
+    name = f"bytesched.{max(used)}"
+    for _ in range(max(used) - number):
+        next(_number)
+    return name
+
+
+def _slots(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Slot]:
+    """What is reduced as dense chunks; the rest stays with Horovod."""
+    reduced = {id(p) for p in vars(optimizer)["_requires_update"]}
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+    return [
+        Slot(name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in reduced
+        and id(parameter) not in sparse
+        and type(parameter) is nn.Parameter
+        and parameter.numel()
+        and parameter.dtype in _DTYPES
+    ]

@@ -1,0 +1,116 @@
+"""One order of chunks under Horovod, which negotiates what runs: rank 0 chooses what may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bytesched.config import Config
+from bytesched.horovod_settings import CACHE_CAPACITY, cache_capacity
+from bytesched.order import Leading, ReadyQueue
+from bytesched.plugins.layout.packing import Packer
+from bytesched.policy import named_policy
+from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+if TYPE_CHECKING:
+    from bytesched.plugins.horovod.peers import HorovodPeers
+
+__all__ = ["Negotiated"]
+
+log = logging.getLogger("bytesched")
+
+#: Ranks that do not choose announce whatever is ready.
+_NO_LIMIT: Final = 1 << 62
+
+
+class Negotiated:
+    """Rank 0 chooses by announcing; the others announce all they have (see peers.Agreement).
+
+    Horovod runs an operation when every rank has announced it, so that nothing else need be
+    said. Among operations that are announced at once it takes those first that it ran longest
+    ago (controller.cc, ComputeResponseList): so all chunks are run once in the order of their
+    priority, by the warm-up and after every new cut.
+
+    Args:
+        peers: what reduces ``chunks``, and has reduced each of them once.
+        packer: knows the memory of chunks.
+    """
+
+    order = "negotiated"
+
+    def __init__(
+        self, peers: HorovodPeers, packer: Packer, chunks: Sequence[CommTask], config: Config
+    ) -> None:
+        self._peers = peers
+        self._packer = packer
+        self._policy = config.policy
+        #: the cuts that Horovod has seen, by the names of their chunks
+        self._seen = {self._names(chunks)}
+        self._scheduler: Scheduler
+        if peers.rank == 0:
+            _check_cache(len(chunks))
+
+    def queue(self) -> ReadyQueue:
+        return Leading(named_policy(self._policy))
+
+    def window_bytes(self, credit_bytes: int) -> int:
+        return _NO_LIMIT if self._peers.rank else credit_bytes
+
+    def bind(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def ready(self) -> None:
+        pass
+
+    def announce(self, chunks: Sequence[CommTask]) -> None:
+        pass
+
+    def round_ends(self) -> None:
+        pass
+
+    def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        self._peers.let_go()
+        if (names := self._names(chunks)) not in self._seen:
+            self._show(chunks)
+            self._remember(names)
+        if setting.policy != self._policy:
+            self._policy = setting.policy
+            self._scheduler.use_queue(self.queue())
+
+    def close(self) -> None:
+        pass
+
+    def _show(self, chunks: Sequence[CommTask]) -> None:
+        """Runs ``chunks`` one by one. On zeros, for somebody may still read the gradients."""
+        for chunk in chunks:
+            work = self._peers.reduce(chunk, torch.zeros_like(self._packer.memory(chunk)))
+            self._peers.wait(work, task=chunk.name)
+            self._peers.reduced(chunk)
+            self._peers.let_go()
+
+    def _remember(self, names: tuple[str, ...]) -> None:
+        # Horovod forgets what it ran longest ago. What is forgotten here is shown again.
+        if sum(map(len, self._seen)) + len(names) > CACHE_CAPACITY:
+            self._seen.clear()
+        self._seen.add(names)
+
+    def _names(self, chunks: Sequence[CommTask]) -> tuple[str, ...]:
+        return tuple(map(self._peers.chunk_name, chunks))
+
+
+def _check_cache(chunks: int) -> None:
+    """Warns if Horovod does not remember so many operations from one step to the next."""
+    capacity = cache_capacity()
+    if 0 <= capacity < chunks:
+        log.warning(
+            "HOROVOD_CACHE_CAPACITY = %d is less than %d chunks: Horovod negotiates them anew in "
+            "every step, which takes long, and forgets their order; set it to %d or more",
+            capacity,
+            chunks,
+            2 * chunks,
+        )

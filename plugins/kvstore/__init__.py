@@ -1,0 +1,1 @@
+"""Any store, its pushes and pulls in the order of urgency; and torch trained through one."""

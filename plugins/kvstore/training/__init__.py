@@ -1,0 +1,1 @@
+"""Torch trained through a store: gradients summed there, or parameters updated there."""

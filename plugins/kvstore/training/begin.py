@@ -1,0 +1,186 @@
+"""PyTorch through a KVStore: the gradients of a plain module, averaged by the store."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.kvstore.pipes import chunks_on_their_way
+from bytesched.link.bound import partition_seed_bytes
+from bytesched.log import show
+from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
+from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
+from bytesched.plugins.kvstore.training.state import hyperparameters_of
+from bytesched.plugins.kvstore.training.store_session import StoreSession
+from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.mpi_kvstore.server.optimizer import is_elementwise
+from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.session import Session
+from bytesched.trace.observers import observers_of
+
+__all__ = ["attach", "begin", "why_plain"]
+
+log = logging.getLogger("bytesched")
+
+#: What a chunk costs beside its bytes, about: its sizes are within 4 % of the fastest ones tried
+#: where a worker pushed 15 to 120 MB/s. Not measured before training: how long a push and its pull
+#: take in turn says little of chunks that follow one another.
+_OVERHEAD_S = 1e-4
+_PAGE_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 2**12, 2**16, 2**23
+#: the sessions of each store, in the order of wrapping, which is the same on all workers
+_sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def why_plain(store: Any) -> str:
+    """Why gradients need not travel at all; empty if they must."""
+    return "there is one worker" if store.num_workers == 1 else ""
+
+
+def begin(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
+    show(config.log_level, store.rank)
+    if why := why_plain(store):
+        log.info("left as it was: %s", why)
+        return None
+    if not config.enabled:
+        # Without us nobody would average the gradients.
+        log.info("enabled is off: gradients go in the order of backward, and step() waits for all")
+        config = replace(config, policy="fifo", cross_barrier=False)
+    return attach(optimizer, model, store, config)
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession:
+    """A session for ``model`` whose gradients ``store`` sums, with ``optimizer``; collective.
+
+    If the store was opened with ``updates``, the optimizer is the store's from now on.
+    Parameters and buffers become those of worker 0.
+    """
+    if isinstance(store, ScheduledKVStore):
+        raise PluginError("give wrap the store itself: the session schedules its chunks")
+    if getattr(store, "is_stateful", False):
+        raise PluginError(
+            "the store has an optimizer already; to give it this one, open it with updates=True"
+        )
+    if getattr(store, "staleness", None) is not None:
+        raise PluginError(
+            f"the store has staleness = {store.staleness}: its pulls answer before all workers "
+            "have pushed, with no sum of their gradients; open it with staleness=None"
+        )
+    slots = _slots(model, optimizer)
+    number = _sessions[store] = _sessions.get(store, -1) + 1
+    peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    agree(statements(slots, optimizer, config), peers.rank, peers.gather_text)
+    config = _sized(config, slots, peers, max(getattr(store, "num_servers", 1), 1))
+    peers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    if getattr(store, "updates", False):
+        return _in_store(optimizer, model, slots, peers, config)
+    session = Session(
+        model,
+        slots,
+        config,
+        peers=peers,
+        sync=lambda: True,
+        find_unused=config.find_unused_parameters,
+        static_graph=False,
+        observers=observers_of(peers, config),
+    )
+    why = _why_whole(optimizer, model, config)
+    if why:
+        log.info("scheduling inside backward, stepping whole: %s", why)
+    try:
+        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+    except PluginError:
+        session.close()
+        raise
+    return session
+
+
+def _in_store(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    slots: list[Slot],
+    peers: KVPeers,
+    config: Config,
+) -> StoreSession:
+    name = type(optimizer).__name__
+    if type(optimizer) is not getattr(torch.optim, name, None) or not is_elementwise(name):
+        raise PluginError(
+            f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
+        )
+    if config.compression != "none":
+        raise PluginError("a store that updates sends parameters, which are not compressed")
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strays := [slot.name for slot in slots if id(slot.parameter) not in managed]:
+        raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
+    session = StoreSession(
+        model, slots, optimizer, config, peers=peers, observers=observers_of(peers, config)
+    )
+    peers.store.set_optimizer(name, **hyperparameters_of(optimizer))
+    return session
+
+
+def _sized(config: Config, slots: list[Slot], peers: KVPeers, servers: int) -> Config:
+    """``config`` with the sizes of chunks and windows that it leaves open; collective."""
+    chunks = chunks_on_their_way(servers)
+    partition_bytes = config.partition_bytes
+    if not partition_bytes:
+        # A value passes two pipes, each with a window, and the second waits for whole chunks: the
+        # bound is T* + θN + 2(c + δ)/B + δ/B.
+        seed = partition_seed_bytes(
+            total_bytes=sum(slot.parameter.nbytes for slot in slots),
+            overhead_s=_OVERHEAD_S,
+            bytes_per_s=push_bytes_per_s(peers, servers),
+            credit_partitions=2 * chunks + 2,
+        )
+        largest_bytes = min(_LARGEST_BYTES, config.credit_bytes or _LARGEST_BYTES)
+        best_bytes = min(max(seed, _SMALLEST_BYTES), largest_bytes)
+        # Whole pages: a kernel may round the tail of a chunk otherwise than its vectors.
+        partition_bytes = best_bytes // _PAGE_BYTES * _PAGE_BYTES or best_bytes
+    credit_bytes = config.credit_bytes or chunks * partition_bytes
+    return replace(
+        config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
+    )
+
+
+def _why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
+    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
+    if not config.cross_barrier:
+        return "cross_barrier is off"
+    if not exclude_compiler() and has_compiled(model):
+        return f"torch {torch.__version__} has no lock that keeps its compiler out"
+    return why_not_deferred(optimizer, type(optimizer))
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    slots = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            if type(parameter) is not nn.Parameter:
+                raise PluginError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+                )
+            if parameter.device.type != "cpu":
+                raise PluginError(
+                    f"parameter {name!r} is on {parameter.device}: a store sends from the host's "
+                    "memory; use DistributedDataParallel or Horovod"
+                )
+            slots.append(Slot(name, parameter))
+    if not any(id(slot.parameter) in managed for slot in slots):
+        raise PluginError("the optimizer has no parameter of this model that needs a gradient")
+    return slots

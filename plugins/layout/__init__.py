@@ -1,0 +1,1 @@
+"""Gradients in arenas in forward order, cut into chunks, bundled for their update."""

@@ -1,0 +1,100 @@
+"""Between gradients and the wire: into the arena in pieces, and into the wire's dtype."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from bytesched.plugins.layout.plan import Piece, Plan
+from bytesched.task import CommTask
+
+__all__ = ["Packer"]
+
+#: ``None`` sends gradients as they are
+WIRE_DTYPES: Final[dict[str, torch.dtype | None]] = {
+    "none": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class Packer:
+    """Brings gradients into what is sent, and what was received into the arena.
+
+    Gradients are divided while they are packed, as DDP does, or after rounding to the wire's
+    dtype, as DDP's compression hooks do.
+
+    Args:
+        divisor: the world size, or 1 where sending averages.
+        compression: the wire's dtype, a key of WIRE_DTYPES.
+    """
+
+    def __init__(self, plan: Plan, divisor: int, compression: str) -> None:
+        self._plan = plan
+        self._divisor = divisor
+        self._scale = 1.0 / divisor
+        self._dtype = WIRE_DTYPES[compression]
+        self._wires: list[torch.Tensor | None] = []
+        self.plan_cut()
+
+    def plan_cut(self) -> None:
+        """The plan has other chunks now."""
+        dtype = self._dtype
+        self._wires = [
+            torch.empty_like(buffer, dtype=dtype)
+            if dtype is not None and buffer.is_floating_point()
+            else None
+            for buffer in self._plan.buffers
+        ]
+
+    def memory(self, chunk: CommTask) -> torch.Tensor:
+        """The tensor that ``pack`` fills, as it is."""
+        wire = self._wires[chunk.index]
+        return self._plan.buffers[chunk.index] if wire is None else wire
+
+    @torch.no_grad()
+    def pack(self, chunk: CommTask) -> torch.Tensor:
+        """The tensor to reduce for ``chunk``."""
+        wire = self._wires[chunk.index]
+        for piece in self._plan.pieces[chunk.index]:
+            _pack(piece, self._scale if wire is None else 1.0)
+        buffer = self._plan.buffers[chunk.index]
+        if wire is None:
+            return buffer
+        wire.copy_(buffer)
+        return wire if self._divisor == 1 else wire.div_(self._divisor)
+
+    def receive(self, chunk: CommTask) -> None:
+        """Takes over what was received."""
+        wire = self._wires[chunk.index]
+        if wire is not None:
+            self._plan.buffers[chunk.index].copy_(wire)
+
+    def let_go(self, chunk: CommTask) -> None:
+        """Local gradients live until their chunks are complete.
+
+        Not less: on a GPU, packing them was only enqueued.
+        """
+        for piece in self._plan.pieces[chunk.index]:
+            piece.slot.sending -= 1
+            if not piece.slot.sending:
+                piece.slot.grad = None
+
+
+def _pack(piece: Piece, scale: float) -> None:
+    """Writes the piece's gradient, times ``scale``, to the arena; zeros if there is none."""
+    slot = piece.slot
+    grad = slot.grad
+    if grad is None:
+        piece.target.zero_()
+        return
+    if piece.is_whole:
+        torch.mul(grad, scale, out=slot.view)
+    elif grad.stride() == slot.view.stride():
+        flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
+        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
+    else:
+        same = torch.empty_like(slot.view).copy_(grad)
+        flat = same.as_strided((same.numel(),), (1,))
+        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)

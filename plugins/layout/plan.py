@@ -1,0 +1,265 @@
+"""The plan: gradients in arenas in forward order, cut into chunks, bundled for their update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from bytesched.plugins.proxies.pending import LazyGrad
+from bytesched.task import CommTask
+
+if TYPE_CHECKING:
+    from bytesched.plugins.optimizer.deferred import Job
+
+__all__ = ["Bundle", "Piece", "Plan", "Slot"]
+
+#: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
+_RAMP = 8
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter, and where its gradient lies."""
+
+    name: str
+    parameter: nn.Parameter
+    #: the arena's memory in the parameter's shape and strides
+    view: torch.Tensor = field(init=False)
+    #: what ``parameter.grad`` is between backward and the next ``zero_grad``
+    lazy: LazyGrad = field(init=False)
+    #: the same storage and version counter as the parameter, with ``view`` as its gradient:
+    #: updates run on it, so that they never touch ``parameter.grad`` or its class
+    alias: nn.Parameter = field(init=False)
+    bundle: Bundle = field(init=False)
+    chunks: list[CommTask] = field(default_factory=list)
+    #: the local gradient, from its hook until it is packed
+    grad: torch.Tensor | None = None
+    #: its chunks that are not reduced yet in this round
+    sending: int = 0
+    #: how often its hook fired in this round
+    fired: int = 0
+    #: how often it must fire (static graphs may use a parameter several times)
+    expected: int = 1
+    #: of its gradient hook
+    hook_id: int = -1
+    #: takes part in the update of this round
+    used: bool = False
+    #: got a gradient that was not reduced (no_sync) since the last round
+    used_alone: bool = False
+    #: ``step()`` has armed its update
+    taken: bool = False
+
+    #: was held when the round began, and nothing has read it since ``step()``
+    unguarded: bool = False
+    #: what a use of the parameter calls while its update is outstanding
+    settle: Callable[[], None] = field(init=False)
+
+    def make_lazy(self, settle: Callable[[], None]) -> None:
+        """A new lazy view; the old one, if there is one, is nobody's any more."""
+        self.lazy = self.view.as_subclass(LazyGrad)
+        self.lazy.settle = settle
+        self.lazy.is_taken = self.is_taken
+
+    def is_taken(self) -> bool:
+        """True while an update that needs the gradient is outstanding."""
+        return self.taken and self.bundle.armed
+
+    def realias(self) -> None:
+        """Makes the alias anew, after the parameter got other memory."""
+        self.alias = nn.Parameter(self.parameter.detach(), self.parameter.requires_grad)
+        self.alias.grad = self.view
+
+
+@dataclass(eq=False)
+class Bundle:
+    """Parameters whose gradients are complete at the same moment; they are updated together."""
+
+    index: int
+    slots: list[Slot]
+    chunks: set[CommTask]
+    #: of its gradients
+    nbytes: int
+    #: chunks still to be reduced in this round
+    sending: int = 0
+    #: ``step()`` was called and the update is outstanding
+    armed: bool = False
+    #: its parameters are pending tensors; ends with the first use after the update
+    held: bool = False
+    #: the update, while it is armed
+    jobs: list[Job] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The part of one slot that lies in one chunk."""
+
+    slot: Slot
+    #: elements of the slot, in memory order
+    start_at: int
+    stop_at: int
+    #: the same elements in the arena
+    target: torch.Tensor
+    #: all elements of the slot
+    is_whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Arena:
+    """The gradients of one dtype and device, one after the other."""
+
+    memory: torch.Tensor
+    #: of its slots in the plan
+    positions: list[int]
+
+
+class Plan:
+    """Arenas, chunks and bundles for a list of parameters in forward order.
+
+    Chunks are numbered front to back, the same on all ranks; that number is their priority. The
+    arenas are laid out once; chunks and bundles can be cut again, in the same lists.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], *, partition_bytes: int, find_unused: bool = False
+    ) -> None:
+        self.slots = list(slots)
+        #: which slots got a gradient, summed over the ranks; the most urgent chunk of all
+        self.used_flags: torch.Tensor | None = None
+        self.flags_chunk: CommTask | None = None
+        self.flags_reduced = False
+        self.chunks: list[CommTask] = []
+        self.pieces: list[list[Piece]] = []
+        #: the arena memory of each chunk
+        self.buffers: list[torch.Tensor] = []
+        self.bundles: list[Bundle] = []
+        self.bundles_of: list[list[Bundle]] = []
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for position, slot in enumerate(slots):
+            groups.setdefault((slot.parameter.dtype, slot.parameter.device), []).append(position)
+        self._arenas = [self._lay_out(*group) for group in groups.items()]
+        if find_unused:
+            self.used_flags = torch.zeros(
+                len(slots), dtype=torch.int32, device=slots[0].parameter.device
+            )
+        self.cut(partition_bytes)
+
+    def cut(self, partition_bytes: int) -> None:
+        """Makes chunks and bundles; nothing of those that there were may be under way.
+
+        Gradients stay where they are, and so does everything that refers to a slot.
+        """
+        for held in (self.chunks, self.pieces, self.buffers, self.bundles, self.bundles_of):
+            held.clear()
+        for slot in self.slots:
+            slot.chunks = []
+        cut = [part for arena in self._arenas for part in self._cut(arena, partition_bytes)]
+        if self.used_flags is not None:
+            self.flags_chunk = CommTask(
+                "used-parameters", start_at=0, stop_at=len(self.slots), itemsize=4, priority=-1
+            )
+            cut.append((self.flags_chunk, self.used_flags, []))
+        for chunk, buffer, pieces in sorted(cut, key=lambda part: part[0].priority):
+            chunk.index = chunk.priority = len(self.chunks)
+            self.chunks.append(chunk)
+            self.buffers.append(buffer)
+            self.pieces.append(pieces)
+            for piece in pieces:
+                piece.slot.chunks.append(chunk)
+        self._bundle()
+
+    def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
+        slots = [self.slots[position] for position in positions]
+        memory = torch.zeros(
+            sum(slot.parameter.numel() for slot in slots), dtype=kind[0], device=kind[1]
+        )
+        offset = 0
+        for slot in slots:
+            n = slot.parameter.numel()
+            slot.view = _shaped(memory[offset : offset + n], slot.parameter)
+            slot.realias()
+            offset += n
+        return _Arena(memory, positions)
+
+    def _cut(
+        self, arena: _Arena, partition_bytes: int
+    ) -> list[tuple[CommTask, torch.Tensor, list[Piece]]]:
+        memory = arena.memory
+        tasks, owner, offset = [], {}, 0
+        for position in arena.positions:
+            slot = self.slots[position]
+            n = slot.parameter.numel()
+            task = CommTask(
+                slot.name,
+                start_at=offset,
+                stop_at=offset + n,
+                itemsize=memory.element_size(),
+                priority=position,
+            )
+            tasks.append(task)
+            owner[task] = slot
+            offset += n
+        cut = []
+        for chunk in CommTask.merge(tasks).partition(partition_bytes, partition_bytes // _RAMP):
+            pieces = []
+            for task in chunk.members:
+                a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
+                whole = (a, b) == (task.start_at, task.stop_at)
+                pieces.append(
+                    Piece(owner[task], a - task.start_at, b - task.start_at, memory[a:b], whole)
+                )
+            cut.append((chunk, memory[chunk.start_at : chunk.stop_at], pieces))
+        return cut
+
+    def _bundle(self) -> None:
+        by_last: dict[int, list[Slot]] = {}
+        for slot in self.slots:
+            by_last.setdefault(max(chunk.index for chunk in slot.chunks), []).append(slot)
+        self.bundles_of.extend([] for _ in self.chunks)
+        for last in sorted(by_last):
+            slots = by_last[last]
+            chunks = {chunk for slot in slots for chunk in slot.chunks}
+            nbytes = sum(slot.view.nbytes for slot in slots)
+            bundle = Bundle(len(self.bundles), slots, chunks, nbytes)
+            self.bundles.append(bundle)
+            for slot in slots:
+                slot.bundle = bundle
+            for chunk in chunks:
+                self.bundles_of[chunk.index].append(bundle)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {len(self.slots)} parameters, {self.nbytes / 2**20:.1f} MiB in "
+            f"{len(self.chunks)} chunks, {len(self.bundles)} bundles>"
+        )
+
+
+def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The memory of ``flat`` in the shape and, if they are dense, the strides of ``parameter``.
+
+    Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
+    """
+    strides = parameter.stride() if _is_dense(parameter) else None
+    if strides is None:
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if its elements fill their memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,1 @@
+"""MXNet's own store and Gluon trainer; its engine is the gate."""

@@ -1,0 +1,1 @@
+"""Dependency proxies: parameters, gradients and modules that wait. They know no plan."""

@@ -1,0 +1,212 @@
+"""Who uses which parameter first: learned in one iteration, then guarded in all others.
+
+A parameter is the gate of its own update (pending.py), but that cannot see compiled readers: a
+custom autograd.Function over a kernel, a compiled module. So a forward pre-hook waits as well,
+on the nearest module around the parameter that is really called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from bytesched.plugins.proxies.compiling import is_compiled
+from bytesched.plugins.proxies.pending import hold, is_held, release
+
+__all__ = ["FirstUse", "StayingForwardHook", "StayingHook", "gate"]
+
+
+class StayingHook:
+    """A forward pre-hook that stays behind when its module is copied or pickled.
+
+    In its place goes ``{}.get``, which returns the arguments of the call as they are, and which
+    needs no bytesched where the pickle is loaded.
+    """
+
+    def __init__(
+        self, call: Callable[[nn.Module, Any], None], traced: Callable[[], None] | None = None
+    ) -> None:
+        self._call = call
+        self._traced = traced
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._break(module, args)
+        else:
+            self._call(module, args)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _break(self, module: nn.Module, args: Any) -> None:
+        """Inside compiled code: a graph break, after which the call is an ordinary one."""
+        if self._traced is not None:
+            self._traced()
+        self._call(module, args)
+
+    def __reduce__(self) -> Any:
+        return partial, ({}.get,)
+
+
+class StayingForwardHook:
+    """The same for a hook after the forward pass; where it is loaded, bytesched is needed."""
+
+    def __init__(self, call: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._call(module, args, output)
+
+    def __reduce__(self) -> Any:
+        return StayingForwardHook, (_nothing,)
+
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    pass
+
+
+class FirstUse:
+    """Watches one forward pass of ``root``: order of first use, and which modules are called."""
+
+    def __init__(self, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._moment = 0
+        self._touched: dict[int, int] = {}
+        self._called: dict[nn.Module, int] = {}
+        self._handles: list[RemovableHandle] = []
+        #: module -> its parent, for the first path that leads there
+        self._parents: dict[nn.Module, nn.Module | None] = {}
+        #: parameter id -> the modules that own it
+        self._owners: dict[int, list[nn.Module]] = {}
+        self._compiled: set[nn.Module] = set()
+        self._visit(root, None, inside_compiled=False)
+        for module in self._parents:
+            if module not in self._compiled:
+                hook = StayingHook(self._on_call)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _visit(self, module: nn.Module, parent: nn.Module | None, *, inside_compiled: bool) -> None:
+        if module in self._parents:
+            return
+        self._parents[module] = parent
+        inside_compiled = inside_compiled or isinstance(module, torch.jit.ScriptModule)
+        if inside_compiled:
+            self._compiled.add(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._owners.setdefault(id(parameter), []).append(module)
+        inside_compiled = inside_compiled or is_compiled(module)
+        for child in module.children():
+            self._visit(child, module, inside_compiled=inside_compiled)
+
+    # -- watching ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The forward pass starts."""
+        for parameter in self._parameters.values():
+            seen_inside_compiled = all(
+                owner in self._compiled or is_compiled(owner)
+                for owner in self._owners.get(id(parameter), ())
+            )
+            if type(parameter) is nn.Parameter and not seen_inside_compiled:
+                hold(parameter, partial(self._on_touch, parameter))
+
+    def end(self) -> None:
+        """The forward pass is over (or failed)."""
+        if not self._handles:
+            return
+        for parameter in self._parameters.values():
+            if is_held(parameter):
+                release(parameter)
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self.end()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_touch(self, parameter: nn.Parameter) -> None:
+        self._moment += 1
+        self._touched.setdefault(id(parameter), self._moment)
+        release(parameter)
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        self._moment += 1
+        self._called.setdefault(module, self._moment)
+
+    # -- what was learned --------------------------------------------------------------
+
+    def order(self) -> list[int]:
+        """Indices of the parameters, by first use; unused ones last, as registered."""
+        never = self._moment + 1
+        keys = []
+        for index, key in enumerate(self._parameters):
+            moment = self._touched.get(key)
+            if moment is None:
+                callers = [self._called.get(m, never) for m in self._guardians(key)]
+                moment = min(callers, default=never)
+            keys.append((moment, index))
+        return [index for _, index in sorted(keys)]
+
+    def gates(self, used: Callable[[nn.Parameter], bool]) -> dict[nn.Module, list[nn.Parameter]]:
+        """For each module that must wait when it is called, the parameters it waits for.
+
+        The owner waits. If it was not called although the parameter is used (a ParameterList,
+        the out_proj of MultiheadAttention), its nearest called ancestor waits as well.
+        """
+        waits: dict[nn.Module, list[nn.Parameter]] = {}
+        for key, parameter in self._parameters.items():
+            for owner in self._owners.get(key, ()):
+                if owner not in self._compiled:
+                    waits.setdefault(owner, []).append(parameter)
+            if used(parameter):
+                for guardian in self._guardians(key):
+                    if parameter not in _by_identity(waits.get(guardian, ())):
+                        waits.setdefault(guardian, []).append(parameter)
+        return waits
+
+    def _guardians(self, key: int) -> Iterator[nn.Module]:
+        for owner in self._owners.get(key, ()):
+            module: nn.Module | None = owner
+            while module is not None and (module not in self._called or module in self._compiled):
+                module = self._parents[module]
+            if module is not None:
+                yield module
+
+
+class _by_identity:
+    def __init__(self, items: Sequence[object]) -> None:
+        self._ids = {id(item) for item in items}
+
+    def __contains__(self, item: object) -> bool:
+        return id(item) in self._ids
+
+
+def gate(
+    module: nn.Module, wait: Callable[[nn.Module], None], traced: Callable[[], None]
+) -> Callable[[], None]:
+    """Makes every call of ``module`` call ``wait`` first; returns what takes it off again.
+
+    ``traced`` is called if the module turns out to run inside compiled code.
+    """
+    compiled = module.__dict__.get("_compiled_call_impl")
+    if compiled is not None:
+        # Its own hooks run inside the compiled code: wait in front of that.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wait(module)
+            return compiled(*args, **kwargs)
+
+        module._compiled_call_impl = call
+
+        def restore() -> None:
+            if module.__dict__.get("_compiled_call_impl") is call:
+                module._compiled_call_impl = compiled
+
+        return restore
+
+    hook = StayingHook(lambda module, args: wait(module), traced)
+    return module.register_forward_pre_hook(hook, prepend=True).remove

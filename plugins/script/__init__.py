@@ -1,0 +1,1 @@
+"""Scripts that nobody touched: what they make is noticed, and wrapped."""

@@ -1,0 +1,98 @@
+"""An unchanged script: what it makes is noticed here, and wrapped when the time has come.
+
+A DistributedDataParallel is noticed when it is made, and then the optimizers that step over its
+parameters; an optimizer of Horovod's is noticed when it is made, and then the module around its
+parameters that is called. The ranks decide alike, at the same moment, as they run the same script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from bytesched import plugins
+from bytesched.horovod_settings import is_elastic
+from bytesched.plugins.script.owners import parameter_ids
+from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod, wrap
+
+__all__ = ["ddp_made", "horovod_optimizer_made"]
+
+_models: list[Watched] = []
+
+
+def _none() -> None:
+    return None
+
+
+#: the optimizer whose step() goes on; those that it steps itself are its own affair
+_stepping: Callable[[], torch.optim.Optimizer | None] = _none
+
+
+def ddp_made(ddp: Any, module: nn.Module) -> None:
+    """A DistributedDataParallel of ``module`` is under construction."""
+    if not any(isinstance(model, WatchedDdp) and model.ddp() is ddp for model in _models):
+        _watch(WatchedDdp(ddp, module), parameter_ids(module))
+
+
+def horovod_optimizer_made(optimizer: torch.optim.Optimizer) -> None:
+    """``hvd.DistributedOptimizer`` has returned ``optimizer``."""
+    model = WatchedHorovod(optimizer)
+    _watch(model, model.parameters())
+    if is_elastic():
+        model.arm()
+
+
+def _watch(model: Watched, parameters: set[int]) -> None:
+    for other in _models:
+        if parameters & other.parameters():
+            other.give_back(parameters)
+            other.close()
+    _models[:] = [other for other in _models if not other.is_closed]
+    _models.append(model)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _stepping
+    if torch.compiler.is_compiling() or _stepping() not in (None, optimizer):
+        return
+    _stepping = ref(optimizer)
+    for model in _models:
+        if not model.is_closed:
+            model.before_step(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _stepping
+    if not torch.compiler.is_compiling() and _stepping() is optimizer:
+        _stepping = _none
+
+
+def _wrap_for_script(optimizer: Any, model: Any = None, *args: Any, **fields: Any) -> Any:
+    """``wrap`` as the script sees it: what it wraps itself is no affair of ours any more."""
+    for watched in _models:
+        if watched.is_about(optimizer, model):
+            watched.give_back(watched.parameters())
+            watched.close()
+    return wrap(optimizer, model, *args, **fields)
+
+
+@atexit.register
+def _at_exit() -> None:
+    if not hasattr(sys, "last_value"):
+        for model in _models:
+            model.say_if_undecided()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+plugins.wrap = _wrap_for_script

@@ -1,0 +1,1 @@
+"""One wrapped model, from its first backward pass to unwrap. Knows no wire."""

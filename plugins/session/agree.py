@@ -1,0 +1,68 @@
+"""Whether all ranks have the same model and the same settings, found out before the first send."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bytesched.config import Config
+from bytesched.errors import MismatchError
+from bytesched.plugins.layout.plan import Slot
+
+__all__ = ["agree", "settings", "statements"]
+
+#: fields of the configuration that must be the same everywhere
+_SHARED_FIELDS = (
+    "policy",
+    "partition_bytes",
+    "credit_bytes",
+    "order",
+    "compression",
+    "cross_barrier",
+    "tune",
+    "tune_steps",
+    "tune_space",
+)
+
+
+def statements(
+    slots: Sequence[Slot], optimizer: torch.optim.Optimizer, config: Config
+) -> list[str]:
+    """What every plugin's ranks must agree on, a line for each."""
+    return [
+        *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
+        f"optimizer {type(optimizer).__name__}",
+        *settings(config),
+    ]
+
+
+def settings(config: Config) -> list[str]:
+    """The settings that must be the same on all ranks, a line for each."""
+    return [
+        f"timeline {'on' if config.timeline else 'off'}",
+        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS),
+    ]
+
+
+def agree(mine: list[str], rank: int, gather: Callable[[str, str], list[str]]) -> None:
+    """Raises MismatchError on every rank if their statements differ; collective.
+
+    Args:
+        mine: the statements of this rank.
+        gather: every rank's text under a key, by rank.
+    """
+    digests = gather("plan", hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    lists = [json.loads(text) for text in gather("plan-text", json.dumps(mine))]
+    for other_rank, theirs in enumerate(lists):
+        for first, other in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
+            if first != other:
+                raise MismatchError(
+                    f"the ranks disagree: rank 0 has {first!r}, rank {other_rank} has {other!r} "
+                    f"(seen by rank {rank}); all ranks need the same model and settings"
+                )

@@ -1,0 +1,151 @@
+"""What a session measures about itself: whether the barrier was crossed, and what it cost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from time import perf_counter_ns, process_time_ns
+
+from bytesched.observe import Observers
+from bytesched.plugins.layout.plan import Bundle, Plan
+from bytesched.scheduler import Scheduler
+
+__all__ = ["Meter"]
+
+_MS = 1e6
+_WORST = 8
+
+#: After so many steps it is said, once, if less than this share of the bytes crossed the barrier.
+_JUDGED_AFTER = 50
+_WORTH_IT = 0.02
+
+log = logging.getLogger("bytesched")
+
+
+class Meter:
+    """Counts and times; every method costs a clock reading and a few additions."""
+
+    def __init__(self, observers: Observers, parameters: int) -> None:
+        self._observers = observers
+        self._parameters = parameters
+        self._plan: Plan | None = None
+        self._partition_bytes = self._credit_bytes = 0
+        self._forward_ns = self._backward_ns = self._step_ns = 0
+        self._forward_cpu_ns = 0
+        self._wait_ns: Counter[str] = Counter()
+        self._update_ns = 0
+        self._crossed_steps = 0
+        self._crossed_bytes = 0
+        self._steps = 0
+        self._active_ns = 0
+        #: time spent in the gradient hooks
+        self.hook_ns = 0
+        self._rounds = 0
+
+    def active(self, plan: Plan, partition_bytes: int, credit_bytes: int) -> None:
+        """The warm-up is over, and these sizes are in use."""
+        self._plan = plan
+        self._partition_bytes = partition_bytes
+        self._credit_bytes = credit_bytes
+        self._active_ns = perf_counter_ns()
+
+    def changed(self, partition_bytes: int, credit_bytes: int) -> None:
+        """There are other sizes from now on."""
+        self._partition_bytes = partition_bytes
+        self._credit_bytes = credit_bytes
+
+    def forward_begins(self) -> None:
+        """The model is called."""
+        self._forward_ns = perf_counter_ns()
+        if self._plan is None:
+            self._forward_cpu_ns = process_time_ns()
+
+    def cpu_load(self) -> float:
+        """CPU time over time since the model was called; 1 is one core. In the warm-up."""
+        elapsed_ns = perf_counter_ns() - self._forward_ns
+        return (process_time_ns() - self._forward_cpu_ns) / max(elapsed_ns, 1)
+
+    def forward_ends(self) -> None:
+        """Its call is over; backward is next."""
+        self._backward_ns = perf_counter_ns()
+        if self._observers and self._forward_ns:
+            self._observers.on_span("forward", "forward", self._forward_ns, self._backward_ns)
+
+    def backward_ends(self) -> None:
+        """A round is complete."""
+        if self._plan is not None:
+            self._rounds += 1
+        if self._observers and self._backward_ns:
+            now_ns = perf_counter_ns()
+            self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` is called."""
+        self._step_ns = perf_counter_ns()
+
+    def stepped(self, crossing_bytes: int) -> None:
+        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding."""
+        self._steps += 1
+        self._crossed_steps += crossing_bytes > 0
+        self._crossed_bytes += crossing_bytes
+        if self._steps == _JUDGED_AFTER and self._plan is not None:
+            share = self._crossed_bytes / (self._plan.nbytes * self._steps)
+            if share < _WORTH_IT:
+                log.info(
+                    "communication is hidden behind backward already (%.1f %% of the bytes were "
+                    "still on their way at step()): there is little to gain here",
+                    100 * share,
+                )
+
+    def step_ends(self) -> None:
+        """``optimizer.step()`` returns."""
+        if self._observers:
+            now_ns = perf_counter_ns()
+            self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)
+            self._observers.on_step(self._steps, now_ns)
+
+    def waited(self, by: str, began_ns: int, bundle: Bundle | None) -> None:
+        """The user's thread waited since ``began_ns``; ``by`` is what made it wait."""
+        now_ns = perf_counter_ns()
+        self._wait_ns[by] += now_ns - began_ns
+        if self._observers:
+            self._observers.on_span("wait", by, began_ns, now_ns)
+            if bundle is not None:
+                for chunk in bundle.chunks:
+                    self._observers.on_flow("f", chunk.index, "wait", now_ns)
+
+    def updated(self, bundles: list[Bundle], began_ns: int) -> None:
+        """The updater applied ``bundles``."""
+        now_ns = perf_counter_ns()
+        self._update_ns += now_ns - began_ns
+        if self._observers:
+            name = f"update {bundles[0].slots[0].name}"
+            self._observers.on_span("update", name, began_ns, now_ns, {"bundles": len(bundles)})
+
+    def figures(self, scheduler: Scheduler | None) -> dict[str, int | float | str]:
+        """The figures of ``bytesched.stats()``, per step where they are times."""
+        steps = max(self._steps, 1)
+        plan = self._plan
+        nbytes = plan.nbytes if plan is not None else 0
+        wait_ms = sum(self._wait_ns.values()) / _MS / steps
+        comm_ms = scheduler.busy_ns / _MS / steps if scheduler is not None else 0.0
+        chunks = scheduler.tasks_started if scheduler is not None else 0
+        cpu_ns = scheduler.cpu_ns if scheduler is not None else 0
+        figures: dict[str, int | float | str] = {
+            "steps": self._steps,
+            "barrier_crossed_steps": self._crossed_steps,
+            "barrier_crossed_pct": 100 * self._crossed_bytes / max(nbytes * self._steps, 1),
+            "exposed_comm_ms": wait_ms,
+            "comm_ms": comm_ms,
+            "overlap_pct": 100 * max(0.0, 1 - wait_ms / comm_ms) if comm_ms else 0.0,
+            "bytes_per_step": nbytes,
+            "chunks": len(plan.chunks) if plan is not None else 0,
+            "partition_bytes": self._partition_bytes,
+            "credit_bytes": self._credit_bytes,
+            "scheduler_cpu_us_per_chunk": cpu_ns / 1e3 / max(chunks, 1),
+            "hook_us_per_parameter": self.hook_ns / 1e3 / max(self._rounds * self._parameters, 1),
+            "update_ms": self._update_ns / _MS / steps,
+        }
+        for name, ns in self._wait_ns.most_common(_WORST):
+            figures[f"wait_ms/{name}"] = ns / _MS / steps
+        return figures

@@ -1,0 +1,88 @@
+"""How far a round is, and what went wrong: shared by the user's thread and ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from bytesched.errors import PeerLost, in_one_line
+from bytesched.plugins.session.peers import Peers
+
+__all__ = ["Progress"]
+
+#: how long a wait may take before it is looked whether it can end, and again
+_LOOKS_EVERY_S: Final = 1.0
+
+
+class Progress:
+    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
+
+    Args:
+        peers: told when something goes wrong, so that every rank learns of it.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._timeout_s = peers.timeout_s
+        self._waiters = 0
+        #: guards bundles and ``outstanding``
+        self.changed = threading.Condition()
+        #: chunks of this round that are not reduced yet
+        self.outstanding = 0
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        #: what the scheduler knows, for the message of a timeout
+        self.story: Callable[[], str] = str
+        #: the error of something that is waited for and cannot come, if it knows of one
+        self.look: Callable[[], BaseException | None] = lambda: None
+
+    def notify(self) -> None:
+        """Something changed; called with the lock held."""
+        if self._waiters:
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.error is not None:
+            # Without what earlier raises added: their frames keep batches and outputs alive.
+            raise self.error.with_traceback(None)
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
+        deadline = monotonic() + self._timeout_s
+        while not self._done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
+            self.check()
+            if monotonic() < deadline:
+                error = self.look()
+            else:
+                error = self._peers.timeout(f"waited {self._timeout_s:g} s for {what}", self.story)
+            if error is not None:
+                self.fail(error)
+                raise error
+
+    def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+        with self.changed:
+            self._waiters += 1
+            try:
+                while not done() and self.error is None and monotonic() < deadline:
+                    self.changed.wait(deadline - monotonic())
+                return done()
+            finally:
+                self._waiters -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """The first error is kept and raised wherever the user's thread waits. Any thread.
+
+        It ends everything under way, so that the other ranks learn about it now.
+        """
+        with self.changed:
+            if self.error is not None:
+                return
+            self.error = error
+            self.changed.notify_all()
+        # Without the lock: a store that does not answer may take its time.
+        if not isinstance(error, PeerLost):
+            self._peers.leave_note(in_one_line(error))
+        self._peers.abort()

@@ -1,0 +1,112 @@
+"""Settling: waiting for exactly what is needed, a gradient or an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter_ns
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from bytesched.plugins.layout.plan import Bundle, Plan, Slot
+from bytesched.plugins.proxies.compiling import waiting
+from bytesched.plugins.proxies.pending import is_held, release
+from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.streams import Streams
+
+__all__ = ["Settling"]
+
+
+class Settling:
+    """What the gates of one model call, in the thread of forward, backward or step."""
+
+    def __init__(self, plan: Plan, progress: Progress, streams: Streams, meter: Meter) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._streams = streams
+        self._meter = meter
+        #: told which bundles the forward pass has come to, while iterations are recorded
+        self.passed: Callable[[Sequence[Bundle]], None] | None = None
+        for slot in plan.slots:
+            self.make_lazy(slot)
+        self.plan_cut()
+
+    def plan_cut(self) -> None:
+        """The plan has other bundles now."""
+        for slot in self._plan.slots:
+            slot.settle = partial(self.settle, slot.bundle, slot.name)
+
+    def make_lazy(self, slot: Slot) -> None:
+        """A new lazy gradient; the old one, if there is one, is nobody's any more."""
+        slot.make_lazy(partial(self._settle_grad, slot))
+
+    def settle(self, bundle: Bundle, by: str) -> None:
+        """Returns when the update of ``bundle`` has been applied; its parameters are free."""
+        self._wait_applied(bundle, by)
+        if bundle.held:
+            self._streams.read()
+            bundle.held = False
+            for slot in bundle.slots:
+                slot.unguarded = False
+                if is_held(slot.parameter):
+                    release(slot.parameter)
+
+    def _wait_applied(self, bundle: Bundle, by: str) -> None:
+        if not bundle.armed:
+            return
+        began_ns = perf_counter_ns()
+        with waiting(), record_function("bytesched::wait"):
+            self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
+        self._meter.waited(by, began_ns, bundle)
+
+    def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
+        """In front of every call of ``module``: on the critical path of the forward pass."""
+        for bundle in bundles:
+            if bundle.held:
+                self.settle(bundle, name)
+        if self.passed is not None:
+            self.passed(bundles)
+        if not (torch.is_grad_enabled() or module.training):
+            # Evaluation may take fast paths that look at the types of all parameters at once.
+            self.settle_all()
+
+    def settle_all(self) -> None:
+        """Applies every armed update."""
+        for bundle in self._plan.bundles:
+            if bundle.held:
+                self.settle(bundle, "flush")
+
+    def apply_all(self) -> None:
+        """Applies every armed update; parameters that nothing has read yet remain pending."""
+        held = [bundle for bundle in self._plan.bundles if bundle.held]
+        for bundle in held:
+            self._wait_applied(bundle, "flush")
+        if held:
+            self._streams.read()
+
+    def wait_reduced(self) -> None:
+        """Returns when nothing is on the wire."""
+        if self._progress.outstanding:
+            began_ns = perf_counter_ns()
+            self._progress.wait(lambda: not self._progress.outstanding, "all gradients")
+            self._meter.waited("step", began_ns, None)
+
+    def wait_unstepped(self) -> None:
+        """Returns when nothing is on the wire that no ``step()`` has taken."""
+        if self._progress.outstanding and any(
+            bundle.sending and not bundle.armed for bundle in self._plan.bundles
+        ):
+            self.wait_reduced()
+
+    def _settle_grad(self, slot: Slot) -> None:
+        bundle = slot.bundle
+        if bundle.armed or bundle.held:
+            # Held alone costs no wait of the host, but a write must come after the update.
+            self.settle(bundle, f"{slot.name}.grad")
+        elif bundle.sending:
+            began_ns = perf_counter_ns()
+            self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
+            self._meter.waited(f"{slot.name}.grad", began_ns, bundle)

@@ -1,0 +1,94 @@
+"""The updater's thread: applies the update of bundles whose gradients are complete."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterable
+from time import perf_counter_ns
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from bytesched.plugins.layout.plan import Bundle, Slot
+from bytesched.plugins.optimizer.deferred import Deferred, Job
+from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.streams import Streams
+
+__all__ = ["Updater"]
+
+#: Bundles that are ready together are updated in one call up to this size: fewer calls, but the
+#: front layer does not wait for the update of the whole model.
+_BATCH_BYTES = 4 * 2**20
+
+
+class Updater:
+    """Front layers first; runs beside the user's thread, which waits only for what it needs."""
+
+    def __init__(self, progress: Progress, streams: Streams, meter: Meter) -> None:
+        self._progress = progress
+        self._streams = streams
+        self._meter = meter
+        self._ready: list[tuple[int, int, Bundle]] = []
+        self._sequence = 0
+        self._pushed = threading.Semaphore(0)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="bytesched-updater", daemon=True)
+        self._thread.start()
+
+    def push(self, bundles: Iterable[Bundle]) -> None:
+        """These can be updated now; called with the lock of ``progress`` held."""
+        for bundle in bundles:
+            heapq.heappush(self._ready, (bundle.index, self._sequence, bundle))
+            self._sequence += 1
+            self._pushed.release()
+
+    def close(self) -> None:
+        """Stops the thread; what was not begun stays undone."""
+        self._closed = True
+        self._pushed.release()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while self._pushed.acquire() and not self._closed:
+            with self._progress.changed:
+                bundles, jobs = self._take()
+            if not jobs:
+                continue
+            began_ns = perf_counter_ns()
+            try:
+                with self._streams.update(), record_function("bytesched::update"):
+                    _update(jobs)
+            except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
+                self._progress.fail(error)
+                return
+            self._meter.updated(bundles, began_ns)
+            with self._progress.changed:
+                for bundle in bundles:
+                    # Another optimizer may have armed it meanwhile, and pushed it again.
+                    bundle.armed = bool(bundle.jobs)
+                self._progress.notify()
+
+    def _take(self) -> tuple[list[Bundle], list[Job]]:
+        """The next bundles and their jobs; a bundle that was pushed twice has none left."""
+        bundles: list[Bundle] = []
+        jobs: list[Job] = []
+        nbytes = 0
+        while self._ready and nbytes < _BATCH_BYTES:
+            bundle = heapq.heappop(self._ready)[2]
+            bundles.append(bundle)
+            jobs.extend(bundle.jobs)
+            bundle.jobs = []
+            nbytes += bundle.nbytes
+        return bundles, jobs
+
+
+def _update(jobs: list[Job]) -> None:
+    calls: dict[int, tuple[Deferred, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
+    for job in jobs:
+        _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
+        group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
+        group[1].extend(job.slots)
+    for deferred, groups in calls.values():
+        deferred.update(list(groups.values()))

@@ -1,0 +1,203 @@
+"""The first synchronised backward pass: reduced as a whole, and what is learned meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.session.peers import Peers, from_leader
+from bytesched.plugins.session.retuning import Retuning
+from bytesched.tunable import RunFacts, Setting
+
+__all__ = ["WARM_UP", "WarmUp"]
+
+#: the key of all sums of whole numbers here, of which there is at least one
+WARM_UP = "warm-up"
+
+_TASK = "the first iteration"
+
+#: all-reduces per measurement, and measurements per size: the best one counts
+_COUNT = 6
+_TRIES = 2
+
+
+class WarmUp:
+    """Agrees on the order, measures the link, chooses sizes, builds the plan and reduces it.
+
+    Everything here happens in the user's thread, in the same order on all ranks.
+
+    Args:
+        cpu_load: CPU time of the step over its time.
+        retuning: who has the word about sizes, if they are tuned.
+        knobs: what can be changed at run time.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        config: Config,
+        slots: Sequence[Slot],
+        *,
+        cpu_load: float,
+        retuning: Retuning | None = None,
+        knobs: frozenset[str] = frozenset(),
+    ) -> None:
+        self._retuning = retuning
+        self._knobs = knobs
+        self._peers = peers
+        self._config = config
+        self._slots = slots
+        self._device = slots[0].parameter.device
+        # A model on a GPU does not compute on the cores that chunks cost time on.
+        self._cpu_load = cpu_load if self._device.type == "cpu" else 0.0
+        #: True if some parameter got no gradient on any rank
+        self.unused = False
+        self.partition_bytes = config.partition_bytes
+        self.credit_bytes = config.credit_bytes
+        #: what training begins with, if sizes had to be chosen
+        self.setting: Setting
+        #: for the chunks of the plan that ``reduce`` built
+        self.packer: Packer
+        #: what was measured, if sizes had to be chosen
+        self.probes: list[Probe] = []
+
+    def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> Plan:
+        """The plan, with all gradients averaged in its arenas; collective."""
+        present, *fired = self._sum([1, *(int(s.used or s.used_alone) for s in self._slots)])
+        if present < self._peers.size:
+            raise PluginError(
+                f"{self._peers.size - present} of {self._peers.size} ranks have joined "
+                "(hvd.join) in the first step: every rank needs one batch at least"
+            )
+        self.unused = any(count < self._peers.size for count in fired)
+        for slot, count in zip(self._slots, fired, strict=True):
+            slot.grad = slot.parameter.grad
+            slot.used = count > 0
+            slot.used_alone = False
+        agreed = self._from_leader(list(order))
+        ordered = [self._slots[index] for index in agreed]
+        self._choose_sizes(ordered)
+        plan = Plan(
+            ordered,
+            partition_bytes=self.partition_bytes,
+            find_unused=self.unused if find_unused is None else find_unused,
+        )
+        for slot in plan.slots:
+            slot.sending = len(slot.chunks)
+        self.packer = Packer(plan, self._peers.divisor, self._config.compression)
+        for chunk in plan.chunks:
+            if chunk is not plan.flags_chunk:
+                work = self._peers.reduce(chunk, self.packer.pack(chunk))
+                self._peers.wait(work, task=_TASK)
+                self.packer.receive(chunk)
+                self.packer.let_go(chunk)
+        # Gradients of another stream are let go of next, and must have been read by then.
+        self._synchronize()
+        return plan
+
+    def _choose_sizes(self, ordered: Sequence[Slot]) -> None:
+        if self._retuning is None and self.partition_bytes and self.credit_bytes:
+            return
+        if self._retuning is not None or not self.partition_bytes:
+            self.probes = probe_sizes(self._probe)
+        model_bytes = sum(s.parameter.numel() * s.parameter.element_size() for s in ordered)
+        sizes = chosen_sizes(
+            self.probes,
+            model_bytes=model_bytes,
+            cpu_load=self._cpu_load,
+            hides_overhead=self._peers.hides_overhead,
+            partition_bytes=self.partition_bytes,
+            credit_bytes=self.credit_bytes,
+        )
+        self.partition_bytes, self.credit_bytes = self._from_leader(list(sizes))
+        sizes = self.partition_bytes, self.credit_bytes
+        self.setting = Setting(*sizes, self._config.policy, self._config.order)
+        if self._retuning is not None:
+            hosts = self._ranks_per_host()
+            facts = partial(self._facts, ordered, model_bytes, hosts, self.setting)
+            self.setting = self._retuning.begin(facts, self.setting)
+            self.partition_bytes = self.setting.partition_bytes
+            self.credit_bytes = self.setting.credit_bytes
+
+    def _facts(
+        self,
+        ordered: Sequence[Slot],
+        model_bytes: int,
+        ranks_per_host: tuple[int, ...],
+        untuned: Setting,
+    ) -> RunFacts:
+        shapes = [(tuple(s.parameter.shape), str(s.parameter.dtype)) for s in ordered]
+        # What else decides how much is sent, and when it is needed.
+        said = shapes, self._config.compression, self._config.cross_barrier
+        cuda = self._device.type == "cuda"
+        return RunFacts(
+            backend=self._peers.backend,
+            ranks_per_host=ranks_per_host,
+            device=torch.cuda.get_device_name(self._device) if cuda else self._device.type,
+            framework=f"torch {torch.__version__}",
+            model_bytes=model_bytes,
+            signature=hashlib.sha256(repr(said).encode()).hexdigest()[:16],
+            probes=tuple(self.probes),
+            cpu_load=self._cpu_load,
+            untuned=untuned,
+            knobs=self._knobs,
+            replayed=self._peers.replayed,
+        )
+
+    def _ranks_per_host(self) -> tuple[int, ...]:
+        """How many ranks each host has, the largest number first; collective."""
+        digest = hashlib.sha256(socket.gethostname().encode()).digest()
+        hosts = [0] * self._peers.size
+        hosts[self._peers.rank] = int.from_bytes(digest[:7], "big")
+        return tuple(sorted(Counter(self._sum(hosts)).values(), reverse=True))
+
+    def _probe(self, nbytes: int) -> Probe:
+        """All-reduces of ``nbytes``, with the same answer on every rank."""
+        cpu_s = process_time()
+        best_s = min(self._timed(nbytes) for _ in range(_TRIES))
+        cpu_s = (process_time() - cpu_s) / (_TRIES * _COUNT)
+        bytes_per_s, cpu_ns = self._from_leader([int(_COUNT * nbytes / best_s), int(1e9 * cpu_s)])
+        return Probe(nbytes, float(bytes_per_s), cpu_ns / 1e9)
+
+    def _timed(self, nbytes: int) -> float:
+        buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
+        self._add_up(buffers[0][:1])
+        self._synchronize()
+        began = perf_counter()
+        works: deque[Any] = deque()
+        for index in range(_COUNT):
+            if len(works) == PROBE_WINDOW:
+                self._peers.wait(works.popleft(), task=_TASK)
+            turn = index % PROBE_WINDOW
+            works.append(self._peers.sum(buffers[turn], f"probe {nbytes}.{turn}"))
+        while works:
+            self._peers.wait(works.popleft(), task=_TASK)
+        self._synchronize()
+        return perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _sum(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
+        self._add_up(tensor)
+        return [int(value) for value in tensor.tolist()]
+
+    def _from_leader(self, values: list[int]) -> list[int]:
+        return from_leader(self._peers, values, self._device, WARM_UP)
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        self._peers.wait(self._peers.sum(tensor, WARM_UP), task=_TASK)

@@ -1,0 +1,1 @@
+"""A model whose partitions visit every rank."""

@@ -1,0 +1,100 @@
+"""Where a chain of layers is cut: into parts whose longest one is as short as it can be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bytesched.plugins.c10d.group import Group
+
+__all__ = ["balanced", "cut", "layer_times_s"]
+
+log = logging.getLogger("bytesched")
+
+_REPEATS: Final = 3
+_PROBE_BYTES: Final = 4 * 2**20
+#: how often the weights of a partition cross a link in a step, gradients included
+_CROSSINGS: Final = 3
+
+
+def balanced(layers: int, parts: int, cost: Callable[[int, int], float]) -> list[int]:
+    """The bounds of ``parts`` runs of layers, ``parts + 1`` of them, none of the runs empty.
+
+    The largest ``cost(start, stop)`` of a run is the least that any cut has.
+    """
+    # best[stop]: of the first `stop` layers in so many parts, the largest cost and the last cut
+    best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * layers
+    cuts: list[list[int]] = []
+    for _ in range(parts):
+        following = [(math.inf, 0)] * (layers + 1)
+        for stop in range(1, layers + 1):
+            following[stop] = min(
+                (max(best[start][0], cost(start, stop)), start) for start in range(stop)
+            )
+        cuts.append([start for _, start in following])
+        best = following
+    bounds = [layers]
+    for starts in reversed(cuts):
+        bounds.append(starts[bounds[-1]])
+    return bounds[::-1]
+
+
+def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
+    """Seconds of forward and backward of each layer on ``inputs``, median of a few.
+
+    Copies are timed, so that neither statistics nor random numbers change.
+    """
+    times = []
+    x = inputs.detach()
+    with torch.random.fork_rng():
+        for layer in layers:
+            twin = copy.deepcopy(layer)
+            found = []
+            for _ in range(_REPEATS):
+                x_in = x.detach().requires_grad_(x.is_floating_point())
+                # Layers that work in place may overwrite neither a leaf nor the next input.
+                x_copy = x_in.clone()
+                began_s = perf_counter()
+                y = twin(x_copy)
+                if y.requires_grad:
+                    y.backward(torch.ones_like(y))
+                found.append(perf_counter() - began_s)
+            times.append(statistics.median(found))
+            x = y.detach()
+    return times
+
+
+def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
+    """The bounds of the partitions, as rank 0 has measured and computed them."""
+    layers = list(model)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    probe = torch.zeros(_PROBE_BYTES // 4)
+    group.wait(group.backend.allreduce([probe]), task="connecting")
+    began_s = perf_counter()
+    group.wait(group.backend.allreduce([probe]), task="measuring the link")
+    bytes_per_s = 2 * (group.size - 1) / group.size * _PROBE_BYTES / (perf_counter() - began_s)
+    times_s = layer_times_s(layers, inputs)
+
+    def cost(start: int, stop: int) -> float:
+        """Seconds for which a partition keeps a rank busy, or a link."""
+        if not sum(sizes[start:stop]):
+            return float("inf")
+        sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
+        return max(sum(times_s[start:stop]), sent_s)
+
+    bounds = torch.tensor(balanced(len(layers), group.size, cost))
+    options: Any = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
+    if group.rank == 0:
+        log.info("%d layers in %d partitions, cut at %s", len(layers), group.size, bounds.tolist())
+    return [int(bound) for bound in bounds]

@@ -1,0 +1,288 @@
+"""Model-parallel waves: every rank keeps its batch, and the partitions of the model come to it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError, SchedulerClosed
+from bytesched.log import show
+from bytesched.plugins.c10d.ddp import broadcast
+from bytesched.plugins.c10d.group import closed_on_error, open_group
+from bytesched.plugins.c10d.peers import C10dPeers
+from bytesched.plugins.session.agree import agree, settings
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.wave.conditions import refuse_uncuttable
+from bytesched.plugins.wave.partitions.cutting import cut
+from bytesched.plugins.wave.partitions.partition import Partition
+from bytesched.plugins.wave.partitions.routes import Cargo, visits
+from bytesched.plugins.wave.partitions.traffic import Traffic
+from bytesched.plugins.wave.partitions.whole import clip_grad_norm_, unscale_
+from bytesched.trace.observers import observers_of
+from bytesched.unused_settings import warn_of_unused
+
+__all__ = ["ModelWaves"]
+
+log = logging.getLogger("bytesched")
+
+_PIECE_BYTES: Final = 2**20
+_USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
+
+#: instances are numbered in the order of their making, which is the same on all ranks
+_number = itertools.count()
+
+
+class ModelWaves:
+    """Trains a model of which each rank holds one partition, with a batch on every rank.
+
+    The partitions come to each rank in order, forwards and then backwards, so that all ranks
+    compute at the same time, each on its own batch; gradients go home with the partitions, and
+    are applied there, once per step (Wavelet, Wang et al., MLSys 2021: model-parallel tick-tock).
+    The step has the results of gradient accumulation over the batches of all ranks, in their
+    order, in one process. Gradients are set to none first; that of a parameter that no rank's batch
+    uses stays none.
+
+    Args:
+        model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.
+            Rank 0's weights are everybody's. Weights are empty where they are not at home.
+        optimizer: of all its parameters; steps those at home.
+        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
+        inputs: a batch like those to come, to measure the layers with.
+        update: called on every rank in place of ``optimizer.step()``, with the gradients at home.
+            What looks at all gradients is `clip_grad_norm_` and `unscale_` of this object.
+        fields: settings of ``bytesched.wrap``: ``partition_bytes``, ``timeout_s``, ``timeline``
+            and ``log_level`` are used; a warning names others that were given.
+
+    Raises PluginError for what cannot be cut, and MismatchError if ranks disagree. Collective.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Tensor, Any], Tensor],
+        inputs: Tensor,
+        *,
+        update: Callable[[], object] | None = None,
+        **fields: Any,
+    ) -> None:
+        config = Config.load(**fields)
+        if not dist.is_initialized() or dist.get_world_size() < 2:
+            raise PluginError("partitions travel between at least 2 ranks of torch.distributed")
+        show(config.log_level, dist.get_rank())
+        if dist.get_rank() == 0:
+            warn_of_unused(config, _USED, "ModelWaves")
+        base = dist.distributed_c10d._get_default_group()
+        name = f"partitions{next(_number)}"
+        self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
+        self.rank, ranks = self._group.rank, self._group.size
+        with closed_on_error(self._group):
+            refuse_uncuttable(model, optimizer, ranks)
+            named = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
+            agree([*named, *settings(config)], self.rank, self._group.gather_text)
+            broadcast(self._group, model)
+            #: where the chain is cut
+            self.bounds = cut(self._group, model, inputs)
+            layers = list(model)
+            self.partitions = [
+                Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
+                for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
+            ]
+            self._observers = observers_of(self._group, config)
+        self._names = list(model._modules)
+        at_home = {id(parameter) for parameter in self.partitions[self.rank].parameters}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in at_home]
+        self._optimizer = optimizer
+        self._update = update
+        self._loss_fn = loss_fn
+        self._peers = C10dPeers(self._group, self._group)
+        self._progress = Progress(self._peers)
+        self._traffic = Traffic(
+            self._group,
+            self.partitions,
+            self._progress,
+            self._observers,
+            piece_bytes=config.partition_bytes or _PIECE_BYTES,
+        )
+        self._steps = 0
+        self._step_s = self._waited_s = 0.0
+        self._closed = False
+
+    def step(self, inputs: Tensor, targets: Any) -> Tensor:
+        """Trains on the batches of all ranks; returns the mean loss of this rank's."""
+        began_s = perf_counter()
+        with self._told_to_all("step"):
+            loss = self._train(inputs, targets)
+        self._steps += 1
+        self._step_s += perf_counter() - began_s
+        self._observers.on_step(self._steps, perf_counter_ns())
+        return loss
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """The model's output for this rank's batch, without gradients; collective."""
+        with self._told_to_all("predict"), torch.no_grad():
+            self._traffic.begin(train=False)
+            x = inputs
+            for partition in self.partitions:
+                forward = partial(partition.module, x)
+                x = self._visit(Cargo.FORWARD, partition.index, forward)
+                self._traffic.used(Cargo.FORWARD, partition.index)
+            self._traffic.end()
+        return x
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights, and this rank's buffers, under the model's names; collective.
+
+        The only time when a rank holds the whole model.
+        """
+        found: dict[str, Tensor] = {}
+        with self._told_to_all("state_dict"):
+            for index, partition in enumerate(self.partitions):
+                if not partition.is_home:
+                    partition.come()
+                options: Any = dist.BroadcastOptions()
+                options.rootRank = index
+                work = self._group.backend.broadcast([partition.flat], options)
+                self._group.wait(work, task=f"the weights of partition {index}")
+                for offset, layer in enumerate(partition.module):
+                    prefix = f"{self._names[self.bounds[index] + offset]}."
+                    found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
+                if not partition.is_home:
+                    partition.leave()
+        return found
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; returns what it was.
+
+        In ``update``; collective.
+        """
+        return clip_grad_norm_(self._group, self.partitions[self.rank].parameters, max_norm)
+
+    def unscale_(self, scaler: torch.amp.GradScaler) -> None:
+        """As ``scaler.unscale_`` of the optimizer; all ranks skip a step that one has to skip.
+
+        In ``update``, before ``scaler.step``; collective.
+        """
+        unscale_(self._group, scaler, self._optimizer)
+
+    @contextmanager
+    def _told_to_all(self, what: str) -> Iterator[None]:
+        """Around what all ranks do: an error of one ends the waves of all."""
+        if self._closed:
+            raise SchedulerClosed(
+                f"rank {self.rank}: {what}() of ModelWaves that are closed; make others"
+            ) from self._progress.error
+        self._progress.check()
+        try:
+            yield
+        except BaseException as error:
+            self._progress.fail(error)
+            raise
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures of the steps so far, means per step where they are times or sent bytes.
+
+        ``peak_bytes``: the most of weights and gradients that this rank held, its own included,
+        without activations and the optimizer's state; ``bound_bytes``: what that cannot exceed.
+        """
+        steps = max(self._steps, 1)
+        return {
+            "steps": self._steps,
+            "step_ms": 1e3 * self._step_s / steps,
+            "waited_ms": 1e3 * self._waited_s / steps,
+            "sent_bytes_per_step": self._traffic.sent_bytes / steps,
+            "peak_bytes": self._traffic.peak_bytes,
+            "bound_bytes": self._traffic.bound_bytes,
+            "model_bytes": sum(partition.weight_bytes for partition in self.partitions),
+            "home_bytes": self.partitions[self.rank].weight_bytes,
+            "bounds": " ".join(map(str, self.bounds)),
+            "rank": self.rank,
+            "world_size": self._group.size,
+        }
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._traffic.close()
+        self._peers.close()
+        self._observers.close()
+
+    def _train(self, inputs: Tensor, targets: Any) -> Tensor:
+        ranks = self._group.size
+        for partition in self.partitions:
+            partition.drop_gradients()
+        self._traffic.begin(train=True)
+        entries: list[Tensor] = []
+        exits: list[Tensor] = []
+        loss = torch.empty(0)
+        gradient: Tensor | None = None
+        for cargo, index in visits(ranks):
+            partition = self.partitions[index]
+            if cargo is Cargo.FORWARD:
+                entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
+                # A first layer that works in place must not overwrite a leaf.
+                entry = entries[-1].clone() if index else inputs
+                exits.append(self._visit(cargo, index, partial(partition.module, entry)))
+                del entry
+                self._traffic.used(cargo, index)
+                if index == ranks - 1:
+                    loss = self._loss_fn(exits[-1], targets)
+            else:
+                # Each layer's activations are let go of with its gradient.
+                output = exits.pop() if index < ranks - 1 else loss / ranks
+                if not output.requires_grad:
+                    raise PluginError(
+                        f"nothing in partition {index} requires a gradient: train the front layers "
+                        "too, or take them out of the model"
+                    )
+                self._visit(cargo, index, partial(output.backward, gradient))
+                if index == ranks - 1:
+                    exits.pop()
+                gradient = entries.pop().grad
+                own = partition.take_gradients()
+                self._traffic.used(cargo, index)
+                began_ns = perf_counter_ns()
+                self._traffic.add(index, own)
+                self._waited(f"gradients {index}", began_ns)
+        began_ns = perf_counter_ns()
+        home = self.partitions[self.rank]
+        home.set_gradients(self._traffic.total())
+        self._traffic.end()
+        self._waited("gradients of all ranks", began_ns)
+        if self._update is None:
+            self._optimizer.step()
+        else:
+            self._update()
+        home.drop_gradients()
+        return loss.detach()
+
+    def _visit(self, cargo: Cargo, index: int, compute: Callable[[], Any]) -> Any:
+        began_ns = perf_counter_ns()
+        self._traffic.wait_for(cargo, index)
+        self._waited(f"partition {index}", began_ns)
+        here_ns = perf_counter_ns()
+        result = compute()
+        if self._observers:
+            track = "forward" if cargo is Cargo.FORWARD else "backward"
+            self._observers.on_span(track, f"partition {index}", here_ns, perf_counter_ns())
+        return result
+
+    def _waited(self, by: str, began_ns: int) -> None:
+        """The user's thread has waited since ``began_ns``."""
+        now_ns = perf_counter_ns()
+        self._waited_s += (now_ns - began_ns) / 1e9
+        if self._observers:
+            self._observers.on_span("wait", by, began_ns, now_ns)

@@ -1,0 +1,1 @@
+"""The waves of one rank."""

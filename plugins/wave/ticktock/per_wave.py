@@ -1,0 +1,182 @@
+"""Gradients sent once for every wave: what the paper does, and twice the bytes for two waves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.core import SchedulerCore
+from bytesched.plugins.c10d.ddp import broadcast, find_ddp
+from bytesched.plugins.c10d.group import closed_on_error, open_group
+from bytesched.plugins.c10d.peers import C10dPeers
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.streams import streams_for
+from bytesched.policy import named_policy
+from bytesched.scheduler import Scheduler
+from bytesched.task import CommTask
+from bytesched.trace.observers import observers_of
+
+__all__ = ["PerWaveGradients"]
+
+_PARTITION_BYTES: Final = 2**20
+#: chunks in flight where the credit is to be chosen
+_WINDOW: Final = 2
+
+#: instances are numbered in the order of their making, which is the same on all ranks
+_number = itertools.count()
+
+
+class PerWaveGradients:
+    """Each wave's gradients are averaged over the ranks as they arrive, then the waves are summed.
+
+    Chunks of an earlier wave go first, and within a wave front layers first. The sum runs over
+    ranks first, so it equals gradient accumulation up to rounding. What no wave of any rank has
+    used gets no gradient: which ranks have used what is summed as well, when all waves are over.
+
+    Args:
+        model: the module, whose parameters and buffers rank 0 gives to all unless it is a DDP.
+        named: the parameters that may get a gradient, with their names, the same on all ranks.
+        config: sizes that are 0 become 1 MiB, and two chunks in flight.
+    """
+
+    last_is_whole = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        waves: int,
+        config: Config,
+    ) -> None:
+        # Before the first group: a name that is not known would leave it open.
+        named_policy(config.policy)
+        self._parameters = [parameter for _, parameter in named]
+        self._slots = [
+            [Slot(f"wave {wave}: {name}", parameter) for name, parameter in named]
+            for wave in range(waves)
+        ]
+        device = self._parameters[0].device
+        ddp = find_ddp(model)
+        base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
+        kind = base._get_backend(device).name()
+        name = f"waves{next(_number)}"
+        data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
+        with closed_on_error(data):
+            control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
+        with closed_on_error(data, control):
+            agree(statements([*self._all()], optimizer, config), control.rank, control.gather_text)
+            if ddp is None:
+                broadcast(data, model)
+            self.observers = observers_of(control, config)
+        partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
+        self._peers = C10dPeers(data, control)
+        self._progress = Progress(self._peers)
+        self._streams = streams_for(device, self._progress.fail)
+        packer = Packer(self._plan, self._peers.divisor, config.compression)
+        self._agreement = self._peers.agreement(self._plan.chunks, config)
+        credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
+        self._scheduler = Scheduler(
+            SchedulerCore(
+                self._agreement.queue(), credit_bytes=self._agreement.window_bytes(credit_bytes)
+            ),
+            self._peers.transport(packer, self._streams),
+            announce=self._agreement.announce,
+            on_finish=self._on_finish,
+            on_error=self._progress.fail,
+            observers=self.observers,
+        )
+        self._progress.story = self._scheduler.core.story
+        self._agreement.bind(self._scheduler)
+        #: a chunk may have gradients of two waves, which arrive in two threads
+        self._lock = threading.Lock()
+        self._waves_left = 0
+        self._closed = False
+
+    def begin(self) -> None:
+        self._progress.check()
+        for slot in self._all():
+            slot.fired = 0
+            slot.sending = len(slot.chunks)
+        self._progress.outstanding = len(self._plan.chunks)
+        self._waves_left = len(self._slots)
+
+    def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> None:
+        self._take(self._slots[wave][index], gradient)
+
+    def ended(self, wave: int) -> None:
+        used = [bool(slot.fired) for slot in self._slots[wave]]
+        for slot, is_used in zip(self._slots[wave], used, strict=True):
+            if not is_used:
+                self._take(slot, None)
+        flags, chunk = self._plan.used_flags, self._plan.flags_chunk
+        assert flags is not None
+        assert chunk is not None
+        first = wave * len(used)
+        with self._lock:
+            flags[first : first + len(used)] = torch.tensor(used, dtype=flags.dtype)
+            self._waves_left -= 1
+            if not self._waves_left and chunk.notify_ready():
+                self._streams.backward_done(chunk, self._computed)
+
+    def fail(self, error: BaseException) -> None:
+        self._progress.fail(error)
+
+    def finish(self) -> None:
+        self._progress.wait(lambda: not self._progress.outstanding, "the gradients of all waves")
+        assert self._plan.used_flags is not None
+        used = self._plan.used_flags.view(len(self._slots), -1).T.tolist()
+        for index, (parameter, ranks) in enumerate(zip(self._parameters, used, strict=True)):
+            views = [slots[index].view for slots, n in zip(self._slots, ranks, strict=True) if n]
+            parameter.grad = views[0].clone() if views else None
+            for view in views[1:]:
+                assert parameter.grad is not None
+                parameter.grad += view
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._streams.close()
+        self._scheduler.close()
+        self._agreement.close()
+        self._peers.close()
+
+    def _all(self) -> itertools.chain[Slot]:
+        return itertools.chain.from_iterable(self._slots)
+
+    def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+        self._progress.check()
+        slot.fired += 1
+        slot.grad = gradient
+        self._streams.gradient()
+        with self._lock:
+            for chunk in slot.chunks:
+                if chunk.notify_ready():
+                    self._streams.backward_done(chunk, self._computed)
+
+    def _computed(self, chunk: CommTask) -> None:
+        self._agreement.ready()
+        self._scheduler.notify_ready(chunk)
+        if self.observers:
+            self.observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
+
+    def _on_finish(self, chunk: CommTask) -> None:
+        """The scheduler's thread."""
+        with self._progress.changed:
+            if self._progress.outstanding == 1:
+                self._agreement.round_ends()
+            self._progress.outstanding -= 1
+            self._progress.notify()

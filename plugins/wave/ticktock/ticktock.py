@@ -1,0 +1,257 @@
+"""Tick-tock: the batch of a step as waves, each of which begins when the one before turns back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from itertools import chain
+from time import perf_counter, perf_counter_ns
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import ConfigError, PluginError, SchedulerClosed
+from bytesched.log import show
+from bytesched.observe import Observers
+from bytesched.plugins import session_of
+from bytesched.plugins.c10d.ddp import find_ddp
+from bytesched.plugins.session.session import Session
+from bytesched.plugins.wave.conditions import (
+    refuse_unsynchronised,
+    this_rank,
+    trained,
+    why_accumulate,
+    why_alone,
+    world_size,
+)
+from bytesched.plugins.wave.ticktock.batches import of_waves
+from bytesched.plugins.wave.ticktock.gradients import Gradients, JoinedGradients
+from bytesched.plugins.wave.ticktock.passes import Passes
+from bytesched.plugins.wave.ticktock.per_wave import PerWaveGradients
+from bytesched.plugins.wave.ticktock.state import WaveStates, interfering
+from bytesched.plugins.wave.ticktock.streams import lanes_for
+from bytesched.plugins.wave.ticktock.trial import Trial
+from bytesched.trace.timeline import Timeline
+from bytesched.unused_settings import warn_of_unused
+
+__all__ = ["SYNCS", "TickTock"]
+
+log = logging.getLogger("bytesched")
+
+SYNCS: Final = ("joined", "per-wave")
+_NAMED = 5
+_USED = frozenset({"enabled", "timeout_s", "timeline", "log_level"})
+_USED_PER_WAVE = _USED | {"policy", "partition_bytes", "credit_bytes", "order", "compression"}
+
+
+class TickTock:
+    """Trains a model in waves: the next forward pass runs beside the last backward pass.
+
+    ``step`` is gradient accumulation over the batches of the waves, and has its results (Wavelet,
+    Wang et al., MLSys 2021: data-parallel tick-tock). One copy of the weights serves all waves.
+
+    Args:
+        model: a module, or a DistributedDataParallel.
+        optimizer: of its parameters; also one that ``bytesched.wrap`` was called on.
+        loss_fn: ``loss_fn(model, batch)`` runs forward and returns the mean loss of the batch.
+        waves: how many; 2 are tick and tock.
+        sync: among ranks. "joined": the waves' gradients are added up, then sent as those of one
+            backward pass, by DDP or bytesched. "per-wave": sent once for every wave.
+        replicas: each wave has BatchNorm statistics and random numbers of its own.
+        overlap: whether waves run beside each other, or one after another, which is gradient
+            accumulation. None: the first steps find out what is faster.
+        fields: settings, as for ``bytesched.wrap``.
+
+    Raises PluginError where gradients would not be synchronised, or ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        *,
+        waves: int = 2,
+        sync: str = "joined",
+        replicas: bool = False,
+        overlap: bool | None = None,
+        update: Callable[[], object] | None = None,
+        **fields: Any,
+    ) -> None:
+        if waves < 2:
+            raise ConfigError(f"waves = {waves}: there are at least 2")
+        if sync not in SYNCS:
+            raise ConfigError(f"sync = {sync!r}; there are {', '.join(SYNCS)}")
+        config = Config.load(**fields)
+        session = session_of(optimizer)
+        if session is None:
+            # Else bytesched.wrap has been told a level.
+            show(config.log_level, this_rank())
+        # Per wave nothing but ours sends: where that is off, whatever else there is does.
+        self._per_wave = sync == "per-wave" and config.enabled and world_size() > 1
+        refuse_unsynchronised(
+            model,
+            optimizer,
+            per_wave=self._per_wave,
+            is_wrapped=session is not None,
+            is_off=not config.enabled,
+        )
+        if this_rank() == 0 and self._per_wave:
+            warn_of_unused(config, _USED_PER_WAVE, 'TickTock with sync="per-wave"')
+        elif this_rank() == 0:
+            # Those from elsewhere may be meant for bytesched.wrap.
+            warn_of_unused(config, _USED, 'TickTock with sync="joined"', origins=["code"])
+        self._model = model
+        self._optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._waves = waves
+        self._ddp = find_ddp(model)
+        self._update = update
+        self._steps = 0
+        self._closed = False
+        self._all = _all_parameters(model, optimizer)
+        named = _named(model, trained(self._all))
+        self._trained = {id(parameter) for _, parameter in named}
+        device = named[0][1].device
+        self._lanes = lanes_for(device, waves)
+        self._owns_observers = not isinstance(session, Session)
+        self._gradients: Gradients
+        if self._per_wave:
+            sent = PerWaveGradients(model, optimizer, named, waves, config)
+            self._gradients, self._observers = sent, sent.observers
+        else:
+            self._gradients = JoinedGradients(
+                named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
+            )
+            self._observers = (
+                session.observers if isinstance(session, Session) else _own_observers(config)
+            )
+        self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
+        self._states = WaveStates(model, waves, world_size()) if replicas else None
+        self._trial = Trial()
+        why = why_accumulate(self._ddp) if not self._per_wave else ""
+        self._accumulates = bool(why)
+        why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
+        if why:
+            log.info("waves step aside, gradients are accumulated: %s", why)
+            self._trial.overlap = False
+        else:
+            self._trial.overlap = overlap
+        if not replicas and (names := interfering(model)):
+            log.info(
+                "%s%s: each wave goes on from the one before, as in gradient accumulation; "
+                "replicas=True gives each wave its own",
+                ", ".join(names[:_NAMED]),
+                ", ..." if len(names) > _NAMED else "",
+            )
+
+    def step(self, *batches: Any) -> torch.Tensor:
+        """Trains on one batch, which is split, or on one for every wave; returns the mean loss.
+
+        Gradients are set to none first and the optimizer is stepped at the end.
+        """
+        if self._closed:
+            raise SchedulerClosed(
+                f"rank {this_rank()}: step() of waves that are closed; make others"
+            )
+        parts, shares = of_waves(batches, self._waves)
+        forwards = [
+            partial(self._forward, wave, part, share)
+            for wave, (part, share) in enumerate(zip(parts, shares, strict=True))
+        ]
+        if {id(parameter) for parameter in self._all if parameter.requires_grad} != self._trained:
+            raise PluginError(
+                "other parameters require a gradient than when the waves were made: close them "
+                "and make new ones after freezing or unfreezing"
+            )
+        undecided = self._trial.overlap is None
+        if undecided:
+            self._lanes.settle()
+        began_s = perf_counter()
+        self._optimizer.zero_grad()
+        if self._accumulates:
+            losses = self._accumulate(forwards)
+        else:
+            if self._per_wave and self._ddp is not None:
+                # Under no_sync DDP would never make rank 0's buffers everybody's.
+                self._ddp.require_forward_param_sync = True
+            losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
+        if self._update is None:
+            self._optimizer.step()
+        else:
+            self._update()
+        if undecided:
+            self._lanes.settle()
+            self._trial.add(perf_counter() - began_s)
+        self._steps += 1
+        if self._observers and self._owns_observers:
+            self._observers.on_step(self._steps, perf_counter_ns())
+        return torch.stack(losses).sum()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the waves of the next step run beside each other."""
+        return self._trial.next_overlaps
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures of the steps so far; medians of the trial in ms, 0 if there was none."""
+        waves_ms, accumulation_ms = self._trial.figures_ms()
+        return {
+            "steps": self._steps,
+            "waves": self._waves,
+            "mode": "waves" if self.overlaps else "accumulation",
+            "trial_waves_ms": waves_ms,
+            "trial_accumulation_ms": accumulation_ms,
+        }
+
+    def close(self) -> None:
+        """Ends threads and connections of its own. Idempotent."""
+        self._closed = True
+        self._passes.close()
+        self._gradients.close()
+        if self._owns_observers:
+            self._observers.close()
+
+    def _forward(self, wave: int, batch: Any, share: float) -> torch.Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(self._unsynchronised(wave))
+            if self._states is not None:
+                stack.enter_context(self._states.of(wave))
+            return self._loss_fn(self._model, batch) * share
+
+    def _unsynchronised(self, wave: int) -> AbstractContextManager[Any]:
+        """Keeps DDP from sending the gradients of all waves but the last."""
+        if self._ddp is None or (wave == self._waves - 1 and not self._per_wave):
+            return nullcontext()
+        return self._ddp.no_sync()
+
+    def _accumulate(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        losses = []
+        for forward in forwards:
+            loss = forward()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+
+def _own_observers(config: Config) -> Observers:
+    """Those of waves that nothing of bytesched sends for."""
+    if not config.timeline:
+        return Observers()
+    # Nothing of ours connects the ranks: each host's own clock has to do.
+    return Observers([Timeline(config.timeline, rank=this_rank(), clock_offset_ns=0)])
+
+
+def _all_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of the model, and what else is updated."""
+    updated = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return list({id(p): p for p in chain(model.parameters(), updated)}.values())
+
+
+def _named(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(names.get(id(p), "a parameter of the loss"), p) for p in parameters]
