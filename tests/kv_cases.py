@@ -22,9 +22,9 @@ from bytesched.config import Config
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.kvstore.training import begin as kvstore_training
+from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore import opening as mpi_kvstore
 from bytesched.plugins.mpi_kvstore.loop import Message, Op
-from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore.server.server import Server
 from bytesched.plugins.mpi_kvstore.server.service import Answers
 

@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 from bytesched.config import Config
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Message, Op, push_tag
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
+from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Message, Op, push_tag
 
 TIMEOUT_S = 3.0
 RANK = MPI.COMM_WORLD.Get_rank()
