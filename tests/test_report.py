@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -178,8 +178,8 @@ def test_a_failure_leaves_the_old_picture(
     out = tmp_path / "out.png"
     out.write_bytes(b"old")
 
-    def fail(figure: Any, path: Path, **_: Any) -> None:
-        path.write_bytes(b"half")
+    def fail(figure: Any, file: BinaryIO, **_: Any) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(figure_module.Figure, "savefig", fail)

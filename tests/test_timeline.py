@@ -393,6 +393,19 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
+def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.trace.json"
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(ConfigError, match=r"rank0\.trace\.json is there and is no trace of"):
+        Timeline(tmp_path)
+    assert path.read_text() == '{"traceEvents": []}'
+    for text in ("", None):
+        if text is not None:
+            path.write_text(text)
+        Timeline(tmp_path).close()
+        assert load_events(path)
+
+
 def test_it_is_an_observer(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path)
     observers = Observers([timeline])

@@ -145,6 +145,28 @@ def test_a_foreign_file_is_named_and_left_alone(
     assert str(path) in caplog.text
 
 
+def test_a_pipe_is_named_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.json"
+    os.mkfifo(path)
+    memory = Memory(path)
+    assert memory.find(FINGERPRINT) == (None, [])
+    assert memory.save(DONE) is None
+    assert f"{path} is ignored: not a regular file" in caplog.text
+    assert f"{path} is left alone: not a regular file" in caplog.text
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    path = tmp_path / "mine.json"
+    for name in (".mine.json.new", ".mine.json.lock"):
+        (tmp_path / name).symlink_to(precious)
+    Memory(path).save(DONE)
+    assert precious.read_text() == "precious"
+
+
 def test_a_damaged_file_of_the_cache_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.errors import ConfigError
+from bytesched.files import read_text
 from bytesched.tunable import Setting
 
 __all__ = ["Fingerprint", "Trial", "TuningFile"]
@@ -162,9 +163,10 @@ class TuningFile:
     @classmethod
     def read(cls, path: Path) -> TuningFile:
         """The content of a file. ValueError if it is no tuning of ours, OSError as it comes."""
+        text = read_text(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, ValueError, RecursionError) as error:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"no valid JSON: {error}") from None
         return cls.of(content)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.tuning.file import Fingerprint, TuningFile
 
 __all__ = ["Memory", "cache_folder"]
@@ -109,13 +109,8 @@ class Memory:
             if known.state == "done" and tuning.state != "done":
                 return True
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        scratch = path.with_name(f".{path.name}.new")
-        with scratch.open("w", encoding="utf-8") as file:
-            json.dump(replace(tuning, saved_at=now).to_json(), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        content = json.dumps(replace(tuning, saved_at=now).to_json(), indent=1)
+        write_text(path, content + "\n", durable=True)
         return True
 
     def _paths(self) -> list[Path]:

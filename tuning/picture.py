@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import math
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bytesched.files import write_text
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 from bytesched.tuning.file import Trial, TuningFile
 
@@ -49,12 +49,7 @@ def draw_tuning(file: str | Path, output: str | Path) -> None:
         picture = Path(folder, "tuning.png")
         _draw(tuning, picture)
         page = _page(tuning, picture.read_bytes())
-    scratch = target.with_name(f".{target.name}.new")
-    try:
-        scratch.write_text(page, encoding="utf-8")
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_text(target, page)
 
 
 def _draw(tuning: TuningFile, path: Path) -> None:

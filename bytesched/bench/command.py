@@ -31,6 +31,7 @@ from bytesched.bench.systems import (
 from bytesched.bench.table import add_figures, table
 from bytesched.config import RankView, rank_view
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.lab.ranks import run_all, run_own
 from bytesched.report.command import draw_bench
 from bytesched.values import nearest
@@ -233,7 +234,7 @@ def _report(
     add_figures(result)
     print(f"\n{table(result)}")
     figures = options.json or spec["result"]
-    Path(figures).write_text(json.dumps(result, indent=1) + "\n")
+    write_text(Path(figures), json.dumps(result, indent=1) + "\n")
     if options.png:
         draw_bench(figures, options.png)
     for kind in ("record", "json", "png"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.link.bound import Layer
 from bytesched.values import nearest
 
@@ -98,7 +99,7 @@ class Profile:
         content = self.to_json()
         lines = ",\n".join(f"    {json.dumps(layer)}" for layer in content.pop("layers"))
         head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content)
-        Path(path).write_text(f'{{\n{head},\n  "layers": [\n{lines}\n  ]\n}}\n')
+        write_text(Path(path), f'{{\n{head},\n  "layers": [\n{lines}\n  ]\n}}\n')
 
 
 def save_all(profiles: Sequence[Profile], path: str) -> None:
@@ -123,7 +124,7 @@ def save_all(profiles: Sequence[Profile], path: str) -> None:
         "batches": [profile.batch for profile in profiles],
         "layers": layers,
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_text(Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def shipped_profiles() -> list[str]:

@@ -22,6 +22,7 @@ from bytesched.burst.picture import draw_plan, draw_run
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.trace.reading import read_traces
 
@@ -72,7 +73,7 @@ def _plan(options: argparse.Namespace, task: Task) -> int:
     print("\n".join(_comparison(task, points)))
     if options.json:
         content = _result(task, found, points, curve)
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
         print(f"json: {options.json}")
     if options.png:
         draw_plan(task, found, points, curve, Path(options.png))

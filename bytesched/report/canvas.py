@@ -1,14 +1,14 @@
-"""The canvas of all pictures: lazily imported matplotlib, one palette, files written whole."""
+"""The canvas of all pictures: lazily imported matplotlib, one palette, whole files."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bytesched.errors import PluginError
+from bytesched.files import replacing
 
 __all__ = ["AFTER", "BEFORE", "GRID", "INK", "QUIET", "canvas", "strip"]
 
@@ -23,7 +23,7 @@ DOTS_PER_INCH = 180
 
 @contextmanager
 def canvas(width_in: float, height_in: float, path: Path) -> Iterator[Any]:
-    """Yield an empty figure and write it as PNG, by a rename, if drawing it went well.
+    """Yield an empty figure and write it as PNG, in one piece, if drawing it went well.
 
     Raises ``PluginError`` if matplotlib is not installed, ``OSError`` if the file cannot be
     written.
@@ -36,13 +36,9 @@ def canvas(width_in: float, height_in: float, path: Path) -> Iterator[Any]:
     with matplotlib.style.context("default"):
         figure = Figure(figsize=(width_in, height_in), facecolor="white")
         yield figure
-        scratch = path.with_name(f".{path.name}.new")
-        try:
+        with replacing(path) as file:
             # Without the name of the software the file depends on the picture alone.
-            figure.savefig(scratch, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+            figure.savefig(file, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
 
 
 def strip(axes: Any) -> None:

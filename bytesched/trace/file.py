@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Event", "TraceFile", "load_events", "replace_text"]
+from bytesched.files import replacing
+
+__all__ = ["Event", "TraceFile", "load_events"]
 
 #: One entry of a Chrome trace.
 Event = dict[str, Any]
@@ -35,7 +37,6 @@ class TraceFile:
         #: records that found no room: longer than a page, or beyond ``max_bytes``
         self.left_out = 0
         self._max_bytes = max_bytes
-        self._scratch = path.with_name(f".{path.name}.new")
         self._file: BinaryIO | None = None
         head = b"[\n" + first.encode("ascii")
         self._used_bytes = len(head)
@@ -89,22 +90,16 @@ class TraceFile:
 
     def _move(self, content: Iterable[bytes], capacity_bytes: int) -> None:
         """Put ``content``, blanks and the closing bracket in the file's place by one rename."""
-        file = self._scratch.open("w+b")
-        try:
-            for piece in content:
-                file.write(piece)
+        with replacing(self.path) as file:
+            for block in content:
+                file.write(block)
             blanks = capacity_bytes - self._used_bytes - len(TAIL)
             for at in range(0, blanks, COPY_BYTES):
                 file.write(b" " * min(COPY_BYTES, blanks - at))
             file.write(TAIL)
-            file.flush()
-            os.replace(self._scratch, self.path)
-        except OSError:
-            file.close()
-            self._scratch.unlink(missing_ok=True)
-            raise
+            descriptor = os.dup(file.fileno())
         self.abandon()
-        self._file = file
+        self._file = os.fdopen(descriptor, "r+b")
         self._capacity_bytes = capacity_bytes
 
 
@@ -130,17 +125,6 @@ def load_events(path: Path) -> tuple[list[Event], bool]:
     if not events:
         raise ValueError("holds no trace event")
     return events, whole
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that its name shows either the old content or the new, never a part."""
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
 
 
 def _is_event(value: object) -> bool:

@@ -16,9 +16,10 @@ from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.observe import Observer
 from bytesched.trace.events import flow_event, mark_event, metadata_event, slice_event
-from bytesched.trace.file import TraceFile, replace_text
+from bytesched.trace.file import PAGE_BYTES, TraceFile
 from bytesched.trace.lanes import REMEMBERED_TASKS, Track
 from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
 
@@ -101,6 +102,11 @@ class Timeline(Observer):
         anchor = {"wall_ns": wall_ns, "clock_offset_ns": clock_offset_ns, "rank": rank}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if _is_foreign(self.path):
+                raise ConfigError(
+                    f"timeline: {self.path} is there and is no trace of bytesched: "
+                    "name another folder, or move the file"
+                )
             first = metadata_event(rank, self._first_tid, ANCHOR, anchor)
             self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
             facts: dict[str, dict[str, Any]] = {
@@ -251,6 +257,15 @@ class Timeline(Observer):
         return mark_event(self.rank, self._first_tid, name, at_ns - self._origin_ns, args)
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether a file with some content lies there that no `Timeline` wrote."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(PAGE_BYTES)
+    return bool(head) and ANCHOR.encode() not in head
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `bytesched trace`; return the exit code, 1 if there was nothing to use."""
     parser = argparse.ArgumentParser(prog="bytesched trace", description="Read timelines.")
@@ -281,7 +296,7 @@ def _merge(options: argparse.Namespace) -> int:
         _complain("nothing to merge")
         return 1
     try:
-        replace_text(options.output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_text(options.output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
         _complain(f"cannot write {options.output}: {error.strerror or error}")
         return 1

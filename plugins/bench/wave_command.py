@@ -15,6 +15,7 @@ from typing import Any
 
 from bytesched.bench.profile import load_profile, shipped_profiles
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
 from bytesched.lab.ranks import run_all
 
 __all__ = ["main"]
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(table(found, spec["reference"])))
     if options.json:
         result = {"command": command, "network": network, "specification": spec, "systems": found}
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bytesched.errors import PluginError
+from bytesched.files import write_text
 from bytesched.plugins.burst.branched import Branched
 
 __all__ = ["record"]
@@ -52,7 +53,7 @@ def record(
         "batches": sizes,
         "layers": layers,
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_text(Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def _chain(
