@@ -1,0 +1,124 @@
+"""The examples, run as a user runs them: plainly, and through `bytesched run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from horovod_ranks import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
+from paths import ROOT, SUPPORT
+
+from bytesched.config import child_environment
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+RUN = ["-m", "bytesched", "run"]
+TIMEOUT_S = 110.0
+
+# Makes plain DDP end reliably.
+PLAIN_TORCH = str(SUPPORT / "plain_torch")
+
+pytestmark = pytest.mark.procs
+
+
+def output(command: Sequence[str], **variables: str) -> list[str]:
+    """The lines that a command printed, with no errors."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=child_environment({**environment, **variables}),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    if "run" in command:
+        assert re.search(r"2 ranks, .* mode cross", ended.stderr), ended.stderr
+    return ended.stdout.splitlines()
+
+
+def plain_output(command: Sequence[str], **variables: str) -> list[str]:
+    """What plain DDP's run of a script printed."""
+    path = os.pathsep.join(filter(None, [PLAIN_TORCH, os.environ.get("PYTHONPATH")]))
+    return output(command, PYTHONPATH=path, **variables)
+
+
+def weights(lines: list[str]) -> str:
+    """The digest of the weights, which rank 0 prints at its end."""
+    (digest,) = [line.partition("weights ")[2] for line in lines if "weights " in line]
+    assert re.fullmatch("[0-9a-f]{16}", digest)
+    return digest
+
+
+def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
+    plain = plain_output([*TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
+    ours = output([*TORCHRUN, "examples/ddp.py"])
+    assert plain[0].startswith("loss ")
+    assert plain[0] == ours[0]
+    figures = dict(line.strip().split(" = ") for line in ours[1:])
+    assert figures["mode"] == "cross"
+    assert int(figures["barrier_crossed_steps"]) > 10
+    assert plain[1:] == ["  mode = plain"]
+
+
+def test_burst_train_learns() -> None:
+    lines = output([*TORCHRUN, "examples/burst_train.py"])
+    first, last = re.fullmatch(r"loss (\S+) -> (\S+)", lines[0]).groups()  # type: ignore[union-attr]
+    assert float(last) < float(first)
+    assert lines[1].startswith("background steps ")
+
+
+@pytest.mark.slow
+def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    script = ["examples/ddp_checkpoint.py", "--epochs"]
+    plain, ours = ([f"--snapshot={tmp_path / name}"] for name in ("plain.pt", "ours.pt"))
+    expected = plain_output([*TORCHRUN, *script, "2", *plain])
+    half = output([*TORCHRUN, *RUN, *script, "1", *ours])
+    whole = output([*TORCHRUN, *RUN, *script, "2", *ours])
+    assert weights(whole) == weights(expected) != weights(half)
+    assert half[:1] + whole[:1] == expected[:2]
+
+
+@pytest.mark.slow
+def test_ddp_spawn() -> None:
+    expected = plain_output([sys.executable, "examples/ddp_spawn.py"])
+    assert weights(output([sys.executable, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gloo", "mpi"])
+def test_horovod_mnist(kind: Kind) -> None:
+    if reason := why_missing(kind):
+        pytest.skip(reason)
+    launcher = [LAUNCHERS[kind], *LOOPBACK_FLAGS[kind], "-np", "2", sys.executable]
+    script = ["examples/horovod_mnist.py", "--epochs=1", "--fp16-allreduce"]
+    expected = output([*launcher, *script])
+    assert weights(output([*launcher, *RUN, *script])) == weights(expected)
+
+
+def test_wave_ticktock_has_the_loss_of_accumulation() -> None:
+    waves = output([sys.executable, "examples/wave_ticktock.py"])
+    accumulated = output([sys.executable, "examples/wave_ticktock.py", "--accumulate"])
+    assert waves[0].startswith("loss ")
+    assert waves[0] == accumulated[0]
+    assert "  waves = 2" in waves
+
+
+def test_wave_model_parallel() -> None:
+    lines = output([*TORCHRUN, "examples/wave_model_parallel.py"])
+    assert re.fullmatch(r"loss \d\.\d{10}, 34 tensors to save", lines[0])
+    figures = dict(line.strip().split(" = ") for line in lines[1:])
+    assert figures["world_size"] == "2"
+    assert int(figures["home_bytes"]) < int(figures["model_bytes"])

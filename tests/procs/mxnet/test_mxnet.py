@@ -1,0 +1,130 @@
+"""MXNet's parameter server: real schedulers, servers and workers, in a Python of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from mxnet_cluster import Cluster, find_python
+from paths import ROOT, SCRIPTS
+
+from bytesched.config import child_environment
+
+PYTHON, WHY_NOT = find_python()
+
+pytestmark = [pytest.mark.procs, pytest.mark.skipif(not PYTHON, reason=WHY_NOT)]
+
+
+#: what one cluster can do after another; each starts several processes
+CASES = ("calls", "misuse", "order:priority", "order:fifo", "learned_order", "weight_waits")
+
+
+def answers(*cases: str, servers: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """What both workers say, by case and rank."""
+    with Cluster(PYTHON, *cases, servers=servers) as cluster:
+        ended = cluster.wait()
+    assert [worker.code for worker in ended] == [0, 0], "\n".join(one.output for one in ended)
+    lines = [line for one in ended for line in one.output.splitlines() if line.startswith("{")]
+    said = sorted(map(json.loads, lines), key=lambda answer: int(answer["rank"]))
+    return {case: [answer for answer in said if answer["case"] == case] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[dict[str, Any]]]:
+    return answers(*CASES, "different_orders")
+
+
+def alone(updates: str, optimizer: str) -> dict[str, Any]:
+    """What the same training comes to in one process."""
+    script = SCRIPTS / "mxnet_cases.py"
+    done = subprocess.run(
+        [PYTHON, script, f"training:alone:{updates}:{optimizer}"],
+        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("updates", "optimizer"), [("worker", "adam"), ("server", "sgd")])
+@pytest.mark.parametrize(("how", "servers"), [("trainer", 1), ("store", 2)])
+def test_training_is_that_of_one_process(
+    how: str, servers: int, updates: str, optimizer: str
+) -> None:
+    expected = alone(updates, optimizer)
+    case = f"training:{how}:{updates}:{optimizer}"
+    for answer in answers(case, servers=servers)[case]:
+        rank = str(answer["rank"])
+        assert answer["weights"] == expected["weights"]
+        assert answer["losses"] == {rank: expected["losses"][rank]}
+
+
+def example(**variables: str) -> list[str]:
+    """The lines that the example prints."""
+    ended = subprocess.run(
+        [PYTHON, ROOT / "examples" / "kvstore_mxnet.py"],
+        env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_the_example_has_the_losses_of_plain_mxnet() -> None:
+    plain, ours = example(BYTESCHED_ENABLED="0"), example()
+    assert [line for line in ours if "loss" in line] == plain[:-1]
+    assert plain[-1] == "  mode = plain"
+    assert "  mode = kvstore" in ours
+
+
+@pytest.mark.parametrize("case", ["calls", "misuse", "learned_order", "weight_waits"])
+def test_case(said: dict[str, list[dict[str, Any]]], case: str) -> None:
+    assert [answer["rank"] for answer in said[case]] == [0, 1]
+
+
+def test_calls_with_two_servers() -> None:
+    answers("calls", "different_orders", servers=2)
+
+
+def test_urgent_keys_overtake_on_all_workers_as_worker_0_wants(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    for answer in said["order:priority"]:
+        first, _, *others = answer["order"]
+        # The second one is what was there when the first one had ended.
+        assert first == 0
+        assert len(others) == 6
+        assert others == sorted(others, reverse=True)
+
+
+def test_fifo_keeps_the_order_of_the_calls(said: dict[str, list[dict[str, Any]]]) -> None:
+    for answer in said["order:fifo"]:
+        assert answer["order"] == list(range(8))
+
+
+def test_workers_with_different_orders_do_not_wait_for_ever(
+    said: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert len(said["different_orders"]) == 2
+
+
+def test_a_lost_server_is_an_error_within_the_timeout() -> None:
+    with Cluster(PYTHON, "server_lost") as cluster:
+        for worker in cluster.workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "training\n"
+        cluster.servers[0].kill()
+        ended = cluster.wait(30.0)
+    for one in ended:
+        assert one.code is not None, "it did not end by itself"
+        assert "raised the servers have not answered for 2 s on key 0" in one.output

@@ -1,0 +1,83 @@
+"""What `bytesched run` does to scripts over a DistributedDataParallel that nobody has touched."""
+
+from __future__ import annotations
+
+import pytest
+import run_cases
+from ranks import run_fresh
+from run_outcomes import SMALL, Outcomes, left, outcomes
+
+pytestmark = pytest.mark.procs
+
+#: case -> the mode of each optimizer that is wrapped at its end
+MODES = {
+    "optimizer_after_ddp": ["cross"],
+    "optimizer_before_ddp": ["cross"],
+    "two_models": ["cross", "cross"],
+    "two_optimizers": ["cross", "cross"],
+    "another_optimizer_is_never_used": ["cross"],
+    "a_new_optimizer_in_the_middle": ["cross"],
+    "one_of_two_optimizers_is_replaced": ["cross", "cross"],
+    "optimizers_take_turns": ["cross"],
+    "ddp_made_again": ["cross"],
+    "optimizer_inside_an_optimizer": ["backward"],
+    "proxy_of_an_optimizer": ["cross"],
+    "first_forward_in_no_sync": ["cross"],
+    "evaluated_counted_and_copied": ["cross"],
+    "compiled_later": ["cross"],
+    "compiled_as_a_function": [],
+    "optimizer_compiled": [],
+    "wrapped_by_the_script": ["cross"],
+    "wrapped_late_by_the_script": ["cross"],
+    "declined_by_the_script": [],
+    "sparse_gradients": [],
+    "special_parameters": [],
+    "inside_join": [],
+    "stepped_inside_backward": [],
+    "never_trained": [],
+    "no_ddp": [],
+}
+#: case -> what is said, once, about a model that is left as it was
+REASONS = {
+    "compiled_as_a_function": "nothing calls it outside compiled code",
+    "declined_by_the_script": "enabled is off",
+    "sparse_gradients": "has sparse gradients",
+    "special_parameters": "is a Special, not a plain Parameter",
+    "inside_join": "join()",
+    "stepped_inside_backward": "steps inside the backward pass",
+    "optimizer_compiled": "no step() of an optimizer",
+    "never_trained": "no step() of an optimizer",
+}
+
+
+@pytest.fixture(scope="module")
+def both_ranks() -> list[Outcomes]:
+    names = list(run_cases.CASES)
+    ranks = run_fresh(run_cases.run_all, timeout_s=100, env=SMALL, args=(names,))
+    return [outcomes(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("name", run_cases.CASES)
+def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
+    for rank, cases in enumerate(both_ranks):
+        assert not cases[name]["different"], f"rank {rank}"
+        assert cases[name]["modes"] == MODES[name]
+    said, others = (cases[name]["said"] for cases in both_ranks)
+    assert others == []
+    assert len(left(said)) == (name in REASONS)
+    assert REASONS.get(name, "") in "".join(left(said))
+
+
+def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
+    assert "policy fifo" in both_ranks[0]["wrapped_by_the_script"]["said"][-1]
+    assert "policy priority" in both_ranks[0]["optimizer_after_ddp"]["said"][-1]
+
+
+def test_world_of_one() -> None:
+    (rank,) = run_fresh(
+        run_cases.run_all, world_size=1, args=(["two_models", "optimizer_after_ddp"],)
+    )
+    for case in outcomes(rank).values():
+        assert (case["different"], case["modes"]) == ([], [])
+        assert len(left(case["said"])) == 1
+        assert "there is one rank" in case["said"][0]

@@ -1,0 +1,51 @@
+"""What `bytesched run` does to Horovod scripts that nobody has touched."""
+
+from __future__ import annotations
+
+import pytest
+from horovod_ranks import run_fresh_horovod, why_missing
+from run_outcomes import SMALL, Outcomes, left, outcomes
+
+pytestmark = pytest.mark.procs
+
+MODES = {
+    "usual": ["cross"],
+    "called_by_one_rank": ["cross"],
+    "inside_a_trainer": ["cross"],
+    "two_models": ["cross", "cross"],
+    "clipped_and_accumulated": ["cross"],
+    "compiled_first": ["cross"],
+    "compiled_later": ["cross"],
+    "parameters_of_several_models": [],
+    "no_module": [],
+    "wrapped_by_the_script": ["cross"],
+}
+NO_MODULE = "no module contains all of its parameters"
+REASONS = {"parameters_of_several_models": NO_MODULE, "no_module": NO_MODULE}
+
+
+@pytest.fixture(scope="module")
+def both_ranks() -> list[Outcomes]:
+    if reason := why_missing("gloo"):
+        pytest.skip(reason)
+    import run_horovod_cases
+
+    exits = run_fresh_horovod(run_horovod_cases.run_all, timeout_s=100, env=SMALL)
+    return [outcomes(rank) for rank in exits.ranks]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_trains_as_without(both_ranks: list[Outcomes], name: str) -> None:
+    assert set(both_ranks[0]) == set(MODES)
+    for rank, cases in enumerate(both_ranks):
+        assert not cases[name]["different"], f"rank {rank}"
+        assert cases[name]["modes"] == MODES[name]
+    said, others = (cases[name]["said"] for cases in both_ranks)
+    assert others == []
+    assert len(left(said)) == (name in REASONS)
+    assert REASONS.get(name, "") in "".join(left(said))
+
+
+def test_settings_of_the_script_come_first(both_ranks: list[Outcomes]) -> None:
+    assert "policy fifo" in both_ranks[0]["wrapped_by_the_script"]["said"][-1]
+    assert "policy priority" in both_ranks[0]["usual"]["said"][-1]

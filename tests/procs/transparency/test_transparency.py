@@ -1,0 +1,291 @@
+"""Training under bytesched is training under plain DDP, to the last bit, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import scripts_gradients as gradients
+import scripts_models as models
+import scripts_optimizers as optimizers
+import scripts_reading as reading
+from comparing import check
+from ranks import Ranks
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+
+def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+@pytest.mark.parametrize("name", optimizers.SPLITTABLE)
+def test_optimizer(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, optimizers.one_optimizer, name)
+
+
+@pytest.mark.parametrize("name", optimizers.SCHEDULES)
+@named(optimizers.schedule_made_before, optimizers.schedule_made_after)
+def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> None:
+    check(two_ranks, script, name)
+
+
+@named(
+    optimizers.tensor_lr,
+    optimizers.lr_by_hand,
+    optimizers.plateau,
+    optimizers.parameter_groups,
+    optimizers.added_group,
+    optimizers.removed_group,
+    optimizers.two_optimizers,
+    optimizers.one_wrapped_of_two_optimizers,
+    optimizers.two_models,
+    optimizers.parameters_outside_the_model,
+    optimizers.parameters_outside_the_optimizer,
+    optimizers.two_steps_in_a_row,
+    optimizers.step_every_other_backward,
+    optimizers.step_skipped,
+    optimizers.step_without_backward,
+    optimizers.closure,
+    optimizers.closure_that_only_looks,
+    optimizers.sharpness_aware,
+    optimizers.global_step_hooks,
+)
+def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+@named(
+    optimizers.lbfgs,
+    optimizers.unknown_optimizer,
+    optimizers.subclassed_optimizer,
+    optimizers.muon,
+)
+def test_optimizer_that_cannot_be_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script, mode="backward")
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_step_pre_hooks_of_the_user(two_ranks: Ranks, made: str) -> None:
+    check(two_ranks, optimizers.step_pre_hooks, made)
+
+
+def test_adafactor(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.adafactor)
+
+
+def test_step_hooks_of_the_user(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.step_hooks)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "sgd_fused", "adamw_foreach", "adamw_fused"])
+def test_grad_scaler(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, optimizers.grad_scaler, name)
+
+
+@named(
+    gradients.no_sync,
+    gradients.sync_attribute,
+    gradients.accumulation_of_averages,
+    gradients.several_forwards_one_backward,
+)
+def test_accumulation(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+@named(
+    gradients.clip_norm,
+    gradients.clip_by_total_norm,
+    gradients.clip_value,
+    gradients.clip_some,
+)
+def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+@named(
+    gradients.gradients_scaled_in_place,
+    gradients.gradients_written_through_data,
+    gradients.gradients_replaced,
+    gradients.gradients_dropped,
+    gradients.gradients_read,
+    gradients.gradients_read_after_step,
+    gradients.gradients_kept,
+    gradients.gradients_zeroed_before_step,
+    gradients.user_gradient_hooks,
+    gradients.collectives_of_the_user,
+)
+def test_gradients_used_between_backward_and_step(
+    two_ranks: Ranks, script: Callable[..., None]
+) -> None:
+    check(two_ranks, script)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_user_hooks_after_accumulation(two_ranks: Ranks, made: str) -> None:
+    check(two_ranks, gradients.user_hooks_after_accumulation, made)
+
+
+@pytest.mark.parametrize("how", gradients.ZEROINGS)
+def test_zeroing(two_ranks: Ranks, how: str) -> None:
+    check(two_ranks, gradients.zeroed, how)
+
+
+@named(
+    gradients.autograd_grad,
+    gradients.functional_call,
+    gradients.gradient_penalty,
+    gradients.two_losses,
+)
+def test_autograd(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_compression_equals_the_hook_of_ddp(two_ranks: Ranks, dtype: str) -> None:
+    check(two_ranks, gradients.compressed, dtype)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_model(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, models.one_model, name)
+
+
+@pytest.mark.parametrize("name", ["linear", "tied", "mixed_dtypes", "raw_kernel"])
+def test_module_without_ddp(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, models.one_model, name, module_alone=True)
+
+
+def test_module_without_ddp_starts_as_on_the_first_rank(two_ranks: Ranks) -> None:
+    check(two_ranks, models.different_starts, module_alone=True)
+
+
+def test_module_without_ddp_called_by_method(two_ranks: Ranks) -> None:
+    check(two_ranks, models.called_by_method, module_alone=True)
+
+
+@named(
+    models.view_of_buckets,
+    models.ignored_by_ddp,
+    models.static_graph,
+    models.no_buffer_broadcast,
+    models.unused_and_accumulated,
+    models.unused_static,
+    models.frozen_layer,
+    models.unfrozen_under_new_ddp,
+    models.unfrozen_in_place,
+    models.frozen_for_a_while,
+    models.reused_layer,
+    models.regularised,
+    models.partly_around_ddp,
+    models.evaluated_first,
+    models.work_on_one_rank,
+    models.autocast,
+)
+def test_model_use(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+def test_communication_hook_of_the_user(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.communication_hook, mode="plain")
+
+
+def test_sparse_gradients(two_ranks: Ranks) -> None:
+    check(two_ranks, models.sparse_gradients, mode="plain")
+
+
+@pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])
+def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
+    check(two_ranks, models.unused, turns)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_scripted(two_ranks: Ranks, how: str) -> None:
+    check(two_ranks, models.scripted, how)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["block", "inner", "in_place", "whole"])
+def test_compiled(two_ranks: Ranks, what: str, backend: str) -> None:
+    check(two_ranks, models.compiled, what, backend)
+
+
+@pytest.mark.parametrize("what", ["in_place_after", "whole_after"])
+def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
+    """Gates made before the compiler came are not seen by it, so nothing may cross."""
+    check(two_ranks, models.compiled, what, "eager", mode="backward")
+
+
+@named(
+    reading.weights_read,
+    reading.one_weight_read,
+    reading.metadata_read,
+    reading.weights_clipped,
+    reading.weights_replaced,
+    reading.averaged_model,
+    reading.average_by_hand,
+    reading.average_in_one_call,
+    reading.average_compiled,
+    reading.state_read_after_step,
+    reading.state_changed_after_step,
+    reading.state_dicts,
+    reading.saved,
+    reading.deep_copied_optimizer,
+    reading.read_by_other_threads,
+    reading.converted_at_the_end,
+    reading.resumed,
+    reading.rolled_back,
+    reading.evaluated,
+    reading.unwrapped_in_the_middle,
+)
+def test_reading_and_writing_between_steps(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap({"sgd": sgd, "adamw": adamw}[kind](model), model)
+    train(job, model, optimizer, steps=steps)
+    job.record_state(model, optimizer)
+
+
+@pytest.mark.parametrize("order", ["leader", "replay", "auto"])
+@pytest.mark.parametrize("policy", ["priority", "fifo"])
+def test_every_policy_and_order(two_ranks: Ranks, policy: str, order: str) -> None:
+    check(two_ranks, plain_script, "sgd", policy=policy, order=order)
+
+
+def test_replayed_order(two_ranks: Ranks) -> None:
+    """Long enough for an order to settle and to be replayed by all."""
+    figures = check(two_ranks, plain_script, "sgd", 40, order="replay")
+    assert [stats["order"] for stats in figures] == ["replay", "replay"]
+    check(two_ranks, models.unused, "differing_ranks", order="replay")
+
+
+@pytest.mark.parametrize("partition_bytes", [16, 100, 1 << 20, 0])
+def test_every_cut(two_ranks: Ranks, partition_bytes: int) -> None:
+    """Element by element nearly, at odd places, as a whole, and as measured."""
+    check(
+        two_ranks,
+        plain_script,
+        "sgd",
+        partition_bytes=partition_bytes,
+        credit_bytes=2 * partition_bytes,
+    )
+
+
+def test_without_crossing(two_ranks: Ranks) -> None:
+    check(two_ranks, plain_script, "sgd", mode="backward", cross_barrier=False)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_four_ranks(four_ranks: Ranks, kind: str) -> None:
+    """Sums of four depend on where a chunk begins, so equal to a tolerance."""
+    check(four_ranks, plain_script, kind, rtol=1e-5)
+
+
+def test_subgroups(four_ranks: Ranks) -> None:
+    check(four_ranks, models.subgroups)
+
+
+def test_world_of_one(one_rank: Ranks) -> None:
+    check(one_rank, plain_script, "sgd", mode="plain")

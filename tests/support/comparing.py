@@ -1,0 +1,28 @@
+"""Scripts whose scheduled run must equal the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ranks import Ranks, address_of
+from training import compare
+
+Figures = dict[str, int | float | str]
+
+
+def check(
+    ranks: Ranks,
+    script: Callable[..., None],
+    *args: Any,
+    mode: str = "cross",
+    rtol: float = 0.0,
+    **options: Any,
+) -> list[Figures]:
+    """Each rank's figures of the wrapped run, after it was found equal to the plain one."""
+    outcomes = ranks.run(compare, address_of(script), args, options, rtol)
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+    figures = [stats for _, stats in outcomes]
+    assert [stats["mode"] for stats in figures] == [mode] * ranks.world_size
+    return figures

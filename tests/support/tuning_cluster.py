@@ -1,0 +1,176 @@
+"""A cluster that is a formula: real scheduler core, modelled link, noise as it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from bytesched.bench.profile import Profile, load_profile
+from bytesched.link.bound import gradients
+from bytesched.link.simulation import ManualClock, simulate
+from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
+from bytesched.policy import Fifo, named_policy
+from bytesched.tunable import KNOBS, Recording, RunFacts, Send, Setting, Steps, Tuner, Word
+from bytesched.tuning.controller import Controller, Turn
+from bytesched.tuning.fit import Link
+from bytesched.tuning.memory import Memory
+from bytesched.tuning.online import OnlineTuner
+from bytesched.tuning.space import Limits
+
+OFF_BYTES = 25 << 20
+
+
+@lru_cache
+def profile(name: str) -> Profile:
+    return load_profile(name)
+
+
+@lru_cache(maxsize=20000)
+def exact_step_s(name: str, link: Link, setting: Setting) -> float:
+    """A step without noise; with scheduling off, one as DDP has it, in buckets of 25 MB."""
+    layers = profile(name).chain()
+    work = gradients(layers)
+    off = not setting.enabled
+    return simulate(
+        [gradient.release_s for gradient in work],
+        [int(layer.nbytes) for layer in layers],
+        [0.0 if off else layer.forward_s for layer in layers],
+        bytes_per_s=link.bytes_per_s,
+        overhead_s=link.overhead_s,
+        latency_s=link.latency_s,
+        partition_bytes=OFF_BYTES if off else setting.partition_bytes,
+        credit_bytes=OFF_BYTES if off else setting.credit_bytes,
+        policy=Fifo() if off else named_policy(setting.policy),
+        merge=True,
+    ).step_s + (sum(layer.forward_s for layer in layers) if off else 0.0)
+
+
+@dataclass
+class Cluster:
+    """Runs turns of a controller in virtual time."""
+
+    model: str = "gpt"
+    link: Link = field(default_factory=lambda: Link(4e-4, 118e6, 8e-4))
+    #: of every step, as a share of it
+    noise: float = 0.0
+    #: share of the steps that take `late` times as long
+    stragglers: float = 0.0
+    late: float = 4.0
+    #: every so many steps one takes `late` times as long; less than 1 is a short batch
+    evaluated_every: int = 0
+    seed: int = 0
+    #: called before every step with its number; may change the link
+    event: Callable[[Cluster, int], None] = lambda cluster, step: None
+    clock: ManualClock = field(default_factory=ManualClock)
+    steps: int = 0
+    #: the settings of all steps, in order
+    history: list[Setting] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def step_s(self, setting: Setting) -> float:
+        """One more step."""
+        self.event(self, self.steps)
+        duration_s = exact_step_s(self.model, self.link, setting)
+        duration_s *= 1 + self.noise * abs(self._random.gauss(0, 1))
+        if self._random.random() < self.stragglers:
+            duration_s *= self.late
+        self.steps += 1
+        if self.evaluated_every and self.steps % self.evaluated_every == 0:
+            duration_s *= self.late
+        self.history.append(setting)
+        self.clock.advance(duration_s)
+        return duration_s
+
+    def run(self, turn: Turn) -> tuple[float, ...]:
+        return tuple(self.step_s(turn.setting) for _ in range(turn.steps))
+
+    def drive(self, controller: Controller, steps: int) -> None:
+        """So many steps, at least, in whole turns."""
+        until = self.steps + steps
+        while self.steps < until:
+            controller.observe(self.run(controller.turn), self.link.bytes_per_s)
+
+    def turns(self, tuner: Tuner, word: Word) -> Iterator[Word]:
+        """The words of a tuner, each after its steps."""
+        while True:
+            durations_s = tuple(self.step_s(word.setting) for _ in range(word.next_in_steps))
+            recordings = (self.recording(word.setting),)
+            sent_bytes = len(durations_s) * profile(self.model).nbytes
+            busy_s = sent_bytes / self.link.bytes_per_s
+            word = tuner.word(Steps(durations_s, busy_s, sent_bytes, recordings=recordings))
+            yield word
+
+    def best_step_s(self, settings: tuple[Setting, ...]) -> float:
+        return min(exact_step_s(self.model, self.link, setting) for setting in settings)
+
+    # -- what a session would have measured --------------------------------------------
+
+    def probes(self) -> tuple[Probe, ...]:
+        def measure(nbytes: int) -> Probe:
+            seconds = max(
+                self.link.seconds(nbytes), (self.link.seconds(nbytes) + self.link.latency_s) / 2
+            )
+            return Probe(nbytes, nbytes / seconds, 2e-4)
+
+        return tuple(probe_sizes(measure))
+
+    def facts(self, **changes: object) -> RunFacts:
+        probes = self.probes()
+        model_bytes = profile(self.model).nbytes
+        sizes = chosen_sizes(list(probes), model_bytes=model_bytes, cpu_load=0.1)
+        facts: dict[str, object] = {
+            "backend": "gloo",
+            "ranks_per_host": (1, 1),
+            "device": "cpu",
+            "framework": "torch 2.13.0",
+            "model_bytes": model_bytes,
+            "signature": self.model,
+            "probes": probes,
+            "cpu_load": 0.1,
+            "untuned": Setting(*sizes),
+            "knobs": frozenset(KNOBS),
+            "replayed": frozenset({"replay"}),
+        }
+        return RunFacts(**(facts | changes))  # type: ignore[arg-type]
+
+    def recording(self, setting: Setting) -> Recording:
+        layers = profile(self.model).chain()
+        work = gradients(layers)
+        one = simulate(
+            [gradient.release_s for gradient in work],
+            [int(layer.nbytes) for layer in layers],
+            [layer.forward_s for layer in layers],
+            bytes_per_s=self.link.bytes_per_s,
+            overhead_s=self.link.overhead_s,
+            latency_s=self.link.latency_s,
+            partition_bytes=setting.partition_bytes,
+            credit_bytes=setting.credit_bytes,
+            policy=named_policy(setting.policy),
+            merge=True,
+        )
+        ends = {id(task): at_s for at_s, task in one.finishes}
+        return Recording(
+            tuple(int(layer.nbytes) for layer in layers),
+            tuple(gradient.release_s for gradient in work),
+            tuple(layer.forward_s for layer in layers),
+            tuple(Send(task.nbytes, at_s, ends[id(task)]) for at_s, task in one.starts),
+        )
+
+
+def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:
+    return OnlineTuner(
+        limits or Limits(), memory=Memory(folder=folder), now_s=lambda: cluster.clock.now_s
+    )
+
+
+def train(cluster: Cluster, tuner: Tuner, steps: int, **facts: object) -> Word:
+    word = tuner.begin(cluster.facts(**facts))
+    turns = cluster.turns(tuner, word)
+    while cluster.steps < steps:
+        word = next(turns)
+    return word

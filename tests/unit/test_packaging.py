@@ -1,0 +1,230 @@
+"""The build table, the two links, and the one place where the version stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+import bytesched
+from bytesched.doctor.checks import OPTIONAL
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+#: every public name, by module; no release may lose one
+PUBLIC = {
+    "bytesched": list(bytesched.__all__),
+    "bytesched.contracts": ["Contract", "TransportContract"],
+    "bytesched.kvstore": ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"],
+    "bytesched.kvstore_contract": ["KVStoreContract"],
+    "bytesched.plugins": ["flush", "stats", "unwrap", "wrap"],
+    "bytesched.plugins.burst": ["Background", "Branched", "Burst", "plan_for", "record"],
+    "bytesched.plugins.horovod": ["ScheduledOptimizer"],
+    "bytesched.plugins.mpi_kvstore": ["MPIKVStore", "open_store"],
+    "bytesched.plugins.wave": ["ActivationMemory", "ModelWaves", "TickTock"],
+    "bytesched.testing": [
+        *("STATS", "Contract", "FakeTransport", "FaultPlan", "KVStoreContract", "LinkTransport"),
+        *("ManualClock", "PluginContract", "SimulatedIteration", "TrainingRun"),
+        *("TransportContract", "simulate"),
+    ],
+}
+#: that of an extra which may be missing here
+NEEDS = {"bytesched.plugins.horovod": "horovod", "bytesched.plugins.mpi_kvstore": "mpi4py"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", ["plugins", "tuning"])
+def test_link_points_home(name: str) -> None:
+    link = ROOT / "bytesched" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+def _run(*command: Path | str, **options: Any) -> None:
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, **options
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What is installed from the wheel of this tree, and from the one of its source archive."""
+    folder = tmp_path_factory.mktemp("built")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    _run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    [source] = folder.glob("*.tar.gz")
+    again = folder / "again"
+    _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", again, source)
+    installed = {}
+    for name, wheel in (("wheel", next(folder.glob("*.whl"))), ("sdist", next(again.glob("*")))):
+        installed[name] = folder / name
+        _run(*pip, "install", "--no-deps", "--target", installed[name], wheel)
+    return installed
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_every_file_is_installed(built: dict[str, Path], kind: str) -> None:
+    homes = {"bytesched": "bytesched", "plugins": "bytesched/plugins", "tuning": "bytesched/tuning"}
+    wanted = {
+        f"{home}/{path.relative_to(ROOT / folder)}"
+        for folder, home in homes.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    found = {
+        str(path.relative_to(built[kind]))
+        for path in (built[kind] / "bytesched").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_there_once_installed(
+    built: dict[str, Path], kind: str, module: str, tmp_path: Path
+) -> None:
+    if module in NEEDS:
+        pytest.importorskip(NEEDS[module])
+    names = ", ".join(PUBLIC[module])
+    code = f"import bytesched; print(bytesched.__file__)\nfrom {module} import {names}"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(built[kind])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).is_relative_to(built[kind])
+
+
+def test_core_depends_on_nothing(project: dict[str, Any]) -> None:
+    needed = [line for line in project["project"]["dependencies"] if "python_version" not in line]
+    assert needed == []
+
+
+def test_extras_are_complete_and_the_doctor_knows_them(project: dict[str, Any]) -> None:
+    extras = project["project"]["optional-dependencies"]
+    assert set(extras) == {"torch", "horovod", "mpi", "tune", "report", "test", "dev"}
+    for package, extra in OPTIONAL.items():
+        assert any(line.startswith(package) for line in extras[extra]), package
+
+
+def test_version_stands_in_one_place(project: dict[str, Any]) -> None:
+    assert project["project"]["dynamic"] == ["version"]
+    assert bytesched.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ["plugins", "tuning"])
+def test_second_copy_of_a_package_is_refused(name: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert f"bytesched.{name}" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "scripts/setup",
+        "scripts/check",
+        "scripts/test",
+        "scripts/demo",
+        "scripts/horovod-wheel",
+        "scripts/mxnet-venv",
+        ".ci/run",
+    ],
+)
+def test_script_can_be_run(script: str) -> None:
+    path = ROOT / script
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
+    assert "set -euo pipefail" in path.read_text()
+
+
+def test_horovods_compiler_gets_another_standard_and_run_path(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
+    compiler.chmod(0o755)
+    flags = ["-std=c++14", "-std=gnu++11", "-std=c11", "-Wl,-rpath,/build/lib:/x", "a b", "*"]
+    run = subprocess.run(
+        [ROOT / "scripts" / "horovod-cxx", *flags],
+        env={**os.environ, "HOROVOD_CXX": str(compiler)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    run_path = "-Wl,-rpath,$ORIGIN/../../../..:$ORIGIN/../../torch/lib"
+    assert run.stdout.split("|") == ["-std=gnu++20"] * 2 + ["-std=c11", run_path, "a b", "*", ""]
+
+
+def _horovod_wheel(python: Path | str, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "horovod-wheel", python],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_horovods_wheel_is_built_once(tmp_path: Path) -> None:
+    first = _horovod_wheel(sys.executable, tmp_path)
+    assert first.returncode == 1
+    assert "missing: no-such-compiler" in first.stderr
+    wheels = tmp_path / "bytesched" / "wheels"
+    [lock] = wheels.iterdir()
+    kept = wheels / lock.name.removesuffix(".lock") / "horovod.whl"
+    kept.parent.mkdir()
+    kept.touch()
+    second = _horovod_wheel(sys.executable, tmp_path)
+    assert (second.returncode, second.stdout) == (0, f"{kept}\n")
+
+
+def test_mxnets_environment_is_only_looked_for_if_asked_so(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [ROOT / "scripts" / "mxnet-venv", "--find", sys.executable],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "there is no MXNet for cp" in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_horovods_wheel_needs_a_torch_to_build_against(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    run = _horovod_wheel(bare, tmp_path)
+    assert run.returncode == 1
+    assert run.stderr == f"horovod-wheel: {bare} has no torch to build against\n"
