@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import bytesched
 from bytesched import log
-from bytesched.config import rank_view
+from bytesched.environment import rank_view
 from bytesched.errors import BytesschedError
 from bytesched.values import nearest
 

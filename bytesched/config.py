@@ -2,20 +2,19 @@
 
 A value comes from the first place that names it: an argument in the code, a `BYTESCHED_<FIELD>`
 variable (the command line sets those), `bytesched.toml` in the working directory, the default.
-This is the only file of the package that reads the process environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, TypedDict
 
+from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
 from bytesched.values import (
     AUTOMATIC,
@@ -36,7 +35,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PREFIX = "BYTESCHED_"
 FILE_NAME = "bytesched.toml"
 #: below, there would be no time to compare what was found with the untuned setting
 LEAST_TUNE_STEPS = 40
@@ -158,106 +156,35 @@ class Config:
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
-class RankView(NamedTuple):
-    """What the launcher says about this process; local_rank is -1 where it does not tell."""
-
-    launcher: str
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-_LAUNCHERS = (
-    ("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    ("horovodrun", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"),
-    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpiexec", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-    ("slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-)
-_NETWORK_VARIABLES = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_DEBUG",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "TORCH_DISTRIBUTED_DEBUG",
-)
-
-
-def rank_view() -> RankView:
-    """Return rank and world size as the launcher put them into the environment.
-
-    Outside any launcher this is rank 0 of a world of one, launcher "none".
-    """
-    for launcher, *names in _LAUNCHERS:
-        rank, local_rank, world_size = (_count(name) for name in names)
-        if rank >= 0 and world_size > 0:
-            return RankView(launcher, rank, local_rank, world_size)
-    return RankView("none", 0, 0, 1)
-
-
-def _count(name: str) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else -1
-
-
-def seen_variables() -> dict[str, str]:
-    """Return the variables that bear on a distributed run and are set, by name."""
-    known = {name for _, *names in _LAUNCHERS for name in names} | set(_NETWORK_VARIABLES)
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in known or name.startswith(PREFIX)
-    }
-
-
-def gloo_interfaces() -> list[str]:
-    """Return the interfaces that `GLOO_SOCKET_IFNAME` names; none means Gloo's own choice."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    return [name.strip() for name in names if name.strip()]
-
-
-def horovod_variable(name: str) -> str:
-    """Return what `HOROVOD_<name>` is set to, or nothing."""
-    return os.environ.get(f"HOROVOD_{name}", "")
-
-
-def mxnet_servers() -> int:
-    """Return how many servers a worker of MXNet's parameter server was told of, at least 1."""
-    return max(_count("DMLC_NUM_SERVER"), 1)
-
-
-def mxnet_hosts() -> tuple[str, str]:
-    """Return the address that MXNet was told to have, or nothing, and that of its scheduler."""
-    return os.environ.get("DMLC_NODE_HOST", ""), os.environ.get("DMLC_PS_ROOT_URI", "")
-
-
-def mxnet_engine() -> str:
-    """Return which of its engines MXNet was told to use, or nothing."""
-    return os.environ.get("MXNET_ENGINE_TYPE", "")
-
-
 def unread_variables() -> list[str]:
     """Return a sentence for each `BYTESCHED_` variable that sets no field."""
     known = [variable(name) for name in FIELDS]
     return [
         f"{name} is set, but nothing reads it{nearest(name, known)}"
-        for name in sorted(os.environ)
-        if name.startswith(PREFIX) and name not in known
+        for name in own_variables()
+        if name not in known
     ]
 
 
-def child_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Return this process's environment for a child, with changes; None removes a variable."""
-    environment = dict(os.environ)
-    for name, value in (changes or {}).items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
-    return environment
+def warn_of_unused(
+    config: Config, used: Collection[str], what: str, *, origins: Collection[str] = ()
+) -> None:
+    """Log the fields that are not at their default and that ``what`` does not use.
+
+    Args:
+        used: the fields that it does use.
+        origins: where they were given for it, such as "code"; elsewhere they may be meant for
+            others. Empty: everywhere counts.
+    """
+    given = [
+        f"{name} = {value!r} ({origin})"
+        for name, value, origin in config.explain()
+        if name not in used
+        and value != getattr(Config, name)
+        and (not origins or origin in origins)
+    ]
+    if given:
+        _log.warning("%s does not use %s", what, ", ".join(given))
 
 
 def set_on_command_line(texts: Mapping[str, str]) -> None:
@@ -267,8 +194,7 @@ def set_on_command_line(texts: Mapping[str, str]) -> None:
     """
     for name, text in texts.items():
         _checked(name, text, _COMMAND_LINE)
-    for name, text in texts.items():
-        os.environ[variable(name)] = text
+    set_variables({variable(name): text for name, text in texts.items()})
     _on_command_line.update(texts)
 
 
@@ -310,7 +236,8 @@ def _origin_of_variable(name: str) -> str:
 
 
 def _from_environment() -> dict[str, object]:
-    return {name: os.environ[variable(name)] for name in FIELDS if variable(name) in os.environ}
+    given = own_variables()
+    return {name: given[variable(name)] for name in FIELDS if variable(name) in given}
 
 
 def _from_file(path: Path) -> dict[str, object]:

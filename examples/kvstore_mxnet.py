@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import bytesched
-from bytesched.config import child_environment
+from bytesched.environment import child_environment
 
 STEPS = 20
 BATCH = 32

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytesched.config import LEAST_TUNE_STEPS, Config, child_environment
+from bytesched.config import LEAST_TUNE_STEPS, Config
+from bytesched.environment import child_environment
 from bytesched.errors import ConfigError
 from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile

@@ -29,7 +29,7 @@ from bytesched.bench.systems import (
     parse_systems,
 )
 from bytesched.bench.table import add_figures, table
-from bytesched.config import RankView, rank_view
+from bytesched.environment import RankView, rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.ranks import run_all, run_own

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import bytesched
-from bytesched.config import (
-    Config,
-    gloo_interfaces,
-    rank_view,
-    seen_variables,
-    unread_variables,
-)
+from bytesched.config import Config, unread_variables
+from bytesched.environment import gloo_interfaces, rank_view, seen_variables
 from bytesched.errors import BytesschedError, ConfigError
 from bytesched.lab.hosts import Lab
 

@@ -14,9 +14,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bytesched.config import child_environment, horovod_variable
 from bytesched.doctor.checks import Check
-from bytesched.horovod_settings import CACHE_CAPACITY, autotunes, cache_capacity, is_number, number
+from bytesched.environment import (
+    HOROVOD_CACHE_CAPACITY,
+    child_environment,
+    horovod_autotunes,
+    horovod_cache_capacity,
+    horovod_number,
+    horovod_variable,
+    is_horovod_number,
+)
 
 __all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings", "version"]
 
@@ -74,14 +81,14 @@ def settings() -> list[Check]:
 
 
 def _autotune() -> Check:
-    if not autotunes():
+    if not horovod_autotunes():
         return Check("horovod autotune", "ok", "off; bytesched chooses its own sizes")
     fix = "unset HOROVOD_AUTOTUNE to have bytesched schedule"
     return Check("horovod autotune", "warn", "on: bytesched leaves the optimizer as it is", fix)
 
 
 def _fusion() -> Check:
-    size_bytes = int(number("FUSION_THRESHOLD", FUSION_BYTES))
+    size_bytes = int(horovod_number("FUSION_THRESHOLD", FUSION_BYTES))
     size = f"{size_bytes / (1 << 20):g} MiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
     what = f"up to {size}" if size_bytes > 0 else "off"
     detail = f"{what}{_origin('FUSION_THRESHOLD')}; bytesched's chunks stay apart at any threshold"
@@ -89,13 +96,13 @@ def _fusion() -> Check:
 
 
 def _cycle() -> Check:
-    cycle_ms = number("CYCLE_TIME", CYCLE_MS)
+    cycle_ms = horovod_number("CYCLE_TIME", CYCLE_MS)
     detail = f"every {cycle_ms:g} ms{_origin('CYCLE_TIME')}; bytesched leaves it"
     return _read_as("CYCLE_TIME", f"{cycle_ms:g} ms", "horovod cycle", detail)
 
 
 def _cache() -> Check:
-    capacity = cache_capacity()
+    capacity = horovod_cache_capacity()
     if capacity <= 0:
         detail = f"off{_origin('CACHE_CAPACITY')}: chunks go in the order of their submission"
         return _read_as("CACHE_CAPACITY", "0", "horovod cache", detail)
@@ -103,7 +110,7 @@ def _cache() -> Check:
         f"{capacity} tensors{_origin('CACHE_CAPACITY')}; chunks go in the order of the warm-up, "
         "which is that of their priority"
     )
-    if capacity >= CACHE_CAPACITY:
+    if capacity >= HOROVOD_CACHE_CAPACITY:
         return _read_as("CACHE_CAPACITY", str(capacity), "horovod cache", detail)
     fix = (
         f"unset HOROVOD_CACHE_CAPACITY, or set it to the number of chunks, if that is above "
@@ -119,10 +126,10 @@ def _timeline() -> Check:
 
 
 def _stalls() -> Check:
-    if number("STALL_CHECK_DISABLE", 0) > 0:
+    if horovod_number("STALL_CHECK_DISABLE", 0) > 0:
         return Check("horovod stall check", "ok", "off; bytesched's timeout_s stands")
-    warning_s = number("STALL_CHECK_TIME_SECONDS", STALL_WARNING_S)
-    shutdown_s = number("STALL_SHUTDOWN_TIME_SECONDS", 0)
+    warning_s = horovod_number("STALL_CHECK_TIME_SECONDS", STALL_WARNING_S)
+    shutdown_s = horovod_number("STALL_SHUTDOWN_TIME_SECONDS", 0)
     end = f"ends after {shutdown_s:g} s" if shutdown_s >= warning_s else "does not end"
     detail = f"warns after {warning_s:g} s, {end}; bytesched's timeout_s stands beside it"
     return Check("horovod stall check", "ok", detail)
@@ -140,7 +147,7 @@ def _restarts() -> list[Check]:
 
 def _read_as(name: str, value: str, check: str, detail: str) -> Check:
     """A warning if what is set is not the number that Horovod takes it for."""
-    if is_number(name):
+    if is_horovod_number(name):
         return Check(check, "ok", detail)
     fix = f"HOROVOD_{name}={horovod_variable(name)} is read as {value}: write a plain number"
     return Check(check, "warn", detail, fix)

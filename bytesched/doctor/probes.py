@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytesched.config import FIELDS, child_environment, variable
+from bytesched.config import FIELDS, variable
 from bytesched.doctor.checks import Check, Status
 from bytesched.doctor.horovod import AS_ROOT, launcher, search_path
+from bytesched.environment import child_environment
 
 __all__ = ["backends", "horovod", "loopback", "training"]
 

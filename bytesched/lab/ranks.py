@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bytesched.config import RankView, gloo_interfaces, seen_variables
+from bytesched.environment import RankView, gloo_interfaces, seen_variables
 from bytesched.errors import BytesschedError
 from bytesched.lab.hosts import Lab
 from bytesched.lab.mpi import mpirun_command

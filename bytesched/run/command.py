@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bytesched import log
-from bytesched.config import Config, rank_view, set_on_command_line
+from bytesched.config import Config, set_on_command_line
+from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.policy import named_policy
 from bytesched.run.script import compiled, run_file, run_module

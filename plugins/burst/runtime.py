@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from bytesched.burst.cost import Place, Plan
-from bytesched.config import Config
+from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
@@ -34,7 +34,6 @@ from bytesched.plugins.c10d.group import closed_on_error, open_group, store_of
 from bytesched.plugins.session.agree import agree, settings
 from bytesched.plugins.session.session import Session
 from bytesched.trace.observers import observers_of
-from bytesched.unused_settings import warn_of_unused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

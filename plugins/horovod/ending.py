@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from horovod.torch import mpi_ops
 
+from bytesched.environment import is_horovod_elastic
 from bytesched.errors import PluginError
-from bytesched.horovod_settings import is_elastic
 from bytesched.plugins.session.session import Session
 
 __all__ = ["watch_endings"]
@@ -86,7 +86,8 @@ class _Watch:
                 log.exception("the last step could not be applied before hvd.shutdown()")
         failed = self._failed or any(session.error is not None for session in self._sessions)
         # Elastic Horovod goes on after a failure, and has limits of its own.
-        with _limited(self._ending_s) if failed and not is_elastic() else contextlib.nullcontext():
+        limited = failed and not is_horovod_elastic()
+        with _limited(self._ending_s) if limited else contextlib.nullcontext():
             return original()
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import bytesched
 from bytesched.config import Config
+from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import PluginError
-from bytesched.horovod_settings import autotunes, is_elastic
 from bytesched.log import show
 from bytesched.plugins.horovod.elastic import Elastic
 from bytesched.plugins.horovod.ending import watch_endings
@@ -71,7 +71,7 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
         return "gradients are neither averaged nor summed"
     if shell._compression not in _WIRES:
         return f"{shell._compression.__name__} may need a tensor as a whole"
-    if autotunes():
+    if horovod_autotunes():
         return "HOROVOD_AUTOTUNE is on, and would tune against our own sizes"
     if config.compression == "bf16":
         return "Horovod cannot reduce bf16"
@@ -93,7 +93,7 @@ def begin(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 ) -> Session | Elastic | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
-    if config.enabled and is_elastic():
+    if config.enabled and is_horovod_elastic():
         return Elastic(optimizer, model, partial(_begin, optimizer, model, config))
     return _begin(optimizer, model, config)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from bytesched.config import Config
-from bytesched.horovod_settings import CACHE_CAPACITY, cache_capacity
+from bytesched.environment import HOROVOD_CACHE_CAPACITY, horovod_cache_capacity
 from bytesched.order import Leading, ReadyQueue
 from bytesched.plugins.layout.packing import Packer
 from bytesched.policy import named_policy
@@ -95,7 +95,7 @@ class Negotiated:
 
     def _remember(self, names: tuple[str, ...]) -> None:
         # Horovod forgets what it ran longest ago. What is forgotten here is shown again.
-        if sum(map(len, self._seen)) + len(names) > CACHE_CAPACITY:
+        if sum(map(len, self._seen)) + len(names) > HOROVOD_CACHE_CAPACITY:
             self._seen.clear()
         self._seen.add(names)
 
@@ -105,7 +105,7 @@ class Negotiated:
 
 def _check_cache(chunks: int) -> None:
     """Warns if Horovod does not remember so many operations from one step to the next."""
-    capacity = cache_capacity()
+    capacity = horovod_cache_capacity()
     if 0 <= capacity < chunks:
         log.warning(
             "HOROVOD_CACHE_CAPACITY = %d is less than %d chunks: Horovod negotiates them anew in "

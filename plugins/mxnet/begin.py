@@ -10,7 +10,8 @@ from typing import Any
 
 import mxnet as mx
 
-from bytesched.config import Config, mxnet_engine
+from bytesched.config import Config
+from bytesched.environment import mxnet_engine
 from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.observe import Observers

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 from time import monotonic
 
-from bytesched.config import mxnet_hosts
+from bytesched.environment import mxnet_hosts
 from bytesched.errors import PeerLost, SchedulerTimeout
 from bytesched.task import CommTask
 

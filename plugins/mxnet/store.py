@@ -10,8 +10,9 @@ from typing import Any
 
 import mxnet as mx
 
-from bytesched.config import Config, mxnet_servers
+from bytesched.config import Config
 from bytesched.core import SchedulerCore
+from bytesched.environment import mxnet_servers
 from bytesched.errors import InvalidTransition, PluginError
 from bytesched.kvstore.protocol import Key
 from bytesched.observe import Observers

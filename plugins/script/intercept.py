@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from bytesched import plugins
-from bytesched.horovod_settings import is_elastic
+from bytesched.environment import is_horovod_elastic
 from bytesched.plugins.script.owners import parameter_ids
 from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod, wrap
 
@@ -48,7 +48,7 @@ def horovod_optimizer_made(optimizer: torch.optim.Optimizer) -> None:
     """``hvd.DistributedOptimizer`` has returned ``optimizer``."""
     model = WatchedHorovod(optimizer)
     _watch(model, model.parameters())
-    if is_elastic():
+    if is_horovod_elastic():
         model.arm()
 
 

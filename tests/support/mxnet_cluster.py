@@ -12,7 +12,7 @@ from time import monotonic
 
 from paths import ROOT, SCRIPTS
 
-from bytesched.config import child_environment
+from bytesched.environment import child_environment
 
 
 def find_python() -> tuple[str, str]:

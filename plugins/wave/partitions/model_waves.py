@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched.config import Config
+from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.plugins.c10d.ddp import broadcast
@@ -29,7 +29,6 @@ from bytesched.plugins.wave.partitions.routes import Cargo, visits
 from bytesched.plugins.wave.partitions.traffic import Traffic
 from bytesched.plugins.wave.partitions.whole import clip_grad_norm_, unscale_
 from bytesched.trace.observers import observers_of
-from bytesched.unused_settings import warn_of_unused
 
 __all__ = ["ModelWaves"]
 

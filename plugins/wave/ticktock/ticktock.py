@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from bytesched.config import Config
+from bytesched.config import Config, warn_of_unused
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
@@ -36,7 +36,6 @@ from bytesched.plugins.wave.ticktock.state import WaveStates, interfering
 from bytesched.plugins.wave.ticktock.streams import lanes_for
 from bytesched.plugins.wave.ticktock.trial import Trial
 from bytesched.trace.timeline import Timeline
-from bytesched.unused_settings import warn_of_unused
 
 __all__ = ["SYNCS", "TickTock"]
 

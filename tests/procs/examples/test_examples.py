@@ -13,7 +13,7 @@ import pytest
 from horovod_ranks import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
 from paths import ROOT, SUPPORT
 
-from bytesched.config import child_environment
+from bytesched.environment import child_environment
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 RUN = ["-m", "bytesched", "run"]

@@ -10,7 +10,7 @@ import pytest
 from mxnet_cluster import Cluster, find_python
 from paths import ROOT, SCRIPTS
 
-from bytesched.config import child_environment
+from bytesched.environment import child_environment
 
 PYTHON, WHY_NOT = find_python()
 

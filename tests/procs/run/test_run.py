@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bytesched.config import child_environment
+from bytesched.environment import child_environment
 
 OURS = ["-m", "bytesched", "run"]
 TIMEOUT_S = 60.0

@@ -12,17 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.config import (
-    FIELDS,
-    Config,
-    ConfigFields,
-    RankView,
-    child_environment,
-    rank_view,
-    seen_variables,
-    unread_variables,
-    variable,
-)
+from bytesched.config import FIELDS, Config, ConfigFields, unread_variables, variable
+from bytesched.environment import RankView, child_environment, rank_view, seen_variables
 from bytesched.errors import ConfigError
 from bytesched.values import parse_size
 
