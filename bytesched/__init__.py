@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar, overload
 
+from bytesched import tunable
 from bytesched.config import Config
 from bytesched.errors import (
     BackgroundError,
@@ -24,6 +25,7 @@ from bytesched.errors import (
     TransportError,
     UnusedParameterError,
 )
+from bytesched.version import __version__
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from bytesched.config import ConfigFields
     from bytesched.kvstore.protocol import KVStore
     from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackgroundError",
@@ -55,6 +55,15 @@ __all__ = [
 ]
 
 logging.getLogger("bytesched").addHandler(logging.NullHandler())
+
+
+def _tuner_of(config: Config) -> tunable.Tuner:
+    from bytesched.tuning.online import tuner_of
+
+    return tuner_of(config)
+
+
+tunable.provide_tuner(_tuner_of)
 
 OptimizerT = TypeVar("OptimizerT")
 WrappedT = TypeVar("WrappedT")

@@ -26,6 +26,8 @@ class Command(NamedTuple):
     line: str
     #: what it raises is the user's own affair, and goes on to the interpreter
     runs_user_code: bool = False
+    #: modules that add to it when they are imported
+    extensions: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -39,7 +41,11 @@ COMMANDS = {
         "bytesched.trace.timeline", "merge the timelines of all ranks, or sum them up"
     ),
     "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),
-    "report": Command("bytesched.report.command", "draw timelines and measurements"),
+    "report": Command(
+        "bytesched.report.command",
+        "draw timelines and measurements",
+        extensions=("bytesched.bench.picture", "bytesched.tuning.picture"),
+    ),
     "doctor": Command(
         "bytesched.doctor.command", "check versions, backends, ranks and the network"
     ),
@@ -60,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
     log.show("WARNING", rank_view().rank)
     command = importlib.import_module(COMMANDS[name].module).main
+    for extension in COMMANDS[name].extensions:
+        importlib.import_module(extension)
     if COMMANDS[name].runs_user_code:
         return int(command(rest))
     try:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
-import bytesched
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Recording, RunFacts, Setting, Steps, Word
@@ -22,6 +21,7 @@ from bytesched.tuning.memory import Memory
 from bytesched.tuning.model import IterationModel, median_recording, seed_bytes, seeded_space
 from bytesched.tuning.search import BayesianSearch, Searcher
 from bytesched.tuning.space import Limits
+from bytesched.version import __version__
 
 __all__ = ["OnlineTuner", "tuner_of"]
 
@@ -237,7 +237,7 @@ def _fingerprint(facts: RunFacts, link: Link) -> Fingerprint:
         ranks_per_host=facts.ranks_per_host,
         device=facts.device,
         framework=facts.framework,
-        version=bytesched.__version__,
+        version=__version__,
         signature=facts.signature,
         model_bytes=facts.model_bytes,
         bytes_per_s=float(f"{link.bytes_per_s:.1e}"),

@@ -6,11 +6,13 @@ import base64
 import html
 import math
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 from bytesched.files import write_text
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
+from bytesched.report.pictures import PICTURES, Picture
 from bytesched.tuning.file import Trial, TuningFile
 
 __all__ = ["draw_tuning"]
@@ -137,3 +139,14 @@ def _row(trial: Trial) -> str:
     cells = (html.escape(trial.phase), html.escape(str(trial.setting)), took)
     counted = f"{len(trial.durations_ms)}{' (cut short)' if trial.cut else ''}"
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in (*cells, counted)) + "</tr>"
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="TUNING.json")
+
+
+PICTURES["tuning"] = Picture(
+    "what a tuning tried; OUT.html: one whole page",
+    _arguments,
+    lambda options: draw_tuning(options.file, options.output),
+)

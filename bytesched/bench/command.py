@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import load_profile, parse_profile, save_all, shipped_profiles
 from bytesched.bench.systems import (
     HOROVOD_SYSTEMS,
@@ -33,7 +34,6 @@ from bytesched.environment import RankView, rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.ranks import run_all, run_own
-from bytesched.report.command import draw_bench
 from bytesched.values import nearest
 
 CONTROLLERS = {"gloo": "Gloo", "mpi": "MPI"}

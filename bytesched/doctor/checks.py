@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import bytesched
 from bytesched.config import Config, unread_variables
 from bytesched.environment import gloo_interfaces, rank_view, seen_variables
 from bytesched.errors import BytesschedError, ConfigError
 from bytesched.lab.hosts import Lab
+from bytesched.version import __version__
 
 __all__ = [
     "OPTIONAL",
@@ -56,7 +56,7 @@ def versions() -> list[Check]:
     """Check python, bytesched and torch."""
     checks = [
         Check("python", "ok", f"{platform.python_version()} on {platform.platform()}"),
-        Check("bytesched", "ok", f"{bytesched.__version__} in {Path(bytesched.__file__).parent}"),
+        Check("bytesched", "ok", f"{__version__} in {Path(__file__).parents[1]}"),
     ]
     found = _version("torch")
     oldest = ".".join(map(str, OLDEST_TORCH))

@@ -21,7 +21,7 @@ from typing import Any
 
 from bytesched.errors import BytesschedError
 from bytesched.lab.hosts import Lab
-from bytesched.report.command import draw_iteration
+from bytesched.report.iteration import draw_iteration
 
 HOSTS = 2
 RATE = "1gbit"

@@ -12,10 +12,13 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from bytesched import cli
+from bytesched.bench.picture import draw_bench
 from bytesched.errors import PluginError
 from bytesched.report import timeline as timeline_picture
-from bytesched.report.command import draw_bench, draw_iteration, draw_timeline, main
+from bytesched.report.iteration import draw_iteration
 from bytesched.report.iteration_view import IterationView, view_iteration
+from bytesched.report.timeline import draw_timeline
 from bytesched.trace.reading import Trace, read_traces
 from bytesched.trace.timeline import Timeline
 
@@ -246,15 +249,17 @@ def test_command(
 ) -> None:
     pytest.importorskip("matplotlib")
     out = str(tmp_path / "out.png")
-    assert main(["iteration", *map(str, runs), "-o", out, "--title", "Six layers"]) == 0
+    assert (
+        cli.main(["report", "iteration", *map(str, runs), "-o", out, "--title", "Six layers"]) == 0
+    )
     assert capsys.readouterr().out == f"{out}\n"
     result = tmp_path / "case.json"
     result.write_text(json.dumps(bench_result()))
-    assert main(["bench", str(result), str(result), "-o", out]) == 0
+    assert cli.main(["report", "bench", str(result), str(result), "-o", out]) == 0
     assert is_png(Path(out))
-    assert main(["iteration", str(result), str(runs[0]), "-o", out]) == 1
-    assert main(["bench", str(tmp_path / "no.json"), "-o", out]) == 1
-    assert main(["bench", str(result), "-o", str(tmp_path / "no" / "out.png")]) == 1
+    assert cli.main(["report", "iteration", str(result), str(runs[0]), "-o", out]) == 1
+    assert cli.main(["report", "bench", str(tmp_path / "no.json"), "-o", out]) == 1
+    assert cli.main(["report", "bench", str(result), "-o", str(tmp_path / "no" / "out.png")]) == 1
     assert capsys.readouterr().err.count("bytesched report: ") == 3
 
 
@@ -267,7 +272,7 @@ def test_waits_that_were_recorded_are_believed() -> None:
 def test_timeline_of_all_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "timeline.png"
-    assert main(["timeline", str(runs[1]), "--step", "2", "-o", str(picture)]) == 0
+    assert cli.main(["report", "timeline", str(runs[1]), "--step", "2", "-o", str(picture)]) == 0
     assert is_png(picture)
     with pytest.raises(ValueError, match="no whole iteration of step 99"):
         draw_timeline(runs[0], tmp_path / "none.png", step=99)

@@ -14,7 +14,6 @@ from paths import SUPPORT
 from tuning_files import DONE, RUNNING
 
 from bytesched import cli
-from bytesched.report import command as report
 from bytesched.tunable import Setting
 from bytesched.tuning.command import KILLED
 from bytesched.tuning.file import Trial, TuningFile
@@ -190,7 +189,7 @@ def drawn(tmp_path: Path, tuning: TuningFile, output: str) -> tuple[int, Path]:
     path = Memory(tmp_path / "tuning.json").save(tuning)
     assert path is not None
     target = tmp_path / output
-    return report.main(["tuning", str(path), "-o", str(target)]), target
+    return cli.main(["report", "tuning", str(path), "-o", str(target)]), target
 
 
 TRIALS = tuple(
@@ -223,5 +222,5 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert not page.exists()
     assert "nothing was measured" in capsys.readouterr().err
     (tmp_path / "x.json").write_text("[]")
-    assert report.main(["tuning", str(tmp_path / "x.json"), "-o", str(page)]) == 1
+    assert cli.main(["report", "tuning", str(tmp_path / "x.json"), "-o", str(page)]) == 1
     assert "not the memory of a tuning" in capsys.readouterr().err
