@@ -50,7 +50,6 @@ _ABORT_S = 5
 class _Settings:
     servers: int
     transfer: str
-    staleness: int | None
     timeout_s: float
     window_bytes: int
     updates: bool
@@ -61,7 +60,6 @@ def open_store(
     *,
     servers: int = 1,
     transfer: str = "two-sided",
-    staleness: int | None = None,
     timeout_s: float = 1800.0,
     window_bytes: int = 1 << 28,
     updates: bool = False,
@@ -72,15 +70,12 @@ def open_store(
         comm: a communicator, COMM_WORLD if None; the store works on a copy.
         servers: how many ranks serve, the last ones; 0 if all work and serve.
         transfer: "two-sided" for messages, "one-sided" for reads from MPI windows.
-        staleness: None: a pull answers when all workers have pushed. Else the store is
-            asynchronous: each push is applied at once, and a pull waits while this worker is
-            more than ``staleness`` steps of that key ahead of the slowest.
         timeout_s: how long anything waits before it is an error.
         window_bytes: memory of each rank for one-sided transfers.
         updates: whether ``bytesched.wrap`` gives the optimizer to the store, so that its state
             lives on the servers and parameters come back.
     """
-    settings = _Settings(servers, transfer, staleness, timeout_s, window_bytes, updates)
+    settings = _Settings(servers, transfer, timeout_s, window_bytes, updates)
     base = MPI.COMM_WORLD if comm is None else comm
     _check(settings, base.Get_size())
     own, request = base.Idup()
@@ -92,13 +87,9 @@ def open_store(
     workers = list(range(size - servers))
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
-    server = (
-        Server(workers, staleness=staleness, timeout_s=_SERVERS_SHARE * timeout_s)
-        if rank in serving
-        else None
-    )
+    server = Server(workers, _SERVERS_SHARE * timeout_s) if rank in serving else None
     worker = (
-        MPIKVStore(rank, len(workers), serving, timeout_s, updates=updates, staleness=staleness)
+        MPIKVStore(rank, len(workers), serving, timeout_s, updates=updates)
         if rank in workers
         else None
     )
@@ -129,8 +120,6 @@ def _check(settings: _Settings, size: int) -> None:
         )
     if settings.transfer not in ("two-sided", "one-sided"):
         raise ConfigError(f"transfer = {settings.transfer!r}: two-sided or one-sided")
-    if settings.staleness is not None and settings.staleness < 0:
-        raise ConfigError(f"staleness = {settings.staleness}: None, 0 or more steps")
 
 
 def _agree(comm: Any, settings: _Settings) -> None:

@@ -76,11 +76,6 @@ def attach(
         raise PluginError(
             "the store has an optimizer already; to give it this one, open it with updates=True"
         )
-    if getattr(store, "staleness", None) is not None:
-        raise PluginError(
-            f"the store has staleness = {store.staleness}: its pulls answer before all workers "
-            "have pushed, with no sum of their gradients; open it with staleness=None"
-        )
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
     peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)

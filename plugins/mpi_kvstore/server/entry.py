@@ -50,8 +50,6 @@ class Entry:
     Args:
         value: flat.
         workers: how many push it.
-        staleness: None if a step ends when all have pushed; else every push is applied at once,
-            and a worker may be so many steps ahead of the slowest.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Entry:
         shape: list[int],
         *,
         workers: int,
-        staleness: int | None,
         spare: Spare,
     ) -> None:
         self.number = number
@@ -70,6 +67,8 @@ class Entry:
         self.value = value
         self.shape = shape
         self.optimizer: ServerOptimizer | None = None
+        #: whether the optimizer gets the sum divided by the number of workers
+        self.average = True
         #: how often each worker has pushed it
         self.counts = [0] * workers
         #: values of this step that were received or are on their way
@@ -78,7 +77,6 @@ class Entry:
         self.announced = 0
         #: when the oldest push of this step, or the oldest pull that waits, has come
         self.since_s = 0.0
-        self._staleness = staleness
         self._spare = spare
         #: how many steps are complete
         self._completed = 0
@@ -107,18 +105,8 @@ class Entry:
         self.announced += 1
         self.note_wait()
 
-    def receive(
-        self, worker: int, value: torch.Tensor, hyperparameters: dict[str, Any], *, average: bool
-    ) -> None:
+    def receive(self, worker: int, value: torch.Tensor) -> None:
         """The value of ``worker`` is here, and is the entry's from now on."""
-        if self._staleness is not None:
-            self.taken -= 1
-            if self.optimizer is None:
-                self.value += value
-            else:
-                self.optimizer.update(value.reshape(self.shape), hyperparameters)
-            self._spare.keep(value)
-            return
         self._arrived[worker] = value
         # In the order of the workers, so that the sum is the same in every run.
         while (following := self._arrived.pop(self._next_worker, None)) is not None:
@@ -128,17 +116,17 @@ class Entry:
             else:
                 self._total += following
                 self._spare.keep(following)
-        self._complete(average=average)
+        self._complete()
 
-    def ask(self, pull: Pull, hyperparameters: dict[str, Any], *, average: bool) -> None:
-        """A worker wants the value; worker 0 says by it how the step is to be applied."""
+    def ask(self, pull: Pull, hyperparameters: dict[str, Any]) -> None:
+        """A worker wants the value; with worker 0's pull come the step's ``hyperparameters``."""
         self._pulls.append(pull)
         if pull.worker == 0 and pull.pushes > self._completed:
             self._hyperparameters = hyperparameters
-            self._complete(average=average)
+            self._complete()
 
-    def _complete(self, *, average: bool) -> None:
-        """Ends the step, if all workers have pushed, and worker 0 has said how."""
+    def _complete(self) -> None:
+        """Ends the step, if all workers have pushed and its hyper-parameters are there."""
         if self._total is None or self._next_worker < len(self.counts):
             return
         if self.optimizer is not None and self._hyperparameters is None:
@@ -149,7 +137,7 @@ class Entry:
         if self.optimizer is None:
             total, self.value = self.value, total
         else:
-            if average:
+            if self.average:
                 total /= len(self.counts)
             self.optimizer.update(total.reshape(self.shape), self._hyperparameters or {})
             self._hyperparameters = None
@@ -157,23 +145,17 @@ class Entry:
 
     def answerable(self, left: set[int]) -> list[Pull]:
         """Takes the pulls whose turn it is; workers that have ``left`` hold nobody up."""
-        ready = [pull for pull in self._pulls if self._is_ready(pull, left)]
-        self._pulls = [pull for pull in self._pulls if pull not in ready]
+        ready = [pull for pull in self._pulls if pull.pushes <= self._completed]
+        self._pulls = [pull for pull in self._pulls if pull.pushes > self._completed]
         self.note_wait()
         self.complain_of(left)
         return ready
-
-    def _is_ready(self, pull: Pull, left: set[int]) -> bool:
-        if self._staleness is None:
-            return self._completed >= pull.pushes
-        slowest = min(count for worker, count in enumerate(self.counts) if worker not in left)
-        return pull.pushes - slowest <= self._staleness
 
     def complain_of(self, left: Iterable[int]) -> None:
         """Raises PeerLost if a pull waits for a worker that has left."""
         for pull in self._pulls:
             for other in left:
-                if self._staleness is None and self.counts[other] < pull.pushes:
+                if self.counts[other] < pull.pushes:
                     raise PeerLost(
                         f"worker {other} left before step {pull.pushes} of key {self.name!r}, for "
                         f"which worker {pull.worker} waits"
@@ -181,7 +163,7 @@ class Entry:
 
     def note_wait(self) -> None:
         """Whether somebody waits for this key, and since when."""
-        waits = bool(self._pulls or self.announced) or (self._staleness is None and self.taken > 0)
+        waits = self._pulls or self.announced or self.taken
         self.since_s = (self.since_s or monotonic()) if waits else 0.0
 
     def overdue(self, oldest_s: float) -> str:

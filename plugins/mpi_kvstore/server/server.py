@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -38,18 +37,15 @@ class Server:
 
     Args:
         workers: ranks of the communicator, by number of the worker.
-        staleness: None if a pull waits for all pushes of its step; else by how many steps a
-            worker may be ahead of the slowest.
         timeout_s: how long a step may stay incomplete.
     """
 
-    def __init__(self, workers: list[int], *, staleness: int | None, timeout_s: float) -> None:
+    def __init__(self, workers: list[int], timeout_s: float) -> None:
         self.error: BaseException | None = None
         #: some worker has not left, and nothing has failed
         self.is_serving = True
         self._workers = workers
         self._number = {rank: number for number, rank in enumerate(workers)}
-        self._staleness = staleness
         self._timeout_s = timeout_s
         self._loop: Loop
         self._arrivals: Arrivals
@@ -58,7 +54,6 @@ class Server:
         self._spare = Spare()
         self._entries: dict[int, Entry] = {}
         self._optimizer: dict[str, Any] | None = None
-        self._average = False
         self._hyperparameters: dict[str, Any] = {}
         self._heard_s = [monotonic()] * len(workers)
         self._left: set[int] = set()
@@ -159,7 +154,6 @@ class Server:
             value.reshape(-1),
             what["shape"],
             workers=len(self._workers),
-            staleness=self._staleness,
             spare=self._spare,
         )
 
@@ -169,6 +163,7 @@ class Server:
                 entry.optimizer = ServerOptimizer(
                     self._optimizer["name"], value, self._optimizer["hyperparameters"]
                 )
+                entry.average = self._optimizer["average"]
             self._entries[entry.number] = entry
             self._done(worker, message)
 
@@ -191,7 +186,6 @@ class Server:
             # Refused now, and not in the middle of the first step.
             ServerOptimizer(what["name"], torch.zeros(1), what["hyperparameters"])
             self._optimizer = what
-            self._average = bool(what["average"])
         self._hyperparameters = what["hyperparameters"]
         self._done(worker, message)
 
@@ -219,24 +213,19 @@ class Server:
             TO_WORKER,
             Message(Op.PUSHED, entry.number, message.step, offset=message.offset),
         )
-        entry.receive(push.worker, value, self._hyperparameters, average=self._average)
+        entry.receive(push.worker, value)
         self._answer(entry)
 
     def _pull(self, worker: int, message: Message) -> None:
         entry = self._known(message, worker)
-        pull = Pull(worker, message.step, message.priority)
-        entry.ask(pull, self._hyperparameters, average=self._average)
+        entry.ask(Pull(worker, message.step, message.priority), self._hyperparameters)
         self._answer(entry)
 
     def _answer(self, entry: Entry) -> None:
         """Sends the value to everyone whose turn it is."""
         for pull in entry.answerable(self._left):
-            value, then = entry.value, _nothing
-            if self._staleness is not None:
-                # The next push may change it while it is on its way.
-                value = self._spare.take(entry.value).copy_(entry.value)
-                then = partial(self._spare.keep, value)
-            self._answers[pull.worker].add(entry.number, pull.priority, memory_of(value), then)
+            # It stays what it is while it is sent: a sum is replaced when all workers have it.
+            self._answers[pull.worker].add(entry.number, pull.priority, memory_of(entry.value))
 
     # -- state -------------------------------------------------------------------------
 
@@ -270,10 +259,6 @@ class Server:
             self._done(worker, message)
 
         self._loop.receive(memory_of(data), self._workers[worker], push_tag(entry.number), arrived)
-
-
-def _nothing() -> None:
-    """A sum is only replaced when all workers have it."""
 
 
 def error_of(message: Message) -> BaseException:

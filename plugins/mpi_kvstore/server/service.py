@@ -99,21 +99,20 @@ class Answers:
         self._transfer = transfer
         self._sending = 0
         self._added = 0
-        self._ready: list[tuple[int, int, int, Any, Callable[[], None]]] = []
+        self._ready: list[tuple[int, int, int, Any]] = []
 
-    def add(self, key: int, priority: int, memory: Any, then: Callable[[], None]) -> None:
-        """``memory`` is ready to be sent; ``then`` is called when it may be reused."""
+    def add(self, key: int, priority: int, memory: Any) -> None:
+        """``memory`` is ready to be sent."""
         self._added += 1
-        heapq.heappush(self._ready, (-priority, self._added, key, memory, then))
+        heapq.heappush(self._ready, (-priority, self._added, key, memory))
         self._send_next()
 
     def _send_next(self) -> None:
         while self._ready and self._sending < _SENDING:
             self._sending += 1
-            _, _, key, memory, then = heapq.heappop(self._ready)
-            self._transfer.give(self._rank, key, memory, partial(self._sent, then))
+            _, _, key, memory = heapq.heappop(self._ready)
+            self._transfer.give(self._rank, key, memory, self._sent)
 
-    def _sent(self, then: Callable[[], None]) -> None:
+    def _sent(self) -> None:
         self._sending -= 1
-        then()
         self._send_next()

@@ -44,12 +44,9 @@ class MPIKVStore:
         timeout_s: float,
         *,
         updates: bool = False,
-        staleness: int | None = None,
     ) -> None:
         #: bytesched.wrap gives the optimizer to this store
         self.updates = updates
-        #: None if a pull answers when all workers have pushed
-        self.staleness = staleness
         self._rank = rank
         self._num_workers = num_workers
         self._servers = servers

@@ -63,7 +63,6 @@ def test_beyond_the_contract() -> None:
         "kv_cases.py",
         "optimizer_in_the_store",
         "state_moves_to_another_store",
-        "an_asynchronous_store_waits_for_the_slowest",
         "sizes_change_over_mpi",
         "a_checkpoint_holds_the_state_of_the_store",
         "another_job_resumes_from_the_checkpoint",

@@ -9,7 +9,6 @@ import torch
 from together import TIMEOUT_S, together
 
 from bytesched.config import Config
-from bytesched.errors import PluginError
 from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.plugins.kvstore.training import begin as kvstore_training
@@ -69,16 +68,6 @@ def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes(monkeypatch, 1e9, credit_bytes=8192) == (8192, 8192)
     assert sizes(monkeypatch, 1e9, credit_bytes=9000) == (8192, 9000)
     assert sizes(monkeypatch, 1e9, credit_bytes=900) == (900, 900)
-
-
-def test_a_store_whose_pulls_are_stale_is_refused() -> None:
-    class Stale(LocalKVStore):
-        staleness = 1
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PluginError, match="staleness = 1: its pulls answer before"):
-        kvstore_training.attach(optimizer, model, Stale(), Config(timeout_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
