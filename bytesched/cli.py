@@ -37,9 +37,7 @@ COMMANDS = {
     ),
     "wave": Command("bytesched.plugins.bench.wave_command", "measure training in waves"),
     "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
-    "trace": Command(
-        "bytesched.trace.timeline", "merge the timelines of all ranks, or sum them up"
-    ),
+    "trace": Command("bytesched.trace.command", "merge the timelines of all ranks, or sum them up"),
     "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),
     "report": Command(
         "bytesched.report.command",

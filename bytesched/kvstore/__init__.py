@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from bytesched.kvstore.protocol import AsyncKVStore, Ended, Key, KVStore, LocalKVStore, describe
+from bytesched.kvstore.local import LocalKVStore
+from bytesched.kvstore.protocol import AsyncKVStore, Ended, Key, KVStore, describe
 
 __all__ = ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"]

@@ -18,11 +18,12 @@ import pytest
 
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
+from bytesched.trace.command import main
 from bytesched.trace.file import PAGE_BYTES, TraceFile, load_events
 from bytesched.trace.intervals import covered, subtract, union
 from bytesched.trace.lanes import Track
 from bytesched.trace.reading import ANCHOR, merge_traces, read_traces
-from bytesched.trace.timeline import Timeline, main
+from bytesched.trace.timeline import Timeline
 
 MS = 1_000_000
 
