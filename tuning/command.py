@@ -15,6 +15,7 @@ from pathlib import Path
 from bytesched.config import LEAST_TUNE_STEPS, Config
 from bytesched.environment import child_environment
 from bytesched.errors import ConfigError
+from bytesched.table import aligned
 from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.memory import Memory, cache_folder
@@ -203,10 +204,13 @@ def _unfinished(tuning: TuningFile | None, code: int) -> str:
 
 def _report(tuning: TuningFile, file: Path | None) -> None:
     print(f"\nadopted after {tuning.steps} steps: {tuning.setting}")
-    print(f"  {'tuned':<16}{tuning.step_ms:8.1f} ms")
-    print(f"  {'untuned':<16}{tuning.untuned_ms:8.1f} ms  ({tuning.untuned})")
+    rows = [
+        ("  tuned", f"{tuning.step_ms:.1f} ms", ""),
+        ("  untuned", f"{tuning.untuned_ms:.1f} ms", f"({tuning.untuned})"),
+    ]
     if tuning.off_ms > 0:
-        print(f"  {'scheduling off':<16}{tuning.off_ms:8.1f} ms")
+        rows.append(("  scheduling off", f"{tuning.off_ms:.1f} ms", ""))
+    print("\n".join(aligned(rows, "<><")))
     if file is not None:
         own = "" if file.parent == cache_folder() else f" BYTESCHED_TUNE_FILE={file.absolute()}"
         print(f"saved in {file}; the next run with BYTESCHED_TUNE=1{own} begins with it")

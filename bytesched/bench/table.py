@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from bytesched.table import aligned
+
 
 def add_figures(result: dict[str, Any]) -> None:
     """Put the derived figures of every system, and of the run, into the result."""
@@ -109,56 +111,20 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
 
 BUS = "bus MB/s"
 DUPLEX = "duplex"
-COLUMNS = (
-    ("system", 16),
-    ("iteration ms", 13),
-    ("quartiles", 15),
-    ("x T*", 6),
-    ("vs plain", 8),
-    ("vs best", 8),
-    ("of gain", 8),
-    (BUS, 9),
-    ("CPU ms", 7),
-    ("losses", 20),
+TITLES = (
+    *("system", "iteration ms", "quartiles", "x T*", "vs plain", "vs best", "of gain", BUS),
+    *("CPU ms", "losses"),
 )
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
     systems = result["systems"]
-    labels = {
-        name: f"{name} ({chosen(system)})" if chosen(system) else name
-        for name, system in systems.items()
-    }
-    widest = max(map(len, labels.values()))
-    lines = [headline(result), *notes(result), ""]
-    titles = [title for title, _ in COLUMNS]
+    titles = list(TITLES)
     if "nominal_bytes_per_s" in result:
         titles[titles.index(BUS)] = DUPLEX
-    lines.append(_row(titles, widest))
-    for name, system in systems.items():
-        figures = system["figures"]
-        quartiles = f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}"
-        lines.append(
-            _row(
-                [
-                    labels[name],
-                    f"{figures['iteration_ms']:.1f}",
-                    quartiles,
-                    f"{figures['to_optimum']:.3f}",
-                    _times(figures.get("speedup_over_plain")),
-                    _times(figures.get("speedup_over_best")),
-                    _percent(figures.get("share_of_possible_gain")),
-                    _percent(figures["duplex_share"])
-                    if "duplex_share" in figures
-                    else f"{figures['bus_mb_per_s']:.1f}",
-                    f"{figures['cpu_ms']:.0f}",
-                    system["losses"],
-                ],
-                widest,
-            )
-        )
-    lines.append("")
+    rows = [titles, *(_row(name, system) for name, system in systems.items())]
+    lines = [headline(result), *notes(result), "", *aligned(rows, "<" + 8 * ">" + "<"), ""]
     lines += [f"{name}: {_own(system)}" for name, system in systems.items() if _own(system)]
     return "\n".join([*lines, *_legend(systems)])
 
@@ -232,11 +198,22 @@ def _own(system: dict[str, Any]) -> str:
     )
 
 
-def _row(cells: Sequence[str], widest: int) -> str:
-    aligned = [cells[0].ljust(max(widest, COLUMNS[0][1]))]
-    for cell, (title, width) in zip(cells[1:], COLUMNS[1:], strict=True):
-        aligned.append(cell.ljust(width) if title == "losses" else cell.rjust(width))
-    return "  ".join(aligned).rstrip()
+def _row(name: str, system: dict[str, Any]) -> list[str]:
+    figures = system["figures"]
+    return [
+        f"{name} ({chosen(system)})" if chosen(system) else name,
+        f"{figures['iteration_ms']:.1f}",
+        f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}",
+        f"{figures['to_optimum']:.3f}",
+        _times(figures.get("speedup_over_plain")),
+        _times(figures.get("speedup_over_best")),
+        _percent(figures.get("share_of_possible_gain")),
+        _percent(figures["duplex_share"])
+        if "duplex_share" in figures
+        else f"{figures['bus_mb_per_s']:.1f}",
+        f"{figures['cpu_ms']:.0f}",
+        system["losses"],
+    ]
 
 
 def _times(value: float | None) -> str:

@@ -24,6 +24,7 @@ from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
+from bytesched.table import aligned
 from bytesched.trace.reading import read_traces
 
 __all__ = ["main"]
@@ -135,9 +136,7 @@ def _devices(place: Place) -> str:
 def _table(task: Task, found: Found) -> Iterator[str]:
     graph, timeline = task.graph, found.schedule
     rows = list(_rows(graph.chain, found.plan))
-    width = max(len(name) + 2 * depth for name, _, depth in rows)
-    for name, devices, depth in rows:
-        yield f"{'  ' * depth + name:<{width}}  {devices}".rstrip()
+    yield from aligned([("  " * depth + name, devices) for name, devices, depth in rows], "<<")
     yield ""
     one_ms = graph.single_device_ns / 1e6
     yield f"{graph.name}, batch {graph.batch}: {one_ms:.2f} ms on one device"
@@ -160,12 +159,13 @@ def _table(task: Task, found: Found) -> Iterator[str]:
 def _comparison(task: Task, points: Sequence[Point]) -> Iterator[str]:
     """Throughput of both jobs; the last point is the plan."""
     plain = points[0]
-    yield f"{'':<16}{'ms':>9}{'foreground':>12}{'background':>12}{'total':>8}{'vs plain':>10}"
+    rows: list[tuple[str, ...]] = [("", "ms", "foreground", "background", "total", "vs plain")]
     for point in points:
-        yield (
-            f"{point.label:<16}{point.time_ns / 1e6:>9.2f}{point.foreground:>12.2f}"
-            f"{point.background:>12.2f}{point.total:>8.2f}{point.total / plain.total:>9.2f}x"
-        )
+        devices = (point.foreground, point.background, point.total)
+        ratio = f"{point.total / plain.total:.2f}x"
+        figures = (f"{value:.2f}" for value in (point.time_ns / 1e6, *devices))
+        rows.append((point.label, *figures, ratio))
+    yield from aligned(rows, "<>>>>>")
     yield (
         f"In devices, of {task.cluster.devices}. The background is what fits into the gaps of the "
         "plan, before what sharing a device costs."

@@ -12,6 +12,7 @@ from bytesched.doctor import checks
 from bytesched.doctor import horovod as horovod_checks
 from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check, Status
+from bytesched.table import aligned
 
 __all__ = ["as_text", "examine", "main"]
 
@@ -55,17 +56,14 @@ def examine(timeout_s: float) -> list[Check]:
 
 def as_text(found: Sequence[Check]) -> str:
     """Return the findings as lines that can be pasted into an issue."""
-    width = max(len(check.name) for check in found)
-    lines = []
+    rows: list[tuple[str, str, str]] = []
     for check in found:
-        mark = f"[{_MARKS[check.status]}]"
-        lines.append(f"{mark:<6} {check.name:<{width}}  {check.detail}")
+        rows.append((f"[{_MARKS[check.status]}]", check.name, check.detail))
         if check.fix:
-            lines.append(f"{'':<6} {'':<{width}}  fix: {check.fix}")
+            rows.append(("", "", f"fix: {check.fix}"))
     failed = [check.name for check in found if check.status == "fail"]
-    lines.append("")
-    lines.append(f"not ready: {', '.join(failed)}" if failed else "ready")
-    return "\n".join(lines)
+    end = f"not ready: {', '.join(failed)}" if failed else "ready"
+    return "\n".join([*aligned(rows, "<<<"), "", end])
 
 
 def _print_config(as_json: bool) -> int:
@@ -75,10 +73,7 @@ def _print_config(as_json: bool) -> int:
             json.dumps({name: {"value": v, "origin": origin} for name, v, origin in rows}, indent=2)
         )
         return 0
-    names = max(len(name) for name, _, _ in rows)
-    values = max(len(repr(value)) for _, value, _ in rows)
-    for name, value, origin in rows:
-        print(f"{name:<{names}}  {value!r:<{values}}  {origin}")
+    print("\n".join(aligned([(name, repr(value), origin) for name, value, origin in rows], "<<<")))
     return 0
 
 

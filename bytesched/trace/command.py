@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytesched.files import write_text
+from bytesched.table import aligned
 from bytesched.trace.reading import merge_traces, read_traces
 from bytesched.trace.timeline import trace_name
 
@@ -62,15 +63,15 @@ def _summary(options: argparse.Namespace) -> int:
         return 1
     found = False
     for trace in traces:
-        print(f"rank {trace.rank}")
-        print(f"{'step':>6} {'step_ms':>9} {'link_busy_ms':>13} {'exposed_wait_ms':>16}  crossed")
+        rows: list[tuple[str, ...]] = [
+            ("step", "step_ms", "link_busy_ms", "exposed_wait_ms", "crossed")
+        ]
         for iteration in trace.iterations():
             found = True
+            times = (iteration.step_ms, iteration.link_busy_ms, iteration.exposed_wait_ms)
             crossed = f"yes, {iteration.crossed_ms:.1f} ms" if iteration.crossed_ms else "no"
-            print(
-                f"{iteration.step:>6} {iteration.step_ms:>9.2f} {iteration.link_busy_ms:>13.2f} "
-                f"{iteration.exposed_wait_ms:>16.2f}  {crossed}"
-            )
+            rows.append((str(iteration.step), *(f"{value:.2f}" for value in times), crossed))
+        print(f"rank {trace.rank}", *aligned(rows, ">>>><"), sep="\n")
     if not found:
         _complain(f"{options.path}: holds no whole iteration, which takes two steps")
     return 0 if found else 1

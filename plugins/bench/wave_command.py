@@ -17,6 +17,7 @@ from bytesched.bench.profile import load_profile, shipped_profiles
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.ranks import run_all
+from bytesched.table import aligned
 
 __all__ = ["main"]
 
@@ -103,9 +104,8 @@ def table(found: dict[str, list[list[dict[str, Any]]]], reference: str) -> list[
         system: [statistics.median(turn[0]["iteration_ms"]) for turn in turns]
         for system, turns in found.items()
     }
-    lines = [
-        f"{'system':<20}  {'step ms':>8}  {'quartiles':>12}  {'faster':>7}  "
-        f"{'memory MB':>10}  losses"
+    rows: list[tuple[str, ...]] = [
+        ("system", "step ms", "quartiles", "faster", "memory MB", "losses")
     ]
     for system, turns in found.items():
         every = [ms for turn in turns for ms in turn[0]["iteration_ms"]]
@@ -113,12 +113,10 @@ def table(found: dict[str, list[list[dict[str, Any]]]], reference: str) -> list[
         ratio = statistics.median(
             theirs / ours for theirs, ours in zip(medians[reference], medians[system], strict=True)
         )
-        lines.append(
-            f"{system:<20}  {median:>8.1f}  {f'{first:.0f} to {third:.0f}':>12}  {ratio:>6.2f}x  "
-            f"{_memory(turns):>10}  {_losses(found, system, reference)}"
-        )
+        times = (f"{median:.1f}", f"{first:.0f} to {third:.0f}", f"{ratio:.2f}x")
+        rows.append((system, *times, _memory(turns), _losses(found, system, reference)))
     return [
-        *lines,
+        *aligned(rows, "<>>>><"),
         "",
         f"faster: than {reference}, median over the rounds. memory: the most of any rank, of",
         "activations (ticktock), or of weights and gradients without an optimizer's state (model).",

@@ -17,7 +17,7 @@ FRAMEWORKS = {"torch", "horovod", "mxnet", "mpi4py", "tensorflow", "jax"}
 #: The spine, from the ground up: each module may import those of earlier rows and nothing else.
 #: All other modules of the core stand around it; they import it and each other, without cycles.
 SPINE: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "environment", "files"}),
+    frozenset({"errors", "environment", "files", "table", "version"}),
     frozenset({"values"}),
     frozenset({"config"}),
     frozenset({"log", "task"}),
