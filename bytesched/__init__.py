@@ -127,7 +127,10 @@ def unwrap(x: object) -> object:
 
 
 def stats(x: object = None) -> dict[str, int | float | str]:
-    """Return figures of a wrapped object, flat, with units in the names."""
+    """Return figures of a wrapped object, flat, with units in the names.
+
+    Without `x`, of the optimizer that was wrapped last, of those that have not failed.
+    """
     from bytesched import plugins
 
     return plugins.stats(x)

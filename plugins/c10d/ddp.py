@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.registry import sessions
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.session import Session
 from bytesched.trace.observers import observers_of
@@ -74,14 +75,12 @@ def begin(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     config: Config,
-    others: Sequence[object],
     *,
     is_configured: bool,
 ) -> Session | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
-        others: the sessions that there are; one model has one, whatever its optimizers.
         is_configured: whether settings came along with this optimizer.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -91,7 +90,8 @@ def begin(
     if why:
         log.info("left as it was: %s", why)
         return None
-    known = [other for other in others if isinstance(other, Session) and other.root is model]
+    # One model has one session, whatever its optimizers.
+    known = [other for other in sessions(model) if isinstance(other, Session)]
     if known and is_configured:
         log.warning("this model is wrapped already: the settings of then hold")
     session = known[0] if known else attach(optimizer, model, config)

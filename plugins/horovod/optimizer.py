@@ -16,7 +16,6 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-import bytesched
 from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import PluginError
@@ -28,8 +27,10 @@ from bytesched.plugins.horovod.shell import Shell
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.registry import announce
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.session import Session
+from bytesched.plugins.wrapping import settings, wrap_optimizer
 from bytesched.trace.observers import observers_of
 
 __all__ = ["ScheduledOptimizer", "attach", "begin", "why_plain", "why_whole"]
@@ -49,8 +50,18 @@ _WIRES: Final = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 def ScheduledOptimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any
 ) -> torch.optim.Optimizer:
-    """ByteScheduler's name for :func:`bytesched.wrap`."""
-    return bytesched.wrap(optimizer, model, **fields)
+    """ByteScheduler's name for :func:`bytesched.wrap` of an optimizer of Horovod's.
+
+    Raises `PluginError` for another one.
+    """
+    if not hasattr(optimizer, "_allreduce_grad_async"):
+        raise PluginError(
+            f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer: "
+            "use bytesched.wrap, or make it so first"
+        )
+    announce(optimizer, model)
+    wrapped: torch.optim.Optimizer = wrap_optimizer(optimizer, model, settings(fields), begin)
+    return wrapped
 
 
 def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:

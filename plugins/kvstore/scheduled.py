@@ -17,13 +17,14 @@ from bytesched.kvstore.protocol import Key, KVStore, describe
 from bytesched.observe import Observers
 from bytesched.plugins.kvstore.layout import KeySlot, flattened, lay_out, plain, zeros
 from bytesched.plugins.kvstore.transfers import Transfers
+from bytesched.plugins.registry import kind_of_store
 
 __all__ = ["ScheduledKVStore"]
-
 
 _PARTITION_BYTES = 2**20
 
 
+@kind_of_store
 class ScheduledKVStore:
     """The same calls as the store's, which return at once; `wait` for a key before its use.
 

@@ -14,8 +14,8 @@ from bytesched.config import Config
 from bytesched.environment import mxnet_engine
 from bytesched.errors import PluginError
 from bytesched.log import show
-from bytesched.observe import Observers
 from bytesched.plugins.mxnet.store import ScheduledMXNetStore
+from bytesched.trace.observers import observers_here
 
 __all__ = ["begin"]
 
@@ -65,12 +65,7 @@ def _store(store: Any, config: Config, *, learns_order: bool = False) -> Any:
     if why:
         log.info("left as it was: %s", why)
         return store
-    observers = Observers()
-    if config.timeline:
-        from bytesched.trace.timeline import Timeline
-
-        # Nothing but the store connects the workers: each host's own clock has to do.
-        observers = Observers([Timeline(config.timeline, rank=store.rank, clock_offset_ns=0)])
+    observers = observers_here(store.rank, config)
     scheduled = ScheduledMXNetStore(store, config, observers, learns_order=learns_order)
     _stores.add(scheduled)
     return scheduled

@@ -24,6 +24,7 @@ from bytesched.plugins.mxnet.order import Orders, Told
 from bytesched.plugins.mxnet.transport import Pulling, Pushing
 from bytesched.plugins.mxnet.underway import Underway
 from bytesched.plugins.mxnet.urgency import Urgency
+from bytesched.plugins.registry import kind_of_store
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
@@ -39,6 +40,7 @@ _WINDOW = 4
 _NO_LIMIT = 1 << 62
 
 
+@kind_of_store
 class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     """The calls of MXNet's store, with the same meaning: they return at once, the engine orders.
 

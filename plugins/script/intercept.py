@@ -20,10 +20,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from bytesched import plugins
 from bytesched.environment import is_horovod_elastic
+from bytesched.plugins.registry import before_wrap
 from bytesched.plugins.script.owners import parameter_ids
-from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod, wrap
+from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod
 
 __all__ = ["ddp_made", "horovod_optimizer_made"]
 
@@ -77,13 +77,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _stepping = _none
 
 
-def _wrap_for_script(optimizer: Any, model: Any = None, *args: Any, **fields: Any) -> Any:
-    """``wrap`` as the script sees it: what it wraps itself is no affair of ours any more."""
+def _script_wraps(optimizer: Any, model: Any) -> None:
+    """What the script wraps itself is its own affair from now on."""
     for watched in _models:
         if watched.is_about(optimizer, model):
             watched.give_back(watched.parameters())
             watched.close()
-    return wrap(optimizer, model, *args, **fields)
 
 
 @atexit.register
@@ -95,4 +94,4 @@ def _at_exit() -> None:
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
-plugins.wrap = _wrap_for_script
+before_wrap(_script_wraps)

@@ -15,19 +15,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
-from bytesched import plugins
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 from bytesched.log import show
+from bytesched.plugins import wrap_found
 from bytesched.plugins.proxies.first_use import StayingHook
+from bytesched.plugins.registry import is_wrapped, unwrap
 from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
 
-__all__ = ["Watched", "WatchedDdp", "WatchedHorovod", "wrap"]
+__all__ = ["Watched", "WatchedDdp", "WatchedHorovod"]
 
 log = logging.getLogger("bytesched")
-
-#: the real one, whatever stands in its place for the script
-wrap = plugins.wrap
 
 #: calls of step() in which a forward pass must have been seen; Horovod makes two of one
 _PATIENCE: Final = 4
@@ -118,13 +116,13 @@ class Watched(ABC):
                 hook(module, args)
 
     def _wrap(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        if _is_wrapped(optimizer):
+        if is_wrapped(optimizer):
             return
         try:
-            wrap(optimizer, module)
+            wrap_found(optimizer, module)
         except (MismatchError, PluginError) as error:
             self._say(str(error))
-        if _is_wrapped(optimizer):
+        if is_wrapped(optimizer):
             self._wrapped.add(optimizer)
             log.info("%s: wrapped its optimizer, %s", self.name, type(optimizer).__name__)
 
@@ -155,7 +153,7 @@ class Watched(ABC):
         held = WeakSet(o for o in self._wrapped if parameters & parameter_ids(o))
         if held:
             for optimizer in held:
-                plugins.unwrap(optimizer)
+                unwrap(optimizer)
             # The others of the same session are to be wrapped again.
             self._settled -= self._wrapped - held
             self._wrapped.clear()
@@ -263,10 +261,6 @@ class WatchedHorovod(Watched):
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return optimizer is self._optimizer()
-
-
-def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    return id(optimizer) in plugins._wrapped
 
 
 def _in_a_mode() -> bool:

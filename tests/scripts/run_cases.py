@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 import bytesched
-from bytesched import plugins
+from bytesched.plugins import registry
 from bytesched.run.watch import watch
 
 Case = Callable[[Job], None]
@@ -175,7 +175,7 @@ def evaluated_counted_and_copied(job: Job) -> None:
         model(job.inputs(0))
     job.record("flops", flops.get_total_flops())
     torch.save(model, io.BytesIO())
-    job.record("wrapped", len(plugins._sessions(None)))
+    job.record("wrapped", len(registry.sessions()))
     train(job, model, optimizer, first_step=1)
     job.record_state(model, optimizer)
     job.record("copy", copied.state_dict())
@@ -363,7 +363,7 @@ def run_both_ways(cases: dict[str, Case], kind: type[Job]) -> None:
     for name, case in cases.items():
         said.lines.clear()
         job = _job(kind, case, wrapped=True)
-        modes = [session.stats()["mode"] for _, session in plugins._wrapped.values()]
+        modes = [entry.session.stats()["mode"] for entry in registry._entries.values()]
         found = [
             line
             for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)
@@ -386,7 +386,7 @@ def _forget() -> None:
     from bytesched.plugins.script import intercept, watched
 
     intercept._at_exit()
-    for session in plugins._sessions(None):
-        plugins.unwrap(session.root)
+    for session in registry.sessions():
+        registry.unwrap(session.root)
     intercept._models.clear()
     watched._said.clear()

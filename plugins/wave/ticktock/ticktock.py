@@ -17,8 +17,8 @@ from bytesched.config import Config, warn_of_unused
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
-from bytesched.plugins import session_of
 from bytesched.plugins.c10d.ddp import find_ddp
+from bytesched.plugins.registry import session_of
 from bytesched.plugins.session.session import Session
 from bytesched.plugins.wave.conditions import (
     refuse_unsynchronised,

@@ -1,0 +1,46 @@
+"""Wrapping an optimizer, whatever carries its gradients: settings, checks, registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.plugins import registry
+from bytesched.policy import named_policy
+from bytesched.tunable import find_tuner
+
+__all__ = ["Begin", "settings", "wrap_optimizer"]
+
+#: makes the session behind an optimizer of a model, or None if it stays as it was; collective
+Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
+
+
+def settings(fields: dict[str, Any]) -> Config:
+    """The settings of a wrap.
+
+    Raises `ConfigError` for what is wrong with them, on every rank, before the first collective.
+    """
+    config = Config.load(**fields)
+    named_policy(config.policy)
+    find_tuner(config)
+    return config
+
+
+def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> Any:
+    """``optimizer``, whose session is begun and registered. Raises `PluginError`."""
+    try:
+        import torch
+    except ImportError as error:
+        raise PluginError("wrapping needs PyTorch: pip install 'bytesched[torch]'") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PluginError(f"{type(optimizer).__name__} is neither a torch optimizer nor a KVStore")
+    if not isinstance(model, torch.nn.Module):
+        raise PluginError(f"{type(model).__name__} is not a torch module")
+    if registry.is_wrapped(optimizer):
+        raise PluginError("this optimizer is wrapped already; unwrap it first")
+    session = begin(optimizer, model, config)
+    if session is not None:
+        registry.add(optimizer, session)
+    return optimizer

@@ -1,0 +1,141 @@
+"""What is wrapped: which session is found, and which process ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from bytesched.plugins import registry
+
+FORKED = """
+    import os, sys
+    import bytesched.plugins
+    from bytesched.plugins import registry
+
+    class Session:
+        root = error = None
+        def __init__(self, name):
+            self.name = name
+        def flush(self):
+            print(self.name, "flushed by", who, flush=True)
+        def close(self, release_parameters):
+            print(self.name, "closed by", who, flush=True)
+
+    who = "parent"
+    registry.add(object(), Session("before"))
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        who = "child"
+        registry.add(object(), Session("after"))
+"""
+
+
+class Session:
+    """Says its name."""
+
+    def __init__(self, name: str, root: object = None, error: BaseException | None = None) -> None:
+        self.name = name
+        self.root = root
+        self.error = error
+        self.calls: list[str] = []
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def fail(self, error: BaseException) -> None:
+        self.calls.append("fail")
+
+    def close(self, *, release_parameters: bool = True) -> None:
+        self.calls.append("close")
+
+    def stats(self) -> dict[str, int | float | str]:
+        return {"mode": self.name}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", {})
+
+
+class Optimizer:
+    """Anything with an identity."""
+
+
+def test_a_process_ends_the_sessions_that_it_made_itself() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKED)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout.splitlines() == [
+        "after flushed by child",
+        "after closed by child",
+        "before flushed by parent",
+        "before closed by parent",
+    ]
+
+
+def test_stats_are_those_of_the_last_wrap_that_has_not_failed() -> None:
+    assert registry.stats() == {"mode": "plain"}
+    optimizers = [Optimizer() for _ in range(3)]
+    sessions = [Session(name) for name in ("first", "second", "third")]
+    for optimizer, session in zip(optimizers, sessions, strict=True):
+        registry.add(optimizer, session)
+    assert registry.stats()["mode"] == "third"
+    assert registry.stats(optimizers[0])["mode"] == "first"
+    sessions[2].error = RuntimeError()
+    assert registry.stats()["mode"] == "second"
+    registry.unwrap(optimizers[1])
+    assert registry.stats()["mode"] == "first"
+    sessions[0].error = RuntimeError()
+    assert registry.stats()["mode"] == "third"
+
+
+def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
+    model, one, another = object(), Optimizer(), Optimizer()
+    session = Session("shared", root=model)
+    registry.add(one, session)
+    registry.add(another, session)
+    assert registry.sessions() == [session]
+    assert registry.session_of(model) is registry.session_of(another) is session
+    assert registry.session_of(object()) is None
+    assert registry.unwrap(model) is model
+    assert session.calls == ["flush", "close"]
+    assert not registry.is_wrapped(one)
+    assert not registry.is_wrapped(another)
+
+
+def test_a_wrapped_store_is_found_also_behind_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_store_kinds", [])
+
+    @registry.kind_of_store
+    class Store(Session):
+        def unwrap(self) -> Any:
+            return "plain"
+
+    class Trainer:
+        def __init__(self) -> None:
+            self._kvstore_params = {"kvstore": Store("behind")}
+
+    trainer = Trainer()
+    assert registry.stats(Store("itself"))["mode"] == "itself"
+    assert registry.stats(trainer)["mode"] == "behind"
+    assert registry.unwrap(Store("itself")) == "plain"
+    assert registry.unwrap(trainer) is trainer
+    assert trainer._kvstore_params == {"kvstore": "plain"}
+
+
+def test_whoever_asked_hears_of_a_wrap_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_before_wrap", [])
+    seen: list[tuple[Any, Any]] = []
+    registry.before_wrap(lambda optimizer, model: seen.append((optimizer, model)))
+    registry.announce("optimizer", "model")
+    assert seen == [("optimizer", "model")]
