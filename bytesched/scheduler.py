@@ -16,13 +16,42 @@ from bytesched.order import ReadyQueue
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 
-__all__ = ["Scheduler"]
+__all__ = ["EventThread", "Scheduler"]
 
 log = logging.getLogger("bytesched")
 
-#: One thing for the scheduler's thread to do; returns the tasks to start.
+#: One thing for a scheduler's thread to do; returns the tasks to start.
 _Event = Callable[[], Sequence[CommTask]]
 _CLOSE: Final = None
+
+
+class EventThread:
+    """Handles events one by one, in the order in which any thread puts them."""
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[tuple[Callable[[_Event], None], _Event] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
+        self._thread.start()
+
+    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
+        """Calls ``handle(event)`` on the thread."""
+        self._inbox.put((handle, event))
+
+    def close(self) -> None:
+        """No event is handled after those that are there."""
+        self._inbox.put(_CLOSE)
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for its end; false if that has not come. On the thread itself, true at once."""
+        if threading.current_thread() is self._thread:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._inbox.get()) is not _CLOSE:
+            handle, event = item
+            handle(event)
 
 
 class Scheduler:
@@ -35,6 +64,7 @@ class Scheduler:
         on_finish: called on this thread for every finished task, which is re-armed already.
         on_error: called once, with the first error; nothing is started after it.
         observers: told about queue and send spans, and the flow from ready to send.
+        thread: shared with other schedulers, all of which are closed together; its own if None.
     """
 
     def __init__(
@@ -46,6 +76,7 @@ class Scheduler:
         on_finish: Callable[[CommTask], None] = lambda task: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
         observers: Observers | None = None,
+        thread: EventThread | None = None,
     ) -> None:
         self.core = core
         self._transport = transport
@@ -53,7 +84,6 @@ class Scheduler:
         self._on_finish = on_finish
         self._on_error = on_error
         self._observers = Observers() if observers is None else observers
-        self._inbox: SimpleQueue[_Event | None] = SimpleQueue()
         self._ready_at: dict[int, int] = {}
         self._started_at: dict[int, int] = {}
         self._busy_since_ns = 0
@@ -68,23 +98,22 @@ class Scheduler:
         #: time in which nothing was sent although something was ready
         self.blocked_ns = 0
         self._blocked_since_ns = 0
-        self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
-        self._thread.start()
+        self._thread = EventThread() if thread is None else thread
 
     # -- any thread --------------------------------------------------------------------
 
     def notify_ready(self, task: CommTask) -> None:
         """``task`` has become READY."""
         self._ready_at[task.index] = perf_counter_ns()
-        self._inbox.put(lambda: self.core.ready(task))
+        self._put(lambda: self.core.ready(task))
 
     def ordered(self, indices: Sequence[int]) -> None:
         """The leader's next tasks."""
-        self._inbox.put(lambda: self.core.ordered(indices))
+        self._put(lambda: self.core.ordered(indices))
 
     def set_credit(self, credit_bytes: int) -> None:
         """A new credit window, in bytes."""
-        self._inbox.put(lambda: self.core.set_credit(credit_bytes))
+        self._put(lambda: self.core.set_credit(credit_bytes))
 
     def use_queue(self, queue: ReadyQueue) -> None:
         """A new way of ordering, from the next task on; the core must be idle by then."""
@@ -93,7 +122,7 @@ class Scheduler:
             self.core.use_queue(queue)
             return ()
 
-        self._inbox.put(swap)
+        self._put(swap)
 
     def fail(self, error: BaseException) -> None:
         """Something outside the transport went wrong: stop starting, tell everyone."""
@@ -102,32 +131,31 @@ class Scheduler:
             self._give_up(error)
             return ()
 
-        self._inbox.put(stop)
+        self._put(stop)
+
+    def _put(self, event: _Event) -> None:
+        self._thread.put(self._handle, event)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops the thread and closes the transport. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._inbox.put(_CLOSE)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        self._thread.close()
+        has_ended = self._thread.join(timeout_s)
         self._transport.close()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                log.warning("%r did not stop within %g s", self, 2 * timeout_s)
+        if not has_ended and not self._thread.join(timeout_s):
+            log.warning("%r did not stop within %g s", self, 2 * timeout_s)
 
     # -- the scheduler's thread --------------------------------------------------------
 
-    def _run(self) -> None:
-        while (event := self._inbox.get()) is not _CLOSE:
-            began_ns = thread_time_ns()
-            try:
-                self._start(event(), began_ns)
-                self._note_blocked()
-            except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
-                self._give_up(error)
+    def _handle(self, event: _Event) -> None:
+        began_ns = thread_time_ns()
+        try:
+            self._start(event(), began_ns)
+            self._note_blocked()
+        except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
+            self._give_up(error)
 
     def _start(self, tasks: Sequence[CommTask], began_ns: int) -> None:
         if not tasks:
@@ -161,9 +189,9 @@ class Scheduler:
     def _done(self, task: CommTask, error: BaseException | None) -> None:
         """Called by the transport, on any thread."""
         if error is None:
-            self._inbox.put(lambda: self._finish(task))
+            self._put(lambda: self._finish(task))
         else:
-            self._inbox.put(lambda: self._fail(task, error))
+            self._put(lambda: self._fail(task, error))
 
     def _finish(self, task: CommTask) -> Sequence[CommTask]:
         now_ns = perf_counter_ns()

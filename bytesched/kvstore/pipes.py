@@ -18,11 +18,11 @@ from bytesched.kvstore.protocol import Ended, Key, KVStore
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.policy import named_policy
-from bytesched.scheduler import Scheduler
+from bytesched.scheduler import EventThread, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done, Transport
 
-__all__ = ["Chunk", "Pipes", "chunks_on_their_way", "twin"]
+__all__ = ["Chunk", "Pipes", "chunks_on_their_way"]
 
 _NO_LIMIT = 1 << 62
 
@@ -39,23 +39,30 @@ def chunks_on_their_way(servers: int) -> int:
 
 
 class Chunk:
-    """A key of the store, and the buffers that its pushes are read from and its pulls fill."""
+    """A key of the store, and the buffers that its pushes are read from and its pulls fill.
+
+    Its pull begins when the push has ended and every one of ``asked_for`` was asked for.
+    """
 
     __slots__ = ("key", "pull_into", "pull_task", "push_from", "push_task")
 
-    def __init__(self, key: Key, push_task: CommTask, push_from: Any, pull_into: Any) -> None:
+    def __init__(
+        self,
+        key: Key,
+        push_task: CommTask,
+        push_from: Any,
+        pull_into: Any,
+        *,
+        asked_for: Sequence[CommTask],
+    ) -> None:
         self.key = key
         self.push_task = push_task
-        self.pull_task = twin(push_task)
+        self.pull_task = _pull_task(push_task, asked_for)
         self.push_from = push_from
         self.pull_into = pull_into
 
 
-def twin(push: CommTask) -> CommTask:
-    """The pull that belongs to a push.
-
-    It becomes ready when the push has ended and every member was asked for.
-    """
+def _pull_task(push: CommTask, asked_for: Sequence[CommTask]) -> CommTask:
     pull = CommTask(
         f"pull {push.name}",
         start_at=push.start_at,
@@ -63,7 +70,8 @@ def twin(push: CommTask) -> CommTask:
         itemsize=push.itemsize,
         priority=push.priority,
     )
-    pull.members = (*push.members, pull)
+    # Itself stands for the end of the push.
+    pull.members = (*asked_for, pull)
     pull.missing = len(pull.members)
     return pull
 
@@ -76,9 +84,10 @@ class Pipes:
             AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
             by priority.
         chunks: the plan; push tasks get the numbers from 0, pull tasks those that follow.
+        on_push: the push of that chunk begins, for which it has to be in ``push_from``.
         on_pushed: the value of that chunk has left.
-        on_pulled: the ``pull_into`` of that chunk is filled.
-        on_error: called with the first error of either pipe; nothing is started after it.
+        on_pulled: the ``pull_into`` of that chunk is filled. These three on one thread.
+        on_error: called with the first error of each pipe, which starts nothing after it.
     """
 
     def __init__(
@@ -89,20 +98,23 @@ class Pipes:
         policy: str,
         push_credit_bytes: int,
         pull_credit_bytes: int,
-        on_pushed: Callable[[Chunk], None],
         on_pulled: Callable[[Chunk], None],
         on_error: Callable[[BaseException], None],
-        observers: Observers,
+        on_push: Callable[[Chunk], None] = lambda chunk: None,
+        on_pushed: Callable[[Chunk], None] = lambda chunk: None,
+        observers: Observers | None = None,
     ) -> None:
         self._on_pushed = on_pushed
         self._on_pulled = on_pulled
-        #: two threads tell a pull that one of its sources is there
+        #: a pull's sources come on two threads
         self._lock = Lock()
         self._by_index: dict[int, Chunk] = {}
         for index, chunk in enumerate(chunks):
             chunk.push_task.index = index
             chunk.pull_task.index = len(chunks) + index
             self._by_index[index] = self._by_index[len(chunks) + index] = chunk
+
+        thread = EventThread()
 
         def scheduler(
             transport: Transport, credit_bytes: int, finished: Callable[[CommTask], None]
@@ -113,10 +125,11 @@ class Pipes:
                 on_finish=finished,
                 on_error=on_error,
                 observers=observers,
+                thread=thread,
             )
 
         self._limits_pulls = not getattr(store, "answers_by_priority", False)
-        push, pull = _transports(store, self._by_index)
+        push, pull = _transports(store, self._by_index, on_push)
         self.pushes = scheduler(push, push_credit_bytes, self._pushed)
         self.pulls = scheduler(pull, self._window(pull_credit_bytes), self._pulled)
 
@@ -157,16 +170,27 @@ class Pipes:
         self._on_pulled(self._by_index[task.index])
 
 
-def _transports(store: Any, chunks: dict[int, Chunk]) -> tuple[Transport, Transport]:
+def _transports(
+    store: Any, chunks: dict[int, Chunk], on_push: Callable[[Chunk], None]
+) -> tuple[Transport, Transport]:
     if hasattr(store, "start_push"):
-        return (
-            _Starting(chunks, lambda c, ended: store.start_push(c.key, c.push_from, ended, _of(c))),
-            _Starting(chunks, lambda c, ended: store.start_pull(c.key, c.pull_into, ended, _of(c))),
-        )
+
+        def start_push(chunk: Chunk, ended: Ended) -> None:
+            on_push(chunk)
+            store.start_push(chunk.key, chunk.push_from, ended, _of(chunk))
+
+        def start_pull(chunk: Chunk, ended: Ended) -> None:
+            store.start_pull(chunk.key, chunk.pull_into, ended, _of(chunk))
+
+        return _Starting(chunks, start_push), _Starting(chunks, start_pull)
     return (
-        _Calling(chunks, lambda c: store.push(c.key, c.push_from, _of(c)), "push"),
-        _Calling(chunks, lambda c: store.pull(c.key, c.pull_into, _of(c)), "pull"),
+        _Calling(chunks, on_push, lambda c: store.push(c.key, c.push_from, _of(c)), "push"),
+        _Calling(chunks, _nothing, lambda c: store.pull(c.key, c.pull_into, _of(c)), "pull"),
     )
+
+
+def _nothing(chunk: Chunk) -> None:
+    pass
 
 
 def _of(chunk: Chunk) -> int:
@@ -202,8 +226,15 @@ class _Starting:
 class _Calling:
     """A transport over calls that return at the end of a transfer; a thread makes them."""
 
-    def __init__(self, chunks: dict[int, Chunk], call: Callable[[Chunk], None], name: str) -> None:
+    def __init__(
+        self,
+        chunks: dict[int, Chunk],
+        before: Callable[[Chunk], None],
+        call: Callable[[Chunk], None],
+        name: str,
+    ) -> None:
         self._chunks = chunks
+        self._before = before
         self._call = call
         self._started: SimpleQueue[tuple[CommTask, Done] | None] = SimpleQueue()
         self._closed = False
@@ -213,6 +244,7 @@ class _Calling:
     def start(self, task: CommTask, done: Done) -> None:
         if self._closed:
             raise SchedulerClosed(f"{task!r} was started on a closed store")
+        self._before(self._chunks[task.index])
         self._started.put((task, done))
 
     def close(self) -> None:
@@ -230,6 +262,6 @@ class _Calling:
             else:
                 try:
                     self._call(self._chunks[task.index])
-                except Exception as raised:  # noqa: BLE001 - whatever it is, somebody waits for it
+                except Exception as raised:  # noqa: BLE001 - whatever it is, it is waited for
                     error = raised
             done(task, error)

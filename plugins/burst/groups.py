@@ -15,8 +15,8 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.burst.guarded import GuardedStore
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group, closed_on_error, open_gloo
-from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.session.agree import agree, statements
@@ -95,7 +95,7 @@ def open_session(
             root,
             slots,
             config,
-            peers=C10dPeers(data, control),
+            backend=C10dBackend(data, control),
             sync=lambda: True,
             find_unused=False,
             static_graph=False,

@@ -22,9 +22,9 @@ from bytesched.core import SchedulerCore
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.observe import Observers
 from bytesched.order import Leading
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.session.progress import Progress
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
@@ -115,7 +115,7 @@ class Moves:
         self._group = group
         self._observers = observers
         self._messages = Messages(group)
-        self._progress = Progress(C10dPeers(group, group))
+        self._progress = Progress(C10dBackend(group, group))
         self._progress.look = self._messages.lost
         self._by_index: dict[int, Move] = {}
         self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.log import show
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.group import Group, closed_on_error, open_group
-from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
@@ -137,7 +137,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         model,
         slots,
         config,
-        peers=C10dPeers(data, control, buffers),
+        backend=C10dBackend(data, control, buffers),
         sync=partial(_syncs, ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),

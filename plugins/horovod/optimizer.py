@@ -20,9 +20,9 @@ from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import PluginError
 from bytesched.log import show
+from bytesched.plugins.horovod.backend import HorovodBackend
 from bytesched.plugins.horovod.elastic import Elastic
 from bytesched.plugins.horovod.ending import watch_endings
-from bytesched.plugins.horovod.peers import HorovodPeers
 from bytesched.plugins.horovod.shell import Shell
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
@@ -133,13 +133,14 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     shell: Any = optimizer
     if config.compression == "none":
         config = replace(config, compression=_WIRES[shell._compression])
-    peers = HorovodPeers(
+    backend = HorovodBackend(
         shell.process_set,
         average=shell.op == hvd.Average,
         # Horovod forgets it for groups.
         predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
         name=_session_name(shell.process_set, config.timeout_s),
         timeout_s=config.timeout_s,
+        tuned=config.tune,
     )
     slots = _slots(optimizer, model)
     said = [
@@ -148,18 +149,18 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
         f"backward_passes_per_step = {shell.backward_passes_per_step}",
     ]
-    agree(said, peers.rank, peers.gather_text)
+    agree(said, backend.rank, backend.gather_text)
     session = Session(
         model,
         slots,
         config,
-        peers=peers,
+        backend=backend,
         sync=None,
         find_unused=False,
         static_graph=False,
-        observers=observers_of(peers, config),
+        observers=observers_of(backend, config),
     )
-    carrier = Shell(shell, session, slots, peers, updating_class(optimizer))
+    carrier = Shell(shell, session, slots, backend, updating_class(optimizer))
     can_stop = not has_compiled(model) and config.compression == _WIRES[shell._compression]
     session.take_over(carrier.take_over, can_stop=can_stop)
     session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))
@@ -169,7 +170,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
 def _session_name(process_set: hvd.ProcessSet, timeout_s: float) -> str:
     """A name that no rank of ``process_set`` has used; a rank that joined late has used fewer."""
     number = next(_number)
-    ranks = HorovodPeers(
+    ranks = HorovodBackend(
         process_set, average=False, predivide=1.0, name="bytesched", timeout_s=timeout_s
     )
     used = [int(text) for text in ranks.gather_text("session", str(number))]

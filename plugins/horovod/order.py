@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
-from bytesched.config import Config
 from bytesched.environment import HOROVOD_CACHE_CAPACITY, horovod_cache_capacity
 from bytesched.order import Leading, ReadyQueue
+from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.policy import named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-if TYPE_CHECKING:
-    from bytesched.plugins.horovod.peers import HorovodPeers
-
-__all__ = ["Negotiated"]
+__all__ = ["NegotiatedOrder"]
 
 log = logging.getLogger("bytesched")
 
@@ -28,38 +25,38 @@ log = logging.getLogger("bytesched")
 _NO_LIMIT: Final = 1 << 62
 
 
-class Negotiated:
-    """Rank 0 chooses by announcing; the others announce all they have (see peers.Agreement).
+class NegotiatedOrder:
+    """Rank 0 chooses by announcing; the others announce all they have (see scheduled.Ordering).
 
-    Horovod runs an operation when every rank has announced it, so that nothing else need be
-    said. Among operations that are announced at once it takes those first that it ran longest
-    ago (controller.cc, ComputeResponseList): so all chunks are run once in the order of their
+    Horovod runs an operation when every rank has announced it, so that no other message is
+    needed. Among operations that are announced at once it takes those first that it ran longest ago
+    (controller.cc, ComputeResponseList): so all chunks are run once in the order of their
     priority, by the warm-up and after every new cut.
 
     Args:
-        peers: what reduces ``chunks``, and has reduced each of them once.
+        wire: what reduces ``chunks``, and has reduced each of them once.
         packer: knows the memory of chunks.
     """
 
     order = "negotiated"
 
     def __init__(
-        self, peers: HorovodPeers, packer: Packer, chunks: Sequence[CommTask], config: Config
+        self, wire: Wire, packer: Packer, chunks: Sequence[CommTask], setting: Setting
     ) -> None:
-        self._peers = peers
+        self._wire = wire
         self._packer = packer
-        self._policy = config.policy
+        self._policy = setting.policy
         #: the cuts that Horovod has seen, by the names of their chunks
         self._seen = {self._names(chunks)}
         self._scheduler: Scheduler
-        if peers.rank == 0:
+        if wire.rank == 0:
             _check_cache(len(chunks))
 
     def queue(self) -> ReadyQueue:
         return Leading(named_policy(self._policy))
 
     def window_bytes(self, credit_bytes: int) -> int:
-        return _NO_LIMIT if self._peers.rank else credit_bytes
+        return _NO_LIMIT if self._wire.rank else credit_bytes
 
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -74,7 +71,7 @@ class Negotiated:
         pass
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        self._peers.let_go()
+        self._wire.let_go()
         if (names := self._names(chunks)) not in self._seen:
             self._show(chunks)
             self._remember(names)
@@ -86,12 +83,12 @@ class Negotiated:
         pass
 
     def _show(self, chunks: Sequence[CommTask]) -> None:
-        """Runs ``chunks`` one by one. On zeros, for somebody may still read the gradients."""
+        """Runs ``chunks`` one by one. On zeros: gradients may still be read."""
         for chunk in chunks:
-            work = self._peers.reduce(chunk, torch.zeros_like(self._packer.memory(chunk)))
-            self._peers.wait(work, task=chunk.name)
-            self._peers.reduced(chunk)
-            self._peers.let_go()
+            work = self._wire.reduce(chunk, torch.zeros_like(self._packer.memory(chunk)))
+            self._wire.wait(work, task=chunk.name)
+            self._wire.reduced(chunk)
+            self._wire.let_go()
 
     def _remember(self, names: tuple[str, ...]) -> None:
         # Horovod forgets what it ran longest ago. What is forgotten here is shown again.
@@ -100,7 +97,7 @@ class Negotiated:
         self._seen.add(names)
 
     def _names(self, chunks: Sequence[CommTask]) -> tuple[str, ...]:
-        return tuple(map(self._peers.chunk_name, chunks))
+        return tuple(map(self._wire.chunk_name, chunks))
 
 
 def _check_cache(chunks: int) -> None:

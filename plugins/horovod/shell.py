@@ -13,7 +13,7 @@ import horovod.torch as hvd
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.horovod.peers import HorovodPeers
+from bytesched.plugins.horovod.backend import HorovodBackend
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.session.session import Session
 
@@ -29,7 +29,7 @@ class Shell:
     Args:
         optimizer: the optimizer.
         session: what reduces ``slots``. Other parameters stay with Horovod.
-        peers: what the session reduces with.
+        backend: what the session reduces with.
         kind: the class beneath Horovod's.
     """
 
@@ -38,12 +38,12 @@ class Shell:
         optimizer: Any,
         session: Session,
         slots: Sequence[Slot],
-        peers: HorovodPeers,
+        backend: HorovodBackend,
         kind: type[torch.optim.Optimizer],
     ) -> None:
         self._optimizer = optimizer
         self._session = session
-        self._peers = peers
+        self._backend = backend
         self._slots = {slot.parameter: slot for slot in slots}
         self._kind = kind
         self._rounds = 0
@@ -116,15 +116,15 @@ class Shell:
             self._session.wait_reduced()
 
     def _synchronize_others(self) -> None:
-        deadline = time.monotonic() + self._peers.timeout_s
+        deadline = time.monotonic() + self._backend.timeout_s
         for handle in self._others_under_way():
             # What Horovod's own method would spin for, without a limit.
-            while not self._peers.is_done(handle):
+            while not self._backend.is_done(handle):
                 if self._session.error is not None:
                     raise self._session.error.with_traceback(None)
                 if time.monotonic() > deadline:
-                    limit = f"waited {self._peers.timeout_s:g} s for what Horovod reduces itself"
-                    error = self._peers.timeout(f"{limit}, sparse gradients for one", str)
+                    limit = f"waited {self._backend.timeout_s:g} s for what Horovod reduces itself"
+                    error = self._backend.timeout(f"{limit}, sparse gradients for one", str)
                     self._session.fail(error)
                     raise error
                 time.sleep(_LOOK_S)

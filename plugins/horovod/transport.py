@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch.autograd.profiler import record_function
 
 from bytesched.errors import SchedulerClosed
+from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.session.streams import Streams
 from bytesched.task import CommTask
 from bytesched.transport import Done
-
-if TYPE_CHECKING:
-    from bytesched.plugins.horovod.peers import HorovodPeers
 
 __all__ = ["HorovodTransport"]
 
@@ -32,8 +30,8 @@ _LATEST: Final = 0.2
 class HorovodTransport:
     """Packs a chunk, all-reduces it, and reports when it is complete (see transport.Transport)."""
 
-    def __init__(self, peers: HorovodPeers, packer: Packer, streams: Streams) -> None:
-        self._peers = peers
+    def __init__(self, wire: Wire, packer: Packer, streams: Streams) -> None:
+        self._wire = wire
         self._packer = packer
         self._streams = streams
         self._sent: SimpleQueue[tuple[CommTask, int, Done] | None] = SimpleQueue()
@@ -50,9 +48,9 @@ class HorovodTransport:
         with self._streams.communication(task), record_function("bytesched::send"):
             packed = self._packer.pack(task)
             try:
-                handle = self._peers.reduce(task, packed)
+                handle = self._wire.reduce(task, packed)
             except (RuntimeError, ValueError) as error:
-                raise self._peers.error(error, task=task.name) from error
+                raise self._wire.error(error, task=task.name) from error
         self._sent.put((task, handle, done))
 
     def close(self) -> None:
@@ -64,7 +62,7 @@ class HorovodTransport:
     def _run(self) -> None:
         """The poller's thread."""
         while self._take():
-            ended = [sent for sent in self._under_way if self._peers.is_done(sent[1])]
+            ended = [sent for sent in self._under_way if self._wire.is_done(sent[1])]
             if not ended:
                 time.sleep(min(max(self._gap_s / _LOOKS, _SHORTEST_S), _LONGEST_S))
                 continue
@@ -99,17 +97,17 @@ class HorovodTransport:
         failed: BaseException | None = None
         try:
             with self._streams.completion(task):
-                self._peers.result(handle, task=task.name)
+                self._wire.result(handle, task=task.name)
                 self._packer.receive(task)
             self._packer.let_go(task)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
             failed = error
         else:
-            self._peers.reduced(task)
+            self._wire.reduced(task)
         done(task, failed)
 
     def __repr__(self) -> str:
         return (
-            f"<HorovodTransport rank {self._peers.rank} of {self._peers.size}, "
+            f"<HorovodTransport rank {self._wire.rank} of {self._wire.size}, "
             f"{len(self._under_way)} under way>"
         )

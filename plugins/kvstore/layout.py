@@ -109,7 +109,7 @@ def lay_out(
             if len(run) > 1 or len(parts) > 1:
                 key = f"{run[0].key}/{run[0].number}.{generation}.{number}"
             buffer = arena[part.start_at : part.stop_at]
-            chunk = Chunk(key, part, buffer, buffer)
+            chunk = Chunk(key, part, buffer, buffer, asked_for=part.members)
             chunks.append(chunk)
             for member in part.members:
                 owner[member].chunks.append(chunk)

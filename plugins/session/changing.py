@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.session.carrier import Carrier
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.rounds import Rounds
-from bytesched.plugins.session.sending import Sending
 from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.stepping import Stepping
 from bytesched.tunable import Setting
@@ -26,7 +26,7 @@ class Parts:
     packer: Packer
     settling: Settling
     gates: Gates
-    sending: Sending
+    carrier: Carrier
 
 
 class Changing:
@@ -58,7 +58,7 @@ class Changing:
 
     @property
     def knobs(self) -> frozenset[str]:
-        """What can be changed beside what the peers can, of `tunable.KNOBS`."""
+        """What can be changed beside what the backend can, of `tunable.KNOBS`."""
         return frozenset() if self._take is None else frozenset({"enabled"})
 
     def activate(self, parts: Parts, setting: Setting) -> None:
@@ -80,7 +80,7 @@ class Changing:
             parts.plan.cut(setting.partition_bytes)
             for part in (parts.packer, parts.settling, parts.gates):
                 part.plan_cut()
-            parts.sending.change(setting)
+            parts.carrier.change(setting)
             self._meter.changed(setting.partition_bytes, setting.credit_bytes)
         self._setting = setting
 

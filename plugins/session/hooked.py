@@ -12,13 +12,13 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Plan, Slot
 from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.proxies.pending import is_held, release
+from bytesched.plugins.session.backend import Backend
+from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
-from bytesched.plugins.session.peers import Peers
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.streams import streams_for
 from bytesched.plugins.session.updater import Updater
-from bytesched.scheduler import Scheduler
 
 __all__ = ["HookedModel"]
 
@@ -34,20 +34,20 @@ class HookedModel(ABC):
     Args:
         root: the module whose call is a forward pass.
         slots: its parameters, in registration order, the same on all ranks.
-        peers: the ranks.
+        backend: the ranks.
     """
 
     def __init__(
-        self, root: nn.Module, slots: Sequence[Slot], peers: Peers, observers: Observers
+        self, root: nn.Module, slots: Sequence[Slot], backend: Backend, observers: Observers
     ) -> None:
         self.root = root
         self.plan: Plan | None = None
-        self._peers = peers
+        self._backend = backend
         self._observers = observers
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots))
-        self._progress = Progress(peers)
+        self._progress = Progress(backend)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
         # - with the plan
@@ -108,16 +108,16 @@ class HookedModel(ABC):
                 if release_parameters and is_held(slot.parameter):
                     release(slot.parameter)
                 self._give_back(slot, is_failed=not release_parameters)
-        self._peers.close()
+        self._backend.close()
         self._observers.close()
 
-    def _figures(self, scheduler: Scheduler | None, order: str) -> dict[str, int | float | str]:
+    def _figures(self, traffic: Traffic, order: str) -> dict[str, int | float | str]:
         return {
-            **self._meter.figures(scheduler),
+            **self._meter.figures(traffic),
             "mode": self.mode,
             "order": order,
-            "rank": self._peers.rank,
-            "world_size": self._peers.size,
+            "rank": self._backend.rank,
+            "world_size": self._backend.size,
         }
 
     def __repr__(self) -> str:
@@ -129,4 +129,4 @@ class HookedModel(ABC):
             held = sum(bundle.held for bundle in self.plan.bundles)
             left = self._progress.outstanding
             state = f"{left} chunks outstanding, {held} bundles held, {self.plan!r}"
-        return f"<bytesched rank {self._peers.rank} of {self._peers.size}: {state}>"
+        return f"<bytesched rank {self._backend.rank} of {self._backend.size}: {state}>"

@@ -8,7 +8,7 @@ from time import perf_counter_ns, process_time_ns
 
 from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Bundle, Plan
-from bytesched.scheduler import Scheduler
+from bytesched.plugins.session.carrier import Traffic
 
 __all__ = ["Meter"]
 
@@ -122,15 +122,13 @@ class Meter:
             name = f"update {bundles[0].slots[0].name}"
             self._observers.on_span("update", name, began_ns, now_ns, {"bundles": len(bundles)})
 
-    def figures(self, scheduler: Scheduler | None) -> dict[str, int | float | str]:
+    def figures(self, traffic: Traffic) -> dict[str, int | float | str]:
         """The figures of ``bytesched.stats()``, per step where they are times."""
         steps = max(self._steps, 1)
         plan = self._plan
         nbytes = plan.nbytes if plan is not None else 0
         wait_ms = sum(self._wait_ns.values()) / _MS / steps
-        comm_ms = scheduler.busy_ns / _MS / steps if scheduler is not None else 0.0
-        chunks = scheduler.tasks_started if scheduler is not None else 0
-        cpu_ns = scheduler.cpu_ns if scheduler is not None else 0
+        comm_ms = traffic.busy_ns / _MS / steps
         figures: dict[str, int | float | str] = {
             "steps": self._steps,
             "barrier_crossed_steps": self._crossed_steps,
@@ -142,7 +140,7 @@ class Meter:
             "chunks": len(plan.chunks) if plan is not None else 0,
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
-            "scheduler_cpu_us_per_chunk": cpu_ns / 1e3 / max(chunks, 1),
+            "scheduler_cpu_us_per_chunk": traffic.cpu_ns / 1e3 / max(traffic.chunks, 1),
             "hook_us_per_parameter": self.hook_ns / 1e3 / max(self._rounds * self._parameters, 1),
             "update_ms": self._update_ns / _MS / steps,
         }

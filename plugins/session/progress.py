@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Final
 
 from bytesched.errors import PeerLost, in_one_line
-from bytesched.plugins.session.peers import Peers
+from bytesched.plugins.session.backend import Backend
 
 __all__ = ["Progress"]
 
@@ -20,12 +20,12 @@ class Progress:
     """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
 
     Args:
-        peers: told when something goes wrong, so that every rank learns of it.
+        backend: told when something goes wrong, so that every rank learns of it.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._timeout_s = peers.timeout_s
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._timeout_s = backend.timeout_s
         self._waiters = 0
         #: guards bundles and ``outstanding``
         self.changed = threading.Condition()
@@ -57,7 +57,9 @@ class Progress:
             if monotonic() < deadline:
                 error = self.look()
             else:
-                error = self._peers.timeout(f"waited {self._timeout_s:g} s for {what}", self.story)
+                error = self._backend.timeout(
+                    f"waited {self._timeout_s:g} s for {what}", self.story
+                )
             if error is not None:
                 self.fail(error)
                 raise error
@@ -84,5 +86,5 @@ class Progress:
             self.changed.notify_all()
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost):
-            self._peers.leave_note(in_one_line(error))
-        self._peers.abort()
+            self._backend.leave_note(in_one_line(error))
+        self._backend.abort()

@@ -11,20 +11,20 @@ import torch
 
 from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.session.backend import Backend, from_leader
+from bytesched.plugins.session.carrier import Carrier
 from bytesched.plugins.session.changing import Changing
-from bytesched.plugins.session.peers import Peers, from_leader
 from bytesched.plugins.session.recording import Recorder
 from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.streams import Streams
-from bytesched.scheduler import Scheduler
 from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word
 
-__all__ = ["WORD", "Retuning"]
+__all__ = ["DECISION", "Retuning"]
 
 log = logging.getLogger("bytesched")
 
-#: the key of the sum that carries a word
-WORD = "the word of rank 0"
+#: the key of the sum that carries a decision
+DECISION = "the decision of rank 0"
 
 #: steps until the next word of a tuner that has failed
 _NEVER = 1 << 40
@@ -45,13 +45,13 @@ class Retuning:
     def __init__(
         self,
         tuner: Tuner | None,
-        peers: Peers,
+        backend: Backend,
         device: torch.device,
         streams: Streams,
         changing: Changing,
     ) -> None:
         self._tuner = tuner
-        self._peers = peers
+        self._backend = backend
         self._device = device
         self._streams = streams
         self._changing = changing
@@ -68,7 +68,7 @@ class Retuning:
         self._recorder: Recorder | None = None
         # - after the warm-up
         self._settling: Settling
-        self._scheduler: Scheduler
+        self._carrier: Carrier
 
     def begin(self, facts: Callable[[], RunFacts], untuned: Setting) -> Setting:
         """The first setting; collective. ``facts`` are asked for where there is a tuner."""
@@ -78,13 +78,13 @@ class Retuning:
         self,
         plan: Plan,
         settling: Settling,
-        scheduler: Scheduler,
+        carrier: Carrier,
         observers: Observers,
         recorded: Callable[[], None],
     ) -> None:
         """The warm-up is over; the first iterations are recorded, and ``recorded`` called then."""
         self._settling = settling
-        self._scheduler = scheduler
+        self._carrier = carrier
         # What a GPU computes is queued long before: the host's times are not those of layers.
         if self._tuner is not None and self._device.type == "cpu":
             recorder = self._recorder = Recorder(plan)
@@ -146,8 +146,8 @@ class Retuning:
             self._stop_recording = None
 
     def _measured(self) -> Steps:
-        scheduler = self._scheduler
-        totals = (scheduler.busy_ns, scheduler.bytes_started, scheduler.tasks_started)
+        traffic = self._carrier.traffic
+        totals = (traffic.busy_ns, traffic.nbytes, traffic.chunks)
         busy_ns, sent_bytes, sent_chunks = (
             now - before for now, before in zip(totals, self._before, strict=True)
         )
@@ -166,6 +166,6 @@ class Retuning:
             except Exception:
                 log.exception("tuning has failed and ends; training goes on with %s", otherwise)
                 self._tuner = None
-        self._word = Word.of(from_leader(self._peers, numbers, self._device, WORD))
+        self._word = Word.of(from_leader(self._backend, numbers, self._device, DECISION))
         self._left = self._word.next_in_steps
         return self._word.setting

@@ -14,10 +14,11 @@ from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook
+from bytesched.plugins.session.backend import Backend
+from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Changing, Parts
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.hooked import HookedModel
-from bytesched.plugins.session.peers import Peers
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.sending import Sending
@@ -25,7 +26,7 @@ from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.stepping import Stepping
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.warmup import WarmUp
-from bytesched.tunable import find_tuner
+from bytesched.tunable import Setting, find_tuner
 
 __all__ = ["Session"]
 
@@ -44,7 +45,7 @@ class Session(HookedModel):
         root: the module whose call is a forward pass (the DDP object, if there is one).
         slots: the parameters that are reduced, in registration order, the same on all ranks.
         config: the settings; partition and credit are still 0 if they are to be chosen.
-        peers: the ranks, and what they reduce with.
+        backend: the ranks, and what they reduce with.
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
             None if ``backward_gradient`` is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
@@ -57,18 +58,18 @@ class Session(HookedModel):
         slots: Sequence[Slot],
         config: Config,
         *,
-        peers: Peers,
+        backend: Backend,
         sync: Callable[[], bool] | None,
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
     ) -> None:
-        super().__init__(root, slots, peers, observers)
+        super().__init__(root, slots, backend, observers)
         self._config = config
         self._sync = sync
         self._rounds = Rounds(
             list(slots),
-            peers.rank,
+            backend.rank,
             self._progress,
             self._streams,
             self._meter,
@@ -79,15 +80,16 @@ class Session(HookedModel):
         self._stepping = Stepping(self._rounds, self._progress, self._streams, self._meter)
         self._changing = Changing(self._rounds, self._stepping, self._meter)
         self._retuning: Retuning | None = None
-        if config.tune and peers.knobs:
-            tuner = find_tuner(config) if peers.rank == 0 else None
+        if config.tune and backend.knobs:
+            tuner = find_tuner(config) if backend.rank == 0 else None
             device = slots[0].parameter.device
-            self._retuning = Retuning(tuner, peers, device, self._streams, self._changing)
+            self._retuning = Retuning(tuner, backend, device, self._streams, self._changing)
             self._undo.append(self._retuning.close)
-        elif config.tune and peers.rank == 0:
-            log.warning("tune is on, but nothing can change at run time over %s", peers.backend)
+        elif config.tune and backend.rank == 0:
+            log.warning("tune is on, but nothing can change at run time over %s", backend.wire)
         # - after the warm-up
         self._sending: Sending
+        self._carrier: Carrier
         try:
             self._hook()
         except BaseException:
@@ -171,12 +173,12 @@ class Session(HookedModel):
     def _warm_up(self) -> None:
         self._first_use.close()
         warm = WarmUp(
-            self._peers,
+            self._backend,
             self._config,
             self._rounds.slots,
             cpu_load=self._meter.cpu_load(),
             retuning=self._retuning,
-            knobs=self._peers.knobs | self._changing.knobs,
+            knobs=self._backend.knobs | self._changing.knobs,
         )
         plan = warm.reduce(self._first_use.order(), find_unused=self._rounds.find_unused)
         config = self._config
@@ -186,16 +188,17 @@ class Session(HookedModel):
             self._rounds.find_unused = warm.unused
         self._settling = Settling(plan, self._progress, self._streams, self._meter)
         self._updater = Updater(self._progress, self._streams, self._meter)
-        self._sending = Sending(
+        self._sending = Sending(plan, self._progress, self._updater, self._streams)
+        self._carrier = self._sending.carrier = self._backend.carrier(
             plan,
-            self._peers.transport(warm.packer, self._streams),
-            self._peers.agreement(plan.chunks, config),
-            credit_bytes=warm.credit_bytes,
-            progress=self._progress,
-            updater=self._updater,
-            streams=self._streams,
+            warm.packer,
+            self._streams,
+            Setting(warm.partition_bytes, warm.credit_bytes, config.policy, config.order),
+            reduced=self._sending.reduced,
+            failed=self._progress.fail,
             observers=self._observers,
         )
+        self._progress.story = self._carrier.story
         self._rounds.activate(plan, self._settling, self._sending.submit)
         self._stepping.activate(self._settling, self._updater)
         gates = Gates()
@@ -204,21 +207,21 @@ class Session(HookedModel):
         )
         self._meter.active(plan, warm.partition_bytes, warm.credit_bytes)
         if self._retuning is not None:
-            parts = Parts(plan, warm.packer, self._settling, gates, self._sending)
+            parts = Parts(plan, warm.packer, self._settling, gates, self._carrier)
             self._changing.activate(parts, warm.setting)
             self._retuning.activate(
                 plan,
                 self._settling,
-                self._sending.scheduler,
+                self._carrier,
                 self._observers,
                 self._drop_forward_hook,
             )
         self.plan = plan
         self._drop_forward_hook()
-        if self._peers.rank == 0:
+        if self._backend.rank == 0:
             log.info(
                 "%d ranks, %r, partition %.0f KiB, credit %.0f KiB, policy %s, mode %s",
-                self._peers.size,
+                self._backend.size,
                 plan,
                 warm.partition_bytes / 1024,
                 warm.credit_bytes / 1024,
@@ -271,7 +274,7 @@ class Session(HookedModel):
         super().flush()
 
     def _stop_sending(self) -> None:
-        self._sending.close()
+        self._carrier.close()
 
     def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
         if not is_failed:
@@ -280,5 +283,5 @@ class Session(HookedModel):
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the warm-up; see the README for their meaning."""
         if self.plan is None:
-            return self._figures(None, "leader")
-        return self._figures(self._sending.scheduler, self._sending.order)
+            return self._figures(Traffic(), "leader")
+        return self._figures(self._carrier.traffic, self._carrier.order)

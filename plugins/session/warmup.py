@@ -17,7 +17,7 @@ from bytesched.errors import PluginError
 from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan, Slot
-from bytesched.plugins.session.peers import Peers, from_leader
+from bytesched.plugins.session.backend import Backend, from_leader
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.tunable import RunFacts, Setting
 
@@ -46,7 +46,7 @@ class WarmUp:
 
     def __init__(
         self,
-        peers: Peers,
+        backend: Backend,
         config: Config,
         slots: Sequence[Slot],
         *,
@@ -56,7 +56,7 @@ class WarmUp:
     ) -> None:
         self._retuning = retuning
         self._knobs = knobs
-        self._peers = peers
+        self._backend = backend
         self._config = config
         self._slots = slots
         self._device = slots[0].parameter.device
@@ -76,12 +76,12 @@ class WarmUp:
     def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> Plan:
         """The plan, with all gradients averaged in its arenas; collective."""
         present, *fired = self._sum([1, *(int(s.used or s.used_alone) for s in self._slots)])
-        if present < self._peers.size:
+        if present < self._backend.size:
             raise PluginError(
-                f"{self._peers.size - present} of {self._peers.size} ranks have joined "
+                f"{self._backend.size - present} of {self._backend.size} ranks have joined "
                 "(hvd.join) in the first step: every rank needs one batch at least"
             )
-        self.unused = any(count < self._peers.size for count in fired)
+        self.unused = any(count < self._backend.size for count in fired)
         for slot, count in zip(self._slots, fired, strict=True):
             slot.grad = slot.parameter.grad
             slot.used = count > 0
@@ -96,11 +96,11 @@ class WarmUp:
         )
         for slot in plan.slots:
             slot.sending = len(slot.chunks)
-        self.packer = Packer(plan, self._peers.divisor, self._config.compression)
+        self.packer = Packer(plan, self._backend.divisor, self._config.compression)
         for chunk in plan.chunks:
             if chunk is not plan.flags_chunk:
-                work = self._peers.reduce(chunk, self.packer.pack(chunk))
-                self._peers.wait(work, task=_TASK)
+                work = self._backend.reduce(chunk, self.packer.pack(chunk))
+                self._backend.wait(work, task=_TASK)
                 self.packer.receive(chunk)
                 self.packer.let_go(chunk)
         # Gradients of another stream are let go of next, and must have been read by then.
@@ -117,7 +117,7 @@ class WarmUp:
             self.probes,
             model_bytes=model_bytes,
             cpu_load=self._cpu_load,
-            hides_overhead=self._peers.hides_overhead,
+            hides_overhead=self._backend.hides_overhead,
             partition_bytes=self.partition_bytes,
             credit_bytes=self.credit_bytes,
         )
@@ -143,7 +143,7 @@ class WarmUp:
         said = shapes, self._config.compression, self._config.cross_barrier
         cuda = self._device.type == "cuda"
         return RunFacts(
-            backend=self._peers.backend,
+            backend=self._backend.wire,
             ranks_per_host=ranks_per_host,
             device=torch.cuda.get_device_name(self._device) if cuda else self._device.type,
             framework=f"torch {torch.__version__}",
@@ -153,14 +153,14 @@ class WarmUp:
             cpu_load=self._cpu_load,
             untuned=untuned,
             knobs=self._knobs,
-            replayed=self._peers.replayed,
+            replayed=self._backend.replayed,
         )
 
     def _ranks_per_host(self) -> tuple[int, ...]:
         """How many ranks each host has, the largest number first; collective."""
         digest = hashlib.sha256(socket.gethostname().encode()).digest()
-        hosts = [0] * self._peers.size
-        hosts[self._peers.rank] = int.from_bytes(digest[:7], "big")
+        hosts = [0] * self._backend.size
+        hosts[self._backend.rank] = int.from_bytes(digest[:7], "big")
         return tuple(sorted(Counter(self._sum(hosts)).values(), reverse=True))
 
     def _probe(self, nbytes: int) -> Probe:
@@ -179,11 +179,11 @@ class WarmUp:
         works: deque[Any] = deque()
         for index in range(_COUNT):
             if len(works) == PROBE_WINDOW:
-                self._peers.wait(works.popleft(), task=_TASK)
+                self._backend.wait(works.popleft(), task=_TASK)
             turn = index % PROBE_WINDOW
-            works.append(self._peers.sum(buffers[turn], f"probe {nbytes}.{turn}"))
+            works.append(self._backend.sum(buffers[turn], f"probe {nbytes}.{turn}"))
         while works:
-            self._peers.wait(works.popleft(), task=_TASK)
+            self._backend.wait(works.popleft(), task=_TASK)
         self._synchronize()
         return perf_counter() - began
 
@@ -197,7 +197,7 @@ class WarmUp:
         return [int(value) for value in tensor.tolist()]
 
     def _from_leader(self, values: list[int]) -> list[int]:
-        return from_leader(self._peers, values, self._device, WARM_UP)
+        return from_leader(self._backend, values, self._device, WARM_UP)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
-        self._peers.wait(self._peers.sum(tensor, WARM_UP), task=_TASK)
+        self._backend.wait(self._backend.sum(tensor, WARM_UP), task=_TASK)

@@ -23,7 +23,8 @@ from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
 from bytesched.plugins.horovod import ScheduledOptimizer
-from bytesched.plugins.horovod.peers import HorovodPeers
+from bytesched.plugins.horovod.transport import HorovodTransport
+from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan, Slot
 from bytesched.plugins.session.streams import Streams
@@ -82,14 +83,14 @@ class HorovodTransportContract(TransportContract):
     def transport(self) -> Transport:
         for slot in self._plan.slots:
             slot.grad = torch.ones_like(slot.parameter)
-        peers = HorovodPeers(
+        wire = Wire(
             hvd.global_process_set,
             average=True,
             predivide=1.0,
             name=f"contract.{next(_made)}",
             timeout_s=self.timeout_s,
         )
-        return peers.transport(Packer(self._plan, peers.divisor, "none"), Streams())
+        return HorovodTransport(wire, Packer(self._plan, 1, "none"), Streams())
 
     def tasks(self) -> list[CommTask]:
         return list(self._plan.chunks)

@@ -17,7 +17,7 @@ from torch import Tensor
 from training import adamw
 
 import bytesched
-from bytesched.plugins.horovod.peers import HorovodPeers
+from bytesched.plugins.horovod.backend import HorovodBackend
 
 STEPS = 6
 FAULT_STEP = 3
@@ -93,7 +93,7 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
 
 def announce_until_shut_down() -> None:
     """Rank 1 shuts Horovod down while rank 0 announces one tensor after another."""
-    peers = HorovodPeers(
+    peers = HorovodBackend(
         hvd.global_process_set, average=False, predivide=1.0, name="many", timeout_s=30.0
     )
     peers.wait(peers.sum(torch.zeros(1), "go"))

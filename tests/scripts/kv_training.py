@@ -13,7 +13,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.plugins.kvstore.training import begin as kvstore_training
-from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.backend import StoreBackend
 from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.mpi_kvstore import open_store
 
@@ -88,7 +88,7 @@ def run(kind: str, options: dict[str, Any]) -> None:
         assert not optimizer.state, "the workers have no state of their own"
     session.close()
     if not sizes and not kv.updates:
-        again = KVPeers(kv, name="again", timeout_s=20)
+        again = StoreBackend(kv, name="again", timeout_s=20)
         assert all(push_bytes_per_s(again, kv.num_servers) > 0 for _ in range(3))
     kv.close()
 

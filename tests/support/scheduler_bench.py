@@ -70,7 +70,7 @@ class Bench:
             dealt_with.set()
             return ()
 
-        self.scheduler._inbox.put(mark)
+        self.scheduler._put(mark)
         assert dealt_with.wait(WAIT_S)
 
 

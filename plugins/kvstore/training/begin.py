@@ -17,7 +17,7 @@ from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.link.bound import partition_seed_bytes
 from bytesched.log import show
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
-from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.backend import StoreBackend
 from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.kvstore.training.state import hyperparameters_of
 from bytesched.plugins.kvstore.training.store_session import StoreSession
@@ -78,21 +78,21 @@ def attach(
         )
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
-    peers = KVPeers(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
-    agree(statements(slots, optimizer, config), peers.rank, peers.gather_text)
-    config = _sized(config, slots, peers, max(getattr(store, "num_servers", 1), 1))
-    peers.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    backend = StoreBackend(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    agree(statements(slots, optimizer, config), backend.rank, backend.gather_text)
+    config = _sized(config, slots, backend, max(getattr(store, "num_servers", 1), 1))
+    backend.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if getattr(store, "updates", False):
-        return _in_store(optimizer, model, slots, peers, config)
+        return _in_store(optimizer, model, slots, backend, config)
     session = Session(
         model,
         slots,
         config,
-        peers=peers,
+        backend=backend,
         sync=lambda: True,
         find_unused=config.find_unused_parameters,
         static_graph=False,
-        observers=observers_of(peers, config),
+        observers=observers_of(backend, config),
     )
     why = _why_whole(optimizer, model, config)
     if why:
@@ -109,7 +109,7 @@ def _in_store(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     slots: list[Slot],
-    peers: KVPeers,
+    backend: StoreBackend,
     config: Config,
 ) -> StoreSession:
     name = type(optimizer).__name__
@@ -123,13 +123,13 @@ def _in_store(
     if strays := [slot.name for slot in slots if id(slot.parameter) not in managed]:
         raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
     session = StoreSession(
-        model, slots, optimizer, config, peers=peers, observers=observers_of(peers, config)
+        model, slots, optimizer, config, backend=backend, observers=observers_of(backend, config)
     )
-    peers.store.set_optimizer(name, **hyperparameters_of(optimizer))
+    backend.store.set_optimizer(name, **hyperparameters_of(optimizer))
     return session
 
 
-def _sized(config: Config, slots: list[Slot], peers: KVPeers, servers: int) -> Config:
+def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: int) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open; collective."""
     chunks = chunks_on_their_way(servers)
     partition_bytes = config.partition_bytes
@@ -139,7 +139,7 @@ def _sized(config: Config, slots: list[Slot], peers: KVPeers, servers: int) -> C
         seed = partition_seed_bytes(
             total_bytes=sum(slot.parameter.nbytes for slot in slots),
             overhead_s=_OVERHEAD_S,
-            bytes_per_s=push_bytes_per_s(peers, servers),
+            bytes_per_s=push_bytes_per_s(backend, servers),
             credit_partitions=2 * chunks + 2,
         )
         largest_bytes = min(_LARGEST_BYTES, config.credit_bytes or _LARGEST_BYTES)

@@ -18,7 +18,8 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.kvstore.pipes import Chunk, Pipes
 from bytesched.observe import Observers
-from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.backend import StoreBackend
+from bytesched.plugins.kvstore.training.carrier import StoreCarrier
 from bytesched.plugins.kvstore.training.standins import TakeOver, absent
 from bytesched.plugins.kvstore.training.state import (
     gathered_state,
@@ -32,6 +33,7 @@ from bytesched.plugins.layout.plan import Plan, Slot
 from bytesched.plugins.optimizer.deferred import Job
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook, gate
 from bytesched.plugins.proxies.pending import hold
+from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.hooked import HookedModel
 from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.updater import Updater
@@ -47,11 +49,11 @@ class StoreSession(HookedModel):
         slots: its parameters, in registration order, the same on all workers.
         optimizer: the user's, of which only class, hyper-parameters and ``step()`` are used.
         config: with the sizes of chunks and window.
-        peers: the workers of the store.
+        backend: the workers of the store.
     """
 
     mode = "store"
-    _peers: KVPeers
+    _backend: StoreBackend
 
     def __init__(
         self,
@@ -60,10 +62,10 @@ class StoreSession(HookedModel):
         optimizer: torch.optim.Optimizer,
         config: Config,
         *,
-        peers: KVPeers,
+        backend: StoreBackend,
         observers: Observers,
     ) -> None:
-        super().__init__(root, slots, peers, observers)
+        super().__init__(root, slots, backend, observers)
         self._slots = list(slots)
         self._optimizer = optimizer
         self._config = config
@@ -112,9 +114,9 @@ class StoreSession(HookedModel):
     def _activate(self) -> None:
         """The order is known; collective."""
         order = torch.tensor(self._first_use.order())
-        if self._peers.rank:
+        if self._backend.rank:
             order.zero_()
-        self._peers.wait(self._peers.sum(order, "order"), task="the first forward pass")
+        self._backend.wait(self._backend.sum(order, "order"), task="the first forward pass")
         plan = Plan(
             [self._slots[index] for index in order.tolist()],
             partition_bytes=self._config.partition_bytes,
@@ -124,17 +126,16 @@ class StoreSession(HookedModel):
             slot.view.copy_(slot.parameter.detach())
         for task in plan.chunks:
             buffer = plan.buffers[task.index]
-            key = self._peers.key(str(task.index), buffer)
-            self._chunks.append(Chunk(key, task, buffer, buffer))
+            key = self._backend.key(str(task.index), buffer)
+            self._chunks.append(Chunk(key, task, buffer, buffer, asked_for=(task,)))
         self._settling = Settling(plan, self._progress, self._streams, self._meter)
         self._updater = Updater(self._progress, self._streams, self._meter)
         self._pipes = Pipes(
-            self._peers.store,
+            self._backend.store,
             self._chunks,
             policy=self._config.policy,
             push_credit_bytes=self._config.credit_bytes,
             pull_credit_bytes=self._config.credit_bytes,
-            on_pushed=lambda chunk: None,
             on_pulled=self._pulled,
             on_error=self._progress.fail,
             observers=self._observers,
@@ -192,7 +193,7 @@ class StoreSession(HookedModel):
         self._settling.wait_reduced()
         self._settling.settle_all()
         if any(self._versions[slot] != slot.parameter._version for slot in plan.slots):
-            send_values(self._peers.store, plan, self._chunks)
+            send_values(self._backend.store, plan, self._chunks)
         for slot in plan.slots:
             slot.fired = 0
             slot.sending = len(slot.chunks)
@@ -223,14 +224,14 @@ class StoreSession(HookedModel):
         if self._missing:
             names = [slot.name for slot in plan.slots if not slot.fired]
             error = UnusedParameterError(
-                f"{len(names)} parameters got no gradient on worker {self._peers.rank}: "
+                f"{len(names)} parameters got no gradient on worker {self._backend.rank}: "
                 f"{', '.join(names[:5])}; a store that updates needs one for each"
             )
             self._progress.fail(error)
             raise error
         self._is_open = False
         if hyperparameters != self._hyperparameters:
-            self._peers.store.set_hyperparameters(**hyperparameters)
+            self._backend.store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
         self._progress.outstanding = len(plan.chunks)
         for bundle in plan.bundles:
@@ -243,8 +244,7 @@ class StoreSession(HookedModel):
             slot.parameter.grad = None
             hold(slot.parameter, slot.settle)
         for chunk in self._chunks:
-            for _ in chunk.push_task.members:
-                self._pipes.ask(chunk)
+            self._pipes.ask(chunk)
         self._meter.stepped(plan.nbytes)
         self._meter.step_ends()
 
@@ -268,7 +268,7 @@ class StoreSession(HookedModel):
         self.flush()
         if self.plan is None:
             return state
-        entries = gathered_state(self._peers.store, self.plan, self._chunks)
+        entries = gathered_state(self._backend.store, self.plan, self._chunks)
         return {**state, "state": numbered_state(optimizer, entries)}
 
     def _send_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -280,7 +280,7 @@ class StoreSession(HookedModel):
         self._move_state(self.plan)
 
     def _move_state(self, plan: Plan) -> None:
-        scatter_state(self._peers.store, plan, self._chunks, self._optimizer.state)
+        scatter_state(self._backend.store, plan, self._chunks, self._optimizer.state)
         self._optimizer.state.clear()
 
     # -- from outside ------------------------------------------------------------------
@@ -294,8 +294,13 @@ class StoreSession(HookedModel):
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the first forward pass; see the README for their meaning."""
-        scheduler = None if self.plan is None else self._pipes.pulls
-        return self._figures(scheduler, "each worker's own")
+        return self._figures(self._traffic(), StoreCarrier.order)
+
+    def _traffic(self) -> Traffic:
+        if self.plan is None:
+            return Traffic()
+        pulls = self._pipes.pulls
+        return Traffic(pulls.busy_ns, pulls.tasks_started, pulls.bytes_started, pulls.cpu_ns)
 
 
 def _nothing() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast
 from bytesched.plugins.c10d.group import closed_on_error, open_group
-from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.session.agree import agree, settings
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.wave.conditions import refuse_uncuttable
@@ -105,8 +105,8 @@ class ModelWaves:
         self._optimizer = optimizer
         self._update = update
         self._loss_fn = loss_fn
-        self._peers = C10dPeers(self._group, self._group)
-        self._progress = Progress(self._peers)
+        self._backend = C10dBackend(self._group, self._group)
+        self._progress = Progress(self._backend)
         self._traffic = Traffic(
             self._group,
             self.partitions,
@@ -216,7 +216,7 @@ class ModelWaves:
             return
         self._closed = True
         self._traffic.close()
-        self._peers.close()
+        self._backend.close()
         self._observers.close()
 
     def _train(self, inputs: Tensor, targets: Any) -> Tensor:

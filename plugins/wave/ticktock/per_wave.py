@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from time import perf_counter_ns
 from typing import Final
 
 import torch
@@ -13,19 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.core import SchedulerCore
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast, find_ddp
 from bytesched.plugins.c10d.group import closed_on_error, open_group
-from bytesched.plugins.c10d.peers import C10dPeers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan, Slot
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import streams_for
 from bytesched.policy import named_policy
-from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.trace.observers import observers_of
+from bytesched.tunable import Setting
 
 __all__ = ["PerWaveGradients"]
 
@@ -80,26 +78,23 @@ class PerWaveGradients:
             if ddp is None:
                 broadcast(data, model)
             self.observers = observers_of(control, config)
-        partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        largest_bytes = config.credit_bytes or _PARTITION_BYTES
+        partition_bytes = config.partition_bytes or min(_PARTITION_BYTES, largest_bytes)
         self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
-        self._peers = C10dPeers(data, control)
-        self._progress = Progress(self._peers)
+        self._backend = C10dBackend(data, control)
+        self._progress = Progress(self._backend)
         self._streams = streams_for(device, self._progress.fail)
-        packer = Packer(self._plan, self._peers.divisor, config.compression)
-        self._agreement = self._peers.agreement(self._plan.chunks, config)
         credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
-        self._scheduler = Scheduler(
-            SchedulerCore(
-                self._agreement.queue(), credit_bytes=self._agreement.window_bytes(credit_bytes)
-            ),
-            self._peers.transport(packer, self._streams),
-            announce=self._agreement.announce,
-            on_finish=self._on_finish,
-            on_error=self._progress.fail,
+        self._carrier = self._backend.carrier(
+            self._plan,
+            Packer(self._plan, self._backend.divisor, config.compression),
+            self._streams,
+            Setting(partition_bytes, credit_bytes, config.policy, config.order),
+            reduced=self._reduced,
+            failed=self._progress.fail,
             observers=self.observers,
         )
-        self._progress.story = self._scheduler.core.story
-        self._agreement.bind(self._scheduler)
+        self._progress.story = self._carrier.story
         #: a chunk may have gradients of two waves, which arrive in two threads
         self._lock = threading.Lock()
         self._waves_left = 0
@@ -129,7 +124,7 @@ class PerWaveGradients:
             flags[first : first + len(used)] = torch.tensor(used, dtype=flags.dtype)
             self._waves_left -= 1
             if not self._waves_left and chunk.notify_ready():
-                self._streams.backward_done(chunk, self._computed)
+                self._streams.backward_done(chunk, self._carrier.submit)
 
     def fail(self, error: BaseException) -> None:
         self._progress.fail(error)
@@ -150,9 +145,8 @@ class PerWaveGradients:
             return
         self._closed = True
         self._streams.close()
-        self._scheduler.close()
-        self._agreement.close()
-        self._peers.close()
+        self._carrier.close()
+        self._backend.close()
 
     def _all(self) -> itertools.chain[Slot]:
         return itertools.chain.from_iterable(self._slots)
@@ -165,18 +159,10 @@ class PerWaveGradients:
         with self._lock:
             for chunk in slot.chunks:
                 if chunk.notify_ready():
-                    self._streams.backward_done(chunk, self._computed)
+                    self._streams.backward_done(chunk, self._carrier.submit)
 
-    def _computed(self, chunk: CommTask) -> None:
-        self._agreement.ready()
-        self._scheduler.notify_ready(chunk)
-        if self.observers:
-            self.observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
-
-    def _on_finish(self, chunk: CommTask) -> None:
-        """The scheduler's thread."""
+    def _reduced(self, chunk: CommTask) -> None:
+        """A thread of the carrier."""
         with self._progress.changed:
-            if self._progress.outstanding == 1:
-                self._agreement.round_ends()
             self._progress.outstanding -= 1
             self._progress.notify()

@@ -81,7 +81,7 @@ def test_no_two_chunks_have_the_same_factors() -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     import torch
 
-    from bytesched.plugins.horovod.peers import _unfused
+    from bytesched.plugins.horovod.wire import _unfused
 
     def in_the_end(index: int, factor: float, size: int) -> float:
         before, after = _unfused(index, torch.float32, (1 / factor, factor), size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bytesched.plugins.horovod.held import Held
+from bytesched.plugins.horovod.wire import Held
 
 
 def owners(tensor: Any) -> int:

@@ -12,7 +12,7 @@ from bytesched.config import Config
 from bytesched.kvstore import Key, LocalKVStore
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.plugins.kvstore.training import begin as kvstore_training
-from bytesched.plugins.kvstore.training.peers import KVPeers
+from bytesched.plugins.kvstore.training.backend import StoreBackend
 from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 
 PAGE_BYTES = 4096
@@ -26,7 +26,7 @@ def sizes(
     class Spread(LocalKVStore):
         num_servers = servers
 
-    def rate(peers: KVPeers, servers: int) -> float:
+    def rate(peers: StoreBackend, servers: int) -> float:
         assert bytes_per_s, "the store was probed"
         return bytes_per_s
 
@@ -94,7 +94,7 @@ def test_workers_measure_one_rate_and_delete_the_probes(servers: int) -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> float:
-        peers = KVPeers(Watched(views[rank]), name="s", timeout_s=TIMEOUT_S)
+        peers = StoreBackend(Watched(views[rank]), name="s", timeout_s=TIMEOUT_S)
         return push_bytes_per_s(peers, servers)
 
     first, second = together(measure)
@@ -117,7 +117,7 @@ def test_a_store_that_keeps_its_keys_can_be_measured_twice() -> None:
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
     def measure(rank: int) -> list[float]:
-        peers = KVPeers(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
+        peers = StoreBackend(Keeping(views[rank]), name="s", timeout_s=TIMEOUT_S)
         return [push_bytes_per_s(peers, 1) for _ in range(2)]
 
     first, second = together(measure)

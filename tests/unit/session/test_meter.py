@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bytesched.observe import Observers
+from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
 
 
@@ -32,6 +33,6 @@ def test_nothing_to_gain_is_said_once(
 
 
 def test_the_share_that_crossed() -> None:
-    figures = steps(250, 4).figures(None)
+    figures = steps(250, 4).figures(Traffic())
     assert figures["barrier_crossed_steps"] == 4
     assert figures["barrier_crossed_pct"] == 25.0

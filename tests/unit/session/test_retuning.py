@@ -9,6 +9,7 @@ import torch
 from fake_cuda import WORK_S, fake_cuda
 
 from bytesched.observe import Observers
+from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.streams import CudaStreams, Streams
 from bytesched.tunable import RunFacts, Setting, Steps, Word
@@ -39,8 +40,8 @@ def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
     changing = mock.Mock(is_applied=lambda setting: True)
     alone = Retuning(tuner, mock.Mock(rank=0), torch.device("cpu"), streams, changing)
     alone.begin(mock.Mock(), UNTUNED)
-    scheduler = mock.Mock(busy_ns=0, bytes_started=0, tasks_started=0)
-    alone.activate(mock.Mock(chunks=[]), mock.Mock(), scheduler, observers, lambda: None)
+    carrier = mock.Mock(traffic=Traffic())
+    alone.activate(mock.Mock(chunks=[]), mock.Mock(), carrier, observers, lambda: None)
     return alone
 
 

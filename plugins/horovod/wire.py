@@ -1,9 +1,8 @@
-"""Horovod as what carries a session: its all-reduce, its negotiation, its errors."""
+"""Operations of Horovod: how they are named, scaled, held, awaited, and how they fail."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import re
 import time
@@ -15,22 +14,12 @@ from zlib import crc32
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor
 
-from bytesched.config import Config
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
-from bytesched.plugins.horovod.held import Held
-from bytesched.plugins.horovod.order import Negotiated
-from bytesched.plugins.horovod.transport import HorovodTransport
-from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.session.peers import Agreement
-from bytesched.plugins.session.retuning import WORD
-from bytesched.plugins.session.streams import Streams
-from bytesched.plugins.session.warmup import WARM_UP
 from bytesched.task import CommTask
 
-__all__ = ["HorovodFailed", "HorovodPeerLost", "HorovodPeers", "HorovodTimeout"]
-
-log = logging.getLogger("bytesched")
+__all__ = ["Held", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Wire"]
 
 #: between two looks at an operation that the user's thread waits for; each nap is so much longer
 #: than the one before, so that one that takes a millisecond is not found half a millisecond late
@@ -57,8 +46,8 @@ class HorovodPeerLost(PeerLost, HorovodInternalError):  # type: ignore[misc]
     """Another rank is gone, has failed, or has given up."""
 
 
-class HorovodPeers:
-    """The ranks of a process set (see peers.Peers).
+class Wire:
+    """What one session announces to Horovod.
 
     Args:
         process_set: the ranks.
@@ -67,14 +56,6 @@ class HorovodPeers:
         name: of the session, the same on all ranks, unique in this job.
         timeout_s: of every wait.
     """
-
-    #: sending averages
-    divisor = 1
-    #: its one thread negotiates what is next when it has reduced what was ready
-    hides_overhead = False
-    backend = "horovod"
-    knobs = frozenset({"partition_bytes", "credit_bytes", "policy"})
-    replayed: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -93,20 +74,19 @@ class HorovodPeers:
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._name = name
         self._keys: dict[str, int] = {}
-        #: those of the session's plan, a list that holds others after a new cut
-        self._chunks: Sequence[CommTask] = ()
-        #: rank 0 has a word between two steps
-        self._tuned = False
         #: indices of the chunks that this rank has announced and that are not reduced
         self._announced: set[int] = set()
-        self._aborted = False
         self._held = Held()
         #: where its indices begin, so that chunks of two sessions differ as well
         self._first = crc32(name.encode()) % 1024 << 12
-        # - with the transport
-        self._packer: Packer
+        #: what the other ranks wait for
+        self._expected: Sequence[CommTask] = ()
+        self._dtype_of: Callable[[CommTask], torch.dtype]
+        #: this rank has given up, and announces chunks in a shape that no other rank has
+        self._is_over = False
 
-    def sum(self, tensor: torch.Tensor, key: str) -> int:
+    def sum(self, tensor: Tensor, key: str) -> int:
+        """Announces the sum of ``tensor``, in place, under ``key``."""
         name = f"{self._name}.{key}"
         self._held.hold(key, tensor)
         if not tensor.is_floating_point():
@@ -116,12 +96,19 @@ class HorovodPeers:
             tensor, name, hvd.Sum, _unfused(self._first + index, tensor.dtype, (1.0, 1.0), 1)
         )
 
-    def reduce(self, chunk: CommTask, packed: torch.Tensor) -> int:
+    def reduce(self, chunk: CommTask, packed: Tensor) -> int:
+        """Announces ``chunk``, whose gradients are in ``packed``."""
         self._announced.add(chunk.index)
         divisor = self.size if self._op == hvd.Average else 1
         scale = _unfused(self._first + chunk.index, packed.dtype, self._scale, divisor)
         self._held.hold(chunk.index, packed)
         return self._start(packed, self.chunk_name(chunk), self._op, scale)
+
+    def reduced(self, chunk: CommTask) -> None:
+        """``chunk`` is no longer under way."""
+        self._announced.discard(chunk.index)
+        if self._is_over:
+            self._announce_end(chunk)
 
     def chunk_name(self, chunk: CommTask) -> str:
         """What Horovod calls ``chunk``; a chunk of another cut has another name or is the same."""
@@ -134,25 +121,16 @@ class HorovodPeers:
         texts = self._gather(mine, f"{self._name}.{key}")
         return [part.numpy().tobytes().decode() for part in texts.split(sizes.tolist())]
 
-    def _gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def _gather(self, tensor: Tensor, name: str) -> Tensor:
         try:
             work = hvd.allgather_async(tensor, name=name, process_set=self._process_set)
         except HorovodInternalError as error:
             raise self.error(error, task=name) from error
-        gathered: torch.Tensor = self.wait(work, task=name)
+        gathered: Tensor = self.wait(work, task=name)
         return gathered
 
-    def clock_offset_ns(self) -> int:
-        """What must be added to this host's wall clock to read rank 0's; collective."""
-        for _ in range(3):
-            # The last one ends at nearly the same moment everywhere.
-            self.wait(self.sum(torch.zeros(1, device="cpu"), "clock"), task="comparing clocks")
-        mine_ns = time.time_ns()
-        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
-        self.wait(self.sum(leaders, "clock of rank 0"), task="comparing clocks")
-        return int(leaders.item()) - mine_ns
-
-    def wait(self, work: Any, *, task: str = "") -> Any:
+    def wait(self, work: int, *, task: str = "") -> Any:
+        """The tensor that ``work`` made, when it has; naps meanwhile."""
         deadline = time.monotonic() + self.timeout_s
         nap_s = _SHORTEST_NAP_S
         while not self.is_done(work):
@@ -186,12 +164,6 @@ class HorovodPeers:
             raise self.error(ValueError("its handle has been cleared"), task=task)
         return output
 
-    def reduced(self, chunk: CommTask) -> None:
-        """``chunk`` is no longer under way."""
-        self._announced.discard(chunk.index)
-        if self._aborted:
-            self._announce_end(chunk)
-
     def error(self, cause: BaseException, *, task: str = "") -> TransportError:
         """``cause`` as an error of ours, still one of Horovod's."""
         text = str(cause)
@@ -215,42 +187,42 @@ class HorovodPeers:
             what = f"another rank is gone ({text.strip()}); see its own log for the reason"
         return kind(what, task=task, rank=self.rank)
 
-    def transport(self, packer: Packer, streams: Streams) -> HorovodTransport:
-        self._packer = packer
-        return HorovodTransport(self, packer, streams)
-
     def let_go(self) -> None:
         """Nothing is under way: what was sent so far is the caller's alone."""
         self._held = Held()
 
-    def agreement(self, chunks: Sequence[CommTask], config: Config) -> Agreement:
-        self.let_go()
-        self._chunks = chunks
-        self._tuned = config.tune
-        return Negotiated(self, self._packer, chunks, config)
+    def expect(
+        self, chunks: Sequence[CommTask], dtype_of: Callable[[CommTask], torch.dtype]
+    ) -> None:
+        """The other ranks wait for these in every round; a list that may hold others later."""
+        self._expected = chunks
+        self._dtype_of = dtype_of
 
-    def timeout(self, message: str, story: Callable[[], str]) -> SchedulerTimeout:
-        return HorovodTimeout(message, rank=self.rank, story=story().splitlines())
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing that was announced is under way."""
+        return not self._announced
 
-    def leave_note(self, text: str) -> None:
-        log.error("rank %d gives up: %s", self.rank, text)
+    def give_up(self, keys: Sequence[str]) -> None:
+        """What the other ranks wait for ends in errors everywhere. Idempotent, any thread.
 
-    def abort(self) -> None:
-        # Horovod itself is not ours to stop. But announcing a chunk in a shape that no other
-        # rank has makes it an error on every rank, as soon as all have announced it.
-        if self._aborted:
+        Horovod itself is not ours to stop. But announcing a chunk in a shape that no other rank
+        has makes it an error on every rank, as soon as all have announced it.
+
+        Args:
+            keys: of sums of whole numbers that the others may wait for.
+        """
+        if self._is_over:
             return
-        self._aborted = True
-        if not self._chunks:
-            self._announce_nothing(f"{self._name}.{WARM_UP}", torch.int64)
-        if self._tuned:
-            self._announce_nothing(f"{self._name}.{WORD}", torch.int64)
-        for chunk in self._chunks:
+        self._is_over = True
+        for key in keys:
+            self._announce_nothing(f"{self._name}.{key}", torch.int64)
+        for chunk in self._expected:
             if chunk.index not in self._announced:
                 self._announce_end(chunk)
 
     def _announce_end(self, chunk: CommTask) -> None:
-        self._announce_nothing(self.chunk_name(chunk), self._packer.memory(chunk).dtype)
+        self._announce_nothing(self.chunk_name(chunk), self._dtype_of(chunk))
 
     def _announce_nothing(self, name: str, dtype: torch.dtype) -> None:
         nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
@@ -258,12 +230,7 @@ class HorovodPeers:
         with contextlib.suppress(HorovodInternalError, ValueError):
             self._start(nothing, name, hvd.Sum, (1.0, 1.0))
 
-    def close(self) -> None:
-        if self._announced:
-            # A backward pass was interrupted, and the other ranks wait for the rest of it.
-            self.abort()
-
-    def _start(self, tensor: torch.Tensor, name: str, op: int, scale: tuple[float, float]) -> int:
+    def _start(self, tensor: Tensor, name: str, op: int, scale: tuple[float, float]) -> int:
         handle: int = hvd.allreduce_async_(
             tensor,
             name=name,
@@ -293,3 +260,38 @@ def _unfused(
     other = after + 2 * index * math.ulp(after)
     same = c_float(other / divisor).value == c_float(after / divisor).value
     return before, other if same else after
+
+
+class Held:
+    """Tensors under keys, the latest for each, held by more than their Python objects.
+
+    Who lets go of a tensor that only its Python object holds besides needs the interpreter's lock
+    (torch 2.10 and later, c10/util/intrusive_ptr.h). Horovod's thread lets go of everything that
+    was announced when it shuts down, with its queue locked, where a thread that has that lock may
+    be about to announce something: both would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int | str, tuple[Tensor, Tensor]] = {}
+
+    def hold(self, key: int | str, tensor: Tensor) -> None:
+        """From now on ``tensor`` is held under ``key``, and what was before is not."""
+        held = self._held.get(key)
+        if held is None or held[0] is not tensor:
+            self._held[key] = tensor, _holder(tensor)
+
+
+class _Hold(torch.autograd.Function):
+    """What autograd saves is held by the node that saved it, without Python."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
+
+
+def _holder(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        held: Tensor = _Hold.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+    return held

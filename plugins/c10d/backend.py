@@ -1,0 +1,103 @@
+"""torch.distributed as the backend of a session: process groups of our own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bytesched.errors import SchedulerTimeout
+from bytesched.observe import Observers
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.order import FollowingOrder, LeadingOrder, replayed_orders
+from bytesched.plugins.c10d.transport import C10dTransport
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.session.carrier import Carrier
+from bytesched.plugins.session.scheduled import Ordering, ScheduledCarrier
+from bytesched.plugins.session.streams import Streams
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+__all__ = ["C10dBackend"]
+
+log = logging.getLogger("bytesched")
+
+
+class C10dBackend:
+    """The ranks of a process group (see backend.Backend).
+
+    Args:
+        data: the group that gradients travel on.
+        control: the group that the leader's order travels on.
+        buffers: the group that buffers travel on, if there are any.
+    """
+
+    hides_overhead = True
+    knobs = frozenset({"partition_bytes", "credit_bytes", "policy", "order"})
+
+    def __init__(self, data: Group, control: Group, buffers: Group | None = None) -> None:
+        self.rank = data.rank
+        self.size = self.divisor = data.size
+        self.timeout_s = data.timeout_s
+        self.wire: str = data.backend.name()
+        self.replayed = replayed_orders(data.size)
+        self._data = data
+        self._control = control
+        self._groups = (data, control) if buffers is None else (data, control, buffers)
+
+    def sum(self, tensor: torch.Tensor, key: str) -> Any:
+        return self._data.backend.allreduce([tensor])
+
+    def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
+        return self._data.backend.allreduce([packed])
+
+    def wait(self, work: Any, *, task: str = "") -> None:
+        self._data.wait(work, task=task)
+
+    def carrier(
+        self,
+        plan: Plan,
+        packer: Packer,
+        streams: Streams,
+        setting: Setting,
+        *,
+        reduced: Callable[[CommTask], None],
+        failed: Callable[[BaseException], None],
+        observers: Observers,
+    ) -> Carrier:
+        ordering: Ordering
+        if self.rank == 0:
+            ordering = LeadingOrder(self._control, len(plan.chunks), setting)
+        else:
+            ordering = FollowingOrder(self._control, len(plan.chunks))
+        return ScheduledCarrier(
+            plan.chunks,
+            C10dTransport(self._data, packer, streams),
+            ordering,
+            credit_bytes=setting.credit_bytes,
+            reduced=reduced,
+            failed=failed,
+            observers=observers,
+        )
+
+    def timeout(self, message: str, story: Callable[[], str]) -> SchedulerTimeout:
+        return SchedulerTimeout(
+            message + self._data.note(), rank=self.rank, story=story().splitlines()
+        )
+
+    def leave_note(self, text: str) -> None:
+        self._data.leave_note(text)
+
+    def abort(self) -> None:
+        for group in self._groups:
+            try:
+                group.abort()
+            except Exception:
+                log.exception("%s could not be broken", group.name)
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
