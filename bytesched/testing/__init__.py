@@ -1,15 +1,22 @@
 """Fakes for every seam, and suites that any implementation must pass.
 
-Free of frameworks, of pytest too: the suites are classes with ``test_`` methods.
+Free of pytest: the suites are classes with ``test_`` methods. `Loopback` needs torch, and is
+imported when it is first asked for.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bytesched.link.simulation import LinkTransport, ManualClock, SimulatedIteration, simulate
 from bytesched.testing.fakes import FakeTransport, FaultPlan
 from bytesched.testing.kvstore import KVStoreContract
 from bytesched.testing.plugin import STATS, PluginContract, TrainingRun
 from bytesched.testing.transport import Contract, TransportContract
+
+if TYPE_CHECKING:
+    from bytesched.plugins.session.loopback import Loopback
 
 __all__ = [
     "STATS",
@@ -18,6 +25,7 @@ __all__ = [
     "FaultPlan",
     "KVStoreContract",
     "LinkTransport",
+    "Loopback",
     "ManualClock",
     "PluginContract",
     "SimulatedIteration",
@@ -25,3 +33,9 @@ __all__ = [
     "TransportContract",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Loopback":
+        return import_module("bytesched.plugins.session.loopback").Loopback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
