@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bytesched.testing import Loopback
 
 STEPS = 6
 #: far below the size of one layer, so that every layer is cut
-SMALL = {"partition_bytes": 256, "credit_bytes": 512}
+SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
