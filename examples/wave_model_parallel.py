@@ -1,4 +1,4 @@
-"""A model that no rank holds as a whole: its partitions visit every rank, which keeps its batch.
+"""A model that no rank holds as a whole: its stages visit every rank, which keeps its batch.
 
 torchrun --nproc-per-node 4 examples/wave_model_parallel.py
 """

@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="layers that the emulated device computes at a time (%(default)s)",
     )
-    model = kinds.add_parser("model", help="partitions that travel, against pipelines")
+    model = kinds.add_parser("model", help="stages that travel, against pipelines")
     model.add_argument(
         "--activation-bytes",
         type=int,

@@ -67,7 +67,7 @@ def open_session(
     Args:
         root: the module whose call is a forward pass.
         named: the parameters that are on this place.
-        everyone: the group of all ranks: if it loses one, nobody waits for that.
+        everyone: the group of all ranks: if it loses one, no rank waits for that one.
         store: of all ranks.
     """
     label = f"{name}.{place.first}-{place.width}"
@@ -120,10 +120,10 @@ def made_on_all_ranks(group: Group, make: Callable[[], T], what: str) -> T:
         made = make()
     except Exception as raised:  # noqa: BLE001 - raised below
         error = raised
-    said = group.gather_text(what, "" if error is None else f"{type(error).__name__}: {error}")
+    texts = group.gather_text(what, "" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(texts):
         if text:
             raise PluginError(f"rank {rank} could not make {what}: {text}")
     return made

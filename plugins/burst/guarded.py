@@ -14,7 +14,7 @@ __all__ = ["GuardedStore"]
 
 
 class GuardedStore(distributed_c10d.Store):
-    """A store by which some ranks connect, while ``lost`` knows of an error of any.
+    """A store by which some ranks connect, which ends with the error that ``lost`` returns.
 
     Gloo waits in it for the address of every other rank, and cannot be interrupted.
     """
@@ -32,7 +32,7 @@ class GuardedStore(distributed_c10d.Store):
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: str) -> None:
-        """Tells all ranks."""
+        """Sets ``key`` for all ranks."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:

@@ -46,7 +46,7 @@ def samples_at(place: Place, device: int, batch: int) -> range:
 
 @dataclass(eq=False)
 class Move:
-    """One way of samples, on one rank: what it sends to whom, and gets from whom."""
+    """One way of samples, on one rank: what it sends to which rank, and gets from which."""
 
     name: str
     #: on all ranks; also the tag of its messages
@@ -69,7 +69,7 @@ class Move:
     def between(
         cls, source: Place, target: Place, batch: int, rank: int, *, name: str, index: int
     ) -> Move:
-        """The part of `rank` in bringing a batch from one place to another."""
+        """What `rank` does to bring a batch from one place to another."""
         before = {s: i for i, s in enumerate(samples_at(source, rank, batch))}
         after = {s: i for i, s in enumerate(samples_at(target, rank, batch))}
         sends: dict[int, list[int]] = {}
@@ -99,7 +99,7 @@ class Move:
         return sample_bytes * sum(len(positions) for positions in places)
 
 
-#: a move's task, its messages with their peers, and who is to be told
+#: a move's task, its messages with their peers, and what is called at their end
 _Sent = tuple[CommTask, list[tuple[Any, int]], Done]
 
 
@@ -107,8 +107,8 @@ class Moves:
     """All moves of this rank, on a group of their own.
 
     Args:
-        group: nobody else issues on it.
-        observers: told about queue, send and wait spans.
+        group: used for nothing else.
+        observers: of queue, send and wait spans.
     """
 
     def __init__(self, group: Group, observers: Observers) -> None:

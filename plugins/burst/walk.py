@@ -43,7 +43,7 @@ class Walk:
         """The outputs of the samples that this rank has at the last layer."""
         batch = len(inputs)
         items = list(items_of(self._model, self._plan, ""))
-        # Ranks that do not run a layer have to know what it gives, which changes with its inputs.
+        # A rank needs the shape of what other ranks' layers give, which changes with the inputs.
         sample = inputs.shape[1:], inputs.dtype
         self._shapes = self._known_shapes.get(sample, {})
         if not self._shapes:

@@ -1,12 +1,12 @@
 """Waves: several batches under way at once, staggered, so that what one leaves idle another uses.
 
 After Wavelet (Wang et al., MLSys 2021). ``TickTock`` overlaps the waves of one rank, data-parallel.
-In ``ModelWaves`` every rank is a wave, and the partitions of the model come to it one by one.
+In ``ModelWaves`` every rank is a wave, and the stages of the model come to it one by one.
 """
 
 from __future__ import annotations
 
-from bytesched.plugins.wave.partitions.model_waves import ModelWaves
+from bytesched.plugins.wave.stages.model_waves import ModelWaves
 from bytesched.plugins.wave.ticktock.activations import ActivationMemory
 from bytesched.plugins.wave.ticktock.ticktock import TickTock
 

@@ -73,7 +73,7 @@ def why_accumulate(ddp: nn.parallel.DistributedDataParallel | None) -> str:
     if ddp is not None and ddp.static_graph:
         return "DDP with static_graph counts the backward passes of all waves"
     if ddp is not None and ddp.find_unused_parameters:
-        return "DDP with find_unused_parameters knows only what the last wave uses"
+        return "DDP with find_unused_parameters looks only at what the last wave uses"
     return ""
 
 
@@ -95,16 +95,16 @@ def _cores() -> int:
 
 
 def refuse_uncuttable(model: nn.Sequential, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    """Raises PluginError for a chain that cannot travel in partitions."""
+    """Raises PluginError for a chain that cannot travel in stages."""
     if not isinstance(model, nn.Sequential) or len(model) < ranks:
         raise PluginError(
-            f"the model is cut into {ranks} partitions: it has to be an nn.Sequential of at least "
+            f"the model is cut into {ranks} stages: it has to be an nn.Sequential of at least "
             "so many layers"
         )
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
     if elsewhere:
         raise PluginError(
-            f"the model is on {', '.join(sorted(elsewhere))}: partitions travel between hosts' "
+            f"the model is on {', '.join(sorted(elsewhere))}: stages travel between hosts' "
             "memories over Gloo, so it has to be on the CPU"
         )
     held = {id(parameter) for parameter in model.parameters()}
@@ -125,4 +125,6 @@ def refuse_uncuttable(model: nn.Sequential, optimizer: torch.optim.Optimizer, ra
         for parameter in layer.parameters():
             other = seen.setdefault(id(parameter), name)
             if other != name:
-                raise PluginError(f"layers {other} and {name} share a parameter: they cannot part")
+                raise PluginError(
+                    f"layers {other} and {name} share a parameter, and may be in different stages"
+                )

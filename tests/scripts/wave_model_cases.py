@@ -19,14 +19,14 @@ from wave_cases import CLASSES, WIDTH, batch_of
 
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.wave import ModelWaves
-from bytesched.plugins.wave.partitions.senders import Senders
+from bytesched.plugins.wave.stages.senders import Senders
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
 STEPS = 4
 #: some steps have larger gradients
 MOST_NORM = 0.2
-# Far below the size of a layer, so that every partition travels in many pieces.
+# Far below the size of a layer, so that every stage travels in many chunks.
 SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
 
 
@@ -92,9 +92,9 @@ def model_waves_equal() -> tuple[list[str], dict[str, Any]]:
         wrong.append("output")
     found = waves.state_dict()
     wrong += [name for name in expected if not torch.equal(expected[name], found[name])]
-    away = [p.index for p in waves.partitions if p.present]
+    away = [p.index for p in waves.stages if p.present]
     if away != [rank]:
-        wrong.append(f"partitions {away} are here after the step")
+        wrong.append(f"stages {away} are here after the step")
     figures = waves.stats()
     waves.close()
     return wrong, figures
@@ -257,7 +257,7 @@ def dies_while_it_receives() -> None:
         die_at("sending")
     width = 1 << 12
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
-    # Each partition is one message, which takes long.
+    # Each stage is one message, which takes long.
     fields: dict[str, Any] = {"partition_bytes": 2**28, "timeout_s": 300.0}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     waves = ModelWaves(model, optimizer, functional.mse_loss, torch.ones(1, width), **fields)

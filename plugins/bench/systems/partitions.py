@@ -1,4 +1,4 @@
-"""Model parallelism, measured: partitions that travel, against activations that do."""
+"""Model parallelism, measured: stages that travel, against activations that do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bytesched.bench.profile import parse_profile
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer
 from bytesched.plugins.bench.workloads.emulated import EmulatedModel
 from bytesched.plugins.bench.workloads.models import CLASSES, IMAGE_SIZE, vgg
-from bytesched.plugins.wave.partitions.cutting import balanced, layer_times_s
-from bytesched.plugins.wave.partitions.model_waves import ModelWaves
+from bytesched.plugins.wave.stages.cutting import balanced, layer_times_s
+from bytesched.plugins.wave.stages.model_waves import ModelWaves
 
 __all__ = ["SYSTEMS", "measure"]
 

@@ -16,7 +16,7 @@ class ActivationMemory:
 
     Storages are counted once, however many tensors share them; those of ``parameters`` are not.
     ``live_bytes`` is what is saved now, ``peak_bytes`` the most that ever was. On a GPU,
-    ``torch.cuda.max_memory_allocated`` says more.
+    ``torch.cuda.max_memory_allocated`` shows more.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:

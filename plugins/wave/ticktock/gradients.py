@@ -40,7 +40,7 @@ class Gradients(Protocol):
         """The backward pass of ``wave`` is over: it has no further gradients."""
 
     def fail(self, error: BaseException) -> None:
-        """A wave failed: whoever waits for it gets ``error``."""
+        """A wave failed: waits for it raise ``error``."""
 
     def finish(self) -> None:
         """All waves are over; on return every parameter has its gradient."""
@@ -53,8 +53,8 @@ class JoinedGradients:
     """Adds up each parameter's gradients in the order of the waves, as accumulation does.
 
     A wave leaves its sum for the next one, which waits for it, parameter by parameter. A wave
-    waits only for those before it, so somebody always goes on. In the last wave the sum takes the
-    place of the gradient before it is accumulated: hooks, DDP's and bytesched's too, see one
+    waits only for those before it, so one of them always goes on. In the last wave the sum takes
+    the place of the gradient before it is accumulated: hooks, DDP's and bytesched's too, see one
     backward pass with the gradients of all waves.
 
     Args:
@@ -92,7 +92,7 @@ class JoinedGradients:
 
     def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         if wave == self._last and not self._seen[wave]:
-            # Before the callbacks of those who send: they look at what has no gradient.
+            # Before the callbacks of what sends, which look for parameters without a gradient.
             Variable._execution_engine.queue_callback(self._add_the_rest)
         self._seen[wave].add(index)
         total = gradient
@@ -136,7 +136,7 @@ class JoinedGradients:
                 if earlier is not None:
                     self._lanes.take(*earlier)
                     parameter.grad = earlier[0].clone()
-                    # As autograd does when it has accumulated: those who send must know.
+                    # As autograd does when it has accumulated: these hooks send.
                     for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
                         hook(parameter)
 

@@ -99,7 +99,7 @@ class Passes:
         began_ns = perf_counter_ns()
         self._here.wave = wave
         try:
-            # In this thread, on a GPU as well: gradients tell their wave by it, and one that
+            # In this thread, on a GPU as well: a gradient's wave is found by it, and one that
             # waits for another wave must not hold up that wave.
             with self._lanes.backward(wave), torch.autograd.set_multithreading_enabled(False):
                 if wave == self._last and self._gradients.last_is_whole:

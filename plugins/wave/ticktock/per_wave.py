@@ -58,7 +58,7 @@ class PerWaveGradients:
         waves: int,
         config: Config,
     ) -> None:
-        # Before the first group: a name that is not known would leave it open.
+        # Before the first group: an unknown name would leave it open.
         named_policy(config.policy)
         self._parameters = [parameter for _, parameter in named]
         self._slots = [

@@ -25,7 +25,7 @@ class Lanes:
         return nullcontext()
 
     def give(self) -> torch.cuda.Event | None:
-        """What must be waited for by who reads a gradient queued on the current stream."""
+        """What has to be waited for before reading a gradient queued on the current stream."""
         return None
 
     def take(self, gradient: torch.Tensor, given: torch.cuda.Event | None) -> None:
@@ -34,7 +34,7 @@ class Lanes:
     def end(self) -> None:
         """All waves are queued: the current stream goes on after them."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for all that is queued, so that a step can be timed."""
 
 
@@ -80,7 +80,7 @@ class CudaLanes(Lanes):
         for stream in self._streams:
             current.wait_stream(stream)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
 

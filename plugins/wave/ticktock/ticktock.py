@@ -88,7 +88,7 @@ class TickTock:
         config = Config.load(**fields)
         session = session_of(optimizer)
         if session is None:
-            # Else bytesched.wrap has been told a level.
+            # Else bytesched.wrap has set a level.
             show(config.log_level, this_rank())
         # Per wave nothing but ours sends: where that is off, whatever else there is does.
         self._per_wave = sync == "per-wave" and config.enabled and world_size() > 1
@@ -169,14 +169,14 @@ class TickTock:
             )
         undecided = self._trial.overlap is None
         if undecided:
-            self._lanes.settle()
+            self._lanes.synchronize()
         began_s = perf_counter()
         self._optimizer.zero_grad()
         if self._accumulates:
             losses = self._accumulate(forwards)
         else:
             if self._per_wave and self._ddp is not None:
-                # Under no_sync DDP would never make rank 0's buffers everybody's.
+                # Under no_sync DDP would never give rank 0's buffers to all ranks.
                 self._ddp.require_forward_param_sync = True
             losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
         if self._update is None:
@@ -184,7 +184,7 @@ class TickTock:
         else:
             self._update()
         if undecided:
-            self._lanes.settle()
+            self._lanes.synchronize()
             self._trial.add(perf_counter() - began_s)
         self._steps += 1
         if self._observers and self._owns_observers:

@@ -21,9 +21,9 @@ from wave_model_cases import (
     user_error,
 )
 
-from bytesched.plugins.wave.partitions.cutting import balanced, layer_times_s
-from bytesched.plugins.wave.partitions.partition import Partition
-from bytesched.plugins.wave.partitions.routes import Cargo, sends, source, visits
+from bytesched.plugins.wave.stages.cutting import balanced, layer_times_s
+from bytesched.plugins.wave.stages.routes import Cargo, sends, source, visits
+from bytesched.plugins.wave.stages.stage import Stage
 
 
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
@@ -66,7 +66,7 @@ def test_layers_that_work_in_place_can_be_measured() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_every_partition_reaches_every_rank_and_every_gradient_its_home(ranks: int) -> None:
+def test_every_stage_reaches_every_rank_and_every_gradient_its_home(ranks: int) -> None:
     routes = {(rank, route) for rank in range(ranks) for route in sends(rank, ranks)}
     for rank, (cargo, k) in itertools.product(range(ranks), visits(ranks)):
         origin = source(rank, cargo, k, ranks)
@@ -80,7 +80,7 @@ def test_every_partition_reaches_every_rank_and_every_gradient_its_home(ranks: i
     assert home == {(ranks - 1, k, k) for k in range(ranks - 1)}
 
 
-def test_partition_comes_back_for_what_autograd_saved() -> None:
+def test_stage_comes_back_for_what_autograd_saved() -> None:
     """Its memory is given back between forward and backward, and written anew."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -89,26 +89,26 @@ def test_partition_comes_back_for_what_autograd_saved() -> None:
     expected = [x.grad, *(p.grad for p in module.parameters())]
     x.grad = None
     module.zero_grad()
-    partition = Partition(1, module, is_home=False)
+    stage = Stage(1, module, is_home=False)
     weights = [torch.randn(0)]
     assert all(p.shape == weights[0].shape for p in module.parameters())
     torch.manual_seed(0)
-    twin = Partition(0, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), is_home=True)
-    partition.come()
-    partition.flat.copy_(twin.flat)
+    twin = Stage(0, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), is_home=True)
+    stage.come()
+    stage.flat.copy_(twin.flat)
     y = module(x)
-    partition.leave()
-    assert partition.flat.untyped_storage().nbytes() == 0
-    partition.come()
-    partition.flat.copy_(twin.flat)
+    stage.leave()
+    assert stage.flat.untyped_storage().nbytes() == 0
+    stage.come()
+    stage.flat.copy_(twin.flat)
     y.sum().backward()
     found = [x.grad, *(p.grad for p in module.parameters())]
     for a, b in zip(expected, found, strict=True):
         assert a is not None
         assert b is not None
         assert torch.equal(a, b)
-    flat = partition.take_gradients()
-    assert flat.numel() == partition.flat.numel()
+    flat = stage.take_gradients()
+    assert flat.numel() == stage.flat.numel()
     assert all(p.grad is None for p in module.parameters())
 
 
@@ -133,7 +133,7 @@ def test_refuses_what_cannot_be_cut_and_ranks_that_disagree(two_ranks: Ranks) ->
     for told in two_ranks.run(refusals):
         assert not [line for line in told if "and left" in line]
         few, shared, elsewhere, stranger, different, settings = told
-        assert few.startswith("PluginError: the model is cut into 2 partitions")
+        assert few.startswith("PluginError: the model is cut into 2 stages")
         assert shared.startswith("PluginError: layers 0 and 2 share a parameter")
         assert elsewhere.startswith("PluginError: the model is on meta")
         assert stranger.startswith(

@@ -1,4 +1,4 @@
-"""One partition of a model: its weights in one piece of memory, which comes and goes."""
+"""One stage of a model: its weights in one block of memory, which comes and goes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from bytesched.errors import PluginError
 
-__all__ = ["Partition"]
+__all__ = ["Stage"]
 
 
-class Partition:
+class Stage:
     """A run of layers, whose weights are here at home, on a visit, or not at all.
 
-    The memory of an absent partition is given back, but its storage stays the same object: what
+    The memory of an absent stage is given back, but its storage stays the same object: what
     autograd saved of it in forward is there again when the weights have come back for backward.
 
     Args:
@@ -31,11 +31,11 @@ class Partition:
         self.parameters = list(module.parameters())
         kinds = {(p.dtype, p.device) for p in self.parameters}
         if len(kinds) > 1:
-            raise PluginError(f"partition {index} has parameters of several kinds: {kinds}")
+            raise PluginError(f"stage {index} has parameters of several kinds: {kinds}")
         if not kinds:
-            raise PluginError(f"partition {index} has no parameters: use fewer ranks")
+            raise PluginError(f"stage {index} has no parameters: use fewer ranks")
         (dtype, device), sizes = kinds.pop(), [p.numel() for p in self.parameters]
-        #: all weights, one after another; behind them, in gradients, a mark for each that has one
+        #: all weights, one after another; behind them, in gradients, a mark for each that there is
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
         self._bounds = list(pairwise([0, *accumulate(sizes)]))
         self._views = self._shaped(self.flat)
@@ -70,7 +70,7 @@ class Partition:
             parameter.grad = None
 
     def take_gradients(self) -> torch.Tensor:
-        """The gradients that backward has left, in one piece that can be added to others'."""
+        """The gradients that backward has left, in one tensor that can be added to others'."""
         flat = torch.zeros_like(self.flat)
         marks = self._marks(flat)
         for index, view in enumerate(self._shaped(flat)):

@@ -1,4 +1,4 @@
-"""Partitions and gradients on their way: a task for every piece that this rank sends."""
+"""Stages and gradients on their way: a task for every chunk that this rank sends."""
 
 from __future__ import annotations
 
@@ -15,97 +15,84 @@ from bytesched.order import Leading
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.wave.partitions.partition import Partition
-from bytesched.plugins.wave.partitions.pieces import Pieces, name_of, tag_of
-from bytesched.plugins.wave.partitions.routes import Cargo, Route, source, visits
-from bytesched.plugins.wave.partitions.senders import Senders
+from bytesched.plugins.wave.stages.chunks import Chunks, name_of, tag_of
+from bytesched.plugins.wave.stages.rooms import ROOMS, WAITING, Rooms
+from bytesched.plugins.wave.stages.routes import WEIGHTS, Cargo, Route, source, visits
+from bytesched.plugins.wave.stages.senders import Senders
+from bytesched.plugins.wave.stages.stage import Stage
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 
-__all__ = ["ROOMS", "Traffic"]
+__all__ = ["Traffic"]
 
-#: partitions on a visit: one that is computed with, and the next
-ROOMS: Final = 2
-#: gradients that may wait: of this rank, for the sum of those before it, and sums, to be sent
-_WAITING: Final = 2
-#: partitions that may wait for room at their receivers: visitors that are passed on, the rank's
+#: stages that may wait for room at their receivers: visitors that are passed on, the rank's
 #: own to two others in both directions, and sums of gradients
-_HELD: Final = ROOMS + 4 + 2 * _WAITING
-
-_WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
+_HELD: Final = ROOMS + 4 + 2 * WAITING
 
 
 class Traffic:
     """What one rank receives, passes on and sends home in each step.
 
     Args:
-        partitions: all of the model, by index.
-        piece_bytes: about the size of what is sent at once.
-        progress: where everybody waits, and learns of errors.
+        stages: all of the model, by index.
+        chunk_bytes: about the size of what is sent at once.
+        progress: what all threads wait by, and where errors are kept.
     """
 
     def __init__(
         self,
         group: Group,
-        partitions: Sequence[Partition],
+        stages: Sequence[Stage],
         progress: Progress,
         observers: Observers,
         *,
-        piece_bytes: int,
+        chunk_bytes: int,
     ) -> None:
         self._group = group
         self._rank, self._ranks = group.rank, group.size
-        self._partitions = partitions
+        self._stages = stages
         self._progress = progress
-        self._home = partitions[self._rank]
+        self._home = stages[self._rank]
         self._messages = Messages(group)
         progress.look = self._messages.lost
-        self._pieces = Pieces(partitions, self._rank, self._ranks, piece_bytes)
-        largest_bytes = max(partition.nbytes for partition in partitions)
+        self._chunks = Chunks(stages, self._rank, self._ranks, chunk_bytes)
+        largest_bytes = max(stage.nbytes for stage in stages)
         self._scheduler = Scheduler(
-            # So much that no piece waits behind one whose receiver has no room yet.
+            # So much that no chunk waits behind one whose receiver has no room yet.
             SchedulerCore(Leading(Priority()), credit_bytes=_HELD * largest_bytes),
-            Senders(group, self._messages, self._pieces.addresses, self._piece),
+            Senders(group, self._messages, self._chunks.addresses, self._chunk),
             on_finish=self._on_finish,
             on_error=progress.fail,
             observers=observers,
         )
         progress.story = self._scheduler.core.story
         # - guarded by the lock of progress
-        self._rooms = ROOMS
+        self.rooms = Rooms(stages, self._rank)
         self._arrived: set[tuple[Cargo, int]] = set()
-        self._used: set[tuple[Cargo, int]] = set()
         #: threads that receive
         self._receiving = 0
-        #: pieces still to be sent, by route
+        #: chunks still to be sent, by route
         self._left: dict[Route, int] = {}
         #: gradients of this rank that have not been added to the sum
         self._own: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._total: torch.Tensor | None = None
-        self._live_bytes = 0
-        #: the most bytes of weights and gradients that were here, the partition at home included
-        self.peak_bytes = 0
-        self._count(self._home.nbytes)
 
     # -- the user's thread -------------------------------------------------------------
 
     def begin(self, *, train: bool) -> None:
-        """A step begins: partitions set out. Without ``train``, forward only."""
+        """A step begins: stages set out. Without ``train``, forward only."""
         self._progress.check()
         cargoes = set(Cargo) if train else {Cargo.FORWARD}
         with self._progress.changed:
             self._arrived.clear()
-            self._used.clear()
-            pieces = self._pieces.by_route
-            self._left = {r: len(p) for r, p in pieces.items() if r.cargo in cargoes}
+            self.rooms.begin(train=train)
+            chunks = self._chunks.by_route
+            self._left = {r: len(p) for r, p in chunks.items() if r.cargo in cargoes}
             self._progress.outstanding = sum(self._left.values())
-            if train:
-                # For the sum of all ranks' gradients; here, because receivers count as well.
-                self._count(self._home.nbytes)
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
-        for cargo in _WEIGHTS & cargoes:
+        for cargo in WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
         self._receive_beside(self._receive_weights, coming)
         if train:
@@ -117,34 +104,33 @@ class Traffic:
                 self._receive_beside(self._receive_total, works, total)
             self._receive_beside(self._pass_gradients)
 
-    def wait_for(self, cargo: Cargo, partition: int) -> None:
-        """Returns when the weights of ``partition`` are here."""
-        self._progress.wait(lambda: (cargo, partition) in self._arrived, name_of(cargo, partition))
+    def wait_for(self, cargo: Cargo, stage: int) -> None:
+        """Returns when the weights of ``stage`` are here."""
+        self._progress.wait(lambda: (cargo, stage) in self._arrived, name_of(cargo, stage))
 
-    def used(self, cargo: Cargo, partition: int) -> None:
+    def used(self, cargo: Cargo, stage: int) -> None:
         """This rank has computed with the weights, and needs them no longer."""
         with self._progress.changed:
-            self._used.add((cargo, partition))
-            self._let_go(cargo, partition)
+            self.rooms.used(cargo, stage, self._left)
             self._progress.notify()
 
-    def add(self, partition: int, gradients: torch.Tensor) -> None:
+    def add(self, stage: int, gradients: torch.Tensor) -> None:
         """Gradients of this rank; returns when not too many of them wait for those before it."""
         with self._progress.changed:
-            self._own[partition] = gradients
-            self._count(gradients.nbytes)
+            self._own[stage] = gradients
+            self.rooms.count(gradients.nbytes)
             self._progress.notify()
         # Without a limit a rank that is faster than the others would keep a whole model of them.
         self._progress.wait(
-            lambda: len(self._own) < _WAITING and len(self._sums) <= _WAITING,
-            f"gradients {partition} to be summed and passed on",
+            lambda: len(self._own) < WAITING and len(self._sums) <= WAITING,
+            f"gradients {stage} to be summed and passed on",
         )
 
     def total(self) -> torch.Tensor:
-        """The gradients of the partition at home, summed over all ranks."""
+        """The gradients of the stage at home, summed over all ranks."""
         self._progress.wait(
             lambda: self._total is not None,
-            f"the gradients of partition {self._rank}, summed over all ranks",
+            f"the gradients of stage {self._rank}, summed over all ranks",
         )
         assert self._total is not None
         return self._total
@@ -156,14 +142,7 @@ class Traffic:
             "what this rank sends and receives",
         )
         with self._progress.changed:
-            self._count(self._home.nbytes - self._live_bytes)
-
-    @property
-    def bound_bytes(self) -> int:
-        """What ``peak_bytes`` cannot exceed, however fast or slow the other ranks are."""
-        largest_bytes = max(partition.nbytes for partition in self._partitions)
-        # At home weights and gradients; else visitors, gradients that wait, and one that arrives.
-        return 2 * self._home.nbytes + (ROOMS + 2 * _WAITING + 1) * largest_bytes
+            self.rooms.end()
 
     @property
     def sent_bytes(self) -> int:
@@ -196,17 +175,13 @@ class Traffic:
 
     def _receive_weights(self, coming: Sequence[tuple[Cargo, int]]) -> None:
         for cargo, index in coming:
-            partition = self._partitions[index]
+            stage = self._stages[index]
             origin = source(self._rank, cargo, index, self._ranks)
             if origin is not None:
-                self._progress.wait(
-                    partial(self._has_room, partition), f"room for partition {index}"
-                )
+                self._progress.wait(partial(self.rooms.has_room, stage), f"room for stage {index}")
                 with self._progress.changed:
-                    self._rooms -= 1
-                    self._count(partition.nbytes)
-                    partition.come()
-                works = self._post(cargo, index, origin, partition.flat)
+                    self.rooms.come(stage)
+                works = self._post(cargo, index, origin, stage.flat)
                 self._receive(cargo, index, origin, works)
             with self._progress.changed:
                 self._arrived.add((cargo, index))
@@ -218,19 +193,15 @@ class Traffic:
             self._total = total
             self._progress.notify()
 
-    def _has_room(self, partition: Partition) -> bool:
-        # It may be here still from the forward pass, in use or to be passed on.
-        return self._rooms > 0 and not partition.present
-
     def _pass_gradients(self) -> None:
         for index in reversed(range(self._ranks)):
-            partition = self._partitions[index]
+            stage = self._stages[index]
             earlier: torch.Tensor | None = None
             works: list[Any] = []
             if self._rank:
                 with self._progress.changed:
-                    self._count(partition.nbytes)
-                earlier = torch.empty_like(partition.flat)
+                    self.rooms.count(stage.nbytes)
+                earlier = torch.empty_like(stage.flat)
                 works = self._post(Cargo.GRADIENT, index, self._rank - 1, earlier)
             self._progress.wait(partial(self._own.__contains__, index), f"own gradients {index}")
             own = self._own[index]
@@ -239,8 +210,8 @@ class Traffic:
             if not stays:
                 with self._progress.changed:
                     self._sums[index] = total
-            # Piece by piece: the last gradients go through all ranks when nobody computes any more.
-            for number, (start, stop) in enumerate(self._pieces.bounds(index)):
+            # By chunk: the last gradients go through all ranks when no rank computes any more.
+            for number, (start, stop) in enumerate(self._chunks.bounds(index)):
                 if earlier is not None:
                     task = name_of(Cargo.GRADIENT, index)
                     self._messages.wait(works[number], self._rank - 1, task=task)
@@ -250,75 +221,52 @@ class Traffic:
             with self._progress.changed:
                 del self._own[index]
                 if earlier is not None:
-                    self._count(-own.nbytes)
+                    self.rooms.count(-own.nbytes)
                 if stays:
                     self._total = total
-                    self._count(-total.nbytes)
+                    self.rooms.count(-total.nbytes)
                 self._progress.notify()
 
     def _post(self, cargo: Cargo, index: int, origin: int, flat: torch.Tensor) -> list[Any]:
-        """Begins to receive into ``flat``, piece by piece."""
+        """Begins to receive into ``flat``, chunk by chunk."""
         try:
             return [
                 self._group.backend.recv([flat[start:stop]], origin, tag_of(cargo, index, number))
-                for number, (start, stop) in enumerate(self._pieces.bounds(index))
+                for number, (start, stop) in enumerate(self._chunks.bounds(index))
             ]
         except RuntimeError as error:
             raise self._group.error(error, task=name_of(cargo, index)) from error
 
     def _receive(self, cargo: Cargo, index: int, origin: int, works: Sequence[Any]) -> None:
-        """Waits for what was begun; weights are passed on, each piece as soon as it is here."""
+        """Waits for what was begun; weights are passed on, each chunk as soon as it is here."""
         for number, work in enumerate(works):
             self._messages.wait(work, origin, task=name_of(cargo, index))
-            if cargo in _WEIGHTS:
+            if cargo in WEIGHTS:
                 self._ready(cargo, index, number)
 
-    # -- pieces ------------------------------------------------------------------------
+    # -- chunks ------------------------------------------------------------------------
 
-    def _piece(self, task: CommTask) -> torch.Tensor:
-        route, _ = self._pieces.addresses[task]
-        if route.cargo in _WEIGHTS:
-            flat = self._partitions[route.partition].flat
-        else:
-            flat = self._sums[route.partition]
+    def _chunk(self, task: CommTask) -> torch.Tensor:
+        route, _ = self._chunks.addresses[task]
+        is_weights = route.cargo in WEIGHTS
+        flat = self._stages[route.stage].flat if is_weights else self._sums[route.stage]
         return flat[task.start_at : task.stop_at]
 
     def _ready(self, cargo: Cargo, index: int, number: int | None = None) -> None:
-        """What is to be sent of this cargo can be: all of it, or one piece."""
-        for piece in self._pieces.of(cargo, index, number):
-            piece.notify_ready()
-            self._scheduler.notify_ready(piece)
+        """What is to be sent of this cargo can be: all of it, or one chunk."""
+        for chunk in self._chunks.of(cargo, index, number):
+            chunk.notify_ready()
+            self._scheduler.notify_ready(chunk)
 
     def _on_finish(self, task: CommTask) -> None:
         """The scheduler's thread."""
-        route, _ = self._pieces.addresses[task]
+        route, _ = self._chunks.addresses[task]
         with self._progress.changed:
             self._left[route] -= 1
             if not self._left[route]:
-                if route.cargo in _WEIGHTS:
-                    self._let_go(route.cargo, route.partition)
+                if route.cargo in WEIGHTS:
+                    self.rooms.release(route.cargo, route.stage, self._left)
                 else:
-                    self._count(-self._sums.pop(route.partition).nbytes)
+                    self.rooms.count(-self._sums.pop(route.stage).nbytes)
             self._progress.outstanding -= 1
             self._progress.notify()
-
-    def _let_go(self, cargo: Cargo, index: int) -> None:
-        """A visitor leaves when it was used here and has been passed on. With the lock held."""
-        partition = self._partitions[index]
-        cargoes = {cargo}
-        if index == self._ranks - 1 and any(r.cargo is Cargo.GRADIENT for r in self._left):
-            # It stays from forward to backward.
-            cargo, cargoes = Cargo.BACKWARD, set(_WEIGHTS)
-        if partition.is_home or (cargo, index) not in self._used:
-            return
-        if any(
-            left and r.partition == index and r.cargo in cargoes for r, left in self._left.items()
-        ):
-            return
-        partition.leave()
-        self._rooms += 1
-        self._count(-partition.nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        self._live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)

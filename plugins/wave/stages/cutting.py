@@ -1,4 +1,4 @@
-"""Where a chain of layers is cut: into parts whose longest one is as short as it can be."""
+"""Where a chain of layers is cut: into stages of which the longest one is as short as it can be."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ log = logging.getLogger("bytesched")
 
 _REPEATS: Final = 3
 _PROBE_BYTES: Final = 4 * 2**20
-#: how often the weights of a partition cross a link in a step, gradients included
+#: how often the weights of a stage cross a link in a step, gradients included
 _CROSSINGS: Final = 3
 
 
-def balanced(layers: int, parts: int, cost: Callable[[int, int], float]) -> list[int]:
-    """The bounds of ``parts`` runs of layers, ``parts + 1`` of them, none of the runs empty.
+def balanced(layers: int, stages: int, cost: Callable[[int, int], float]) -> list[int]:
+    """The bounds of ``stages`` runs of layers, ``stages + 1`` of them, none of the runs empty.
 
     The largest ``cost(start, stop)`` of a run is the least that any cut has.
     """
-    # best[stop]: of the first `stop` layers in so many parts, the largest cost and the last cut
+    # best[stop]: of the first `stop` layers in so many stages, the largest cost and the last cut
     best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * layers
     cuts: list[list[int]] = []
-    for _ in range(parts):
+    for _ in range(stages):
         following = [(math.inf, 0)] * (layers + 1)
         for stop in range(1, layers + 1):
             following[stop] = min(
@@ -74,7 +74,7 @@ def layer_times_s(layers: Sequence[nn.Module], inputs: Tensor) -> list[float]:
 
 
 def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
-    """The bounds of the partitions, as rank 0 has measured and computed them."""
+    """The bounds of the stages, as rank 0 has measured and computed them."""
     layers = list(model)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     probe = torch.zeros(_PROBE_BYTES // 4)
@@ -85,7 +85,7 @@ def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
     times_s = layer_times_s(layers, inputs)
 
     def cost(start: int, stop: int) -> float:
-        """Seconds for which a partition keeps a rank busy, or a link."""
+        """Seconds for which a stage keeps a rank busy, or a link."""
         if not sum(sizes[start:stop]):
             return float("inf")
         sent_s = _CROSSINGS * sum(sizes[start:stop]) / bytes_per_s
@@ -96,5 +96,5 @@ def cut(group: Group, model: nn.Sequential, inputs: Tensor) -> list[int]:
     options.rootRank = 0
     group.wait(group.backend.broadcast([bounds], options), task="the cut of the model")
     if group.rank == 0:
-        log.info("%d layers in %d partitions, cut at %s", len(layers), group.size, bounds.tolist())
+        log.info("%d layers in %d stages, cut at %s", len(layers), group.size, bounds.tolist())
     return [int(bound) for bound in bounds]

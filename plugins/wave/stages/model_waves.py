@@ -1,4 +1,4 @@
-"""Model-parallel waves: every rank keeps its batch, and the partitions of the model come to it."""
+"""Model-parallel waves: every rank keeps its batch, and the stages of the model come to it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from bytesched.plugins.c10d.group import closed_on_error, open_group
 from bytesched.plugins.session.agree import agree, settings
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.wave.conditions import refuse_uncuttable
-from bytesched.plugins.wave.partitions.cutting import cut
-from bytesched.plugins.wave.partitions.partition import Partition
-from bytesched.plugins.wave.partitions.routes import Cargo, visits
-from bytesched.plugins.wave.partitions.traffic import Traffic
-from bytesched.plugins.wave.partitions.whole import clip_grad_norm_, unscale_
+from bytesched.plugins.wave.stages.cutting import cut
+from bytesched.plugins.wave.stages.routes import Cargo, visits
+from bytesched.plugins.wave.stages.stage import Stage
+from bytesched.plugins.wave.stages.traffic import Traffic
+from bytesched.plugins.wave.stages.whole import clip_grad_norm_, unscale_
 from bytesched.trace.observers import observers_of
 
 __all__ = ["ModelWaves"]
 
 log = logging.getLogger("bytesched")
 
-_PIECE_BYTES: Final = 2**20
+_CHUNK_BYTES: Final = 2**20
 _USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
 
 #: instances are numbered in the order of their making, which is the same on all ranks
@@ -42,10 +42,10 @@ _number = itertools.count()
 
 
 class ModelWaves:
-    """Trains a model of which each rank holds one partition, with a batch on every rank.
+    """Trains a model of which each rank holds one stage, with a batch on every rank.
 
-    The partitions come to each rank in order, forwards and then backwards, so that all ranks
-    compute at the same time, each on its own batch; gradients go home with the partitions, and
+    The stages come to each rank in order, forwards and then backwards, so that all ranks
+    compute at the same time, each on its own batch; gradients go home with the stages, and
     are applied there, once per step (Wavelet, Wang et al., MLSys 2021: model-parallel tick-tock).
     The step has the results of gradient accumulation over the batches of all ranks, in their
     order, in one process. Gradients are set to none first; that of a parameter that no rank's batch
@@ -53,7 +53,7 @@ class ModelWaves:
 
     Args:
         model: a chain of layers on the CPU, the same on all ranks; each passes one tensor on.
-            Rank 0's weights are everybody's. Weights are empty where they are not at home.
+            All ranks get rank 0's weights. Weights are empty where they are not at home.
         optimizer: of all its parameters; steps those at home.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of a batch.
         inputs: a batch like those to come, to measure the layers with.
@@ -77,12 +77,12 @@ class ModelWaves:
     ) -> None:
         config = Config.load(**fields)
         if not dist.is_initialized() or dist.get_world_size() < 2:
-            raise PluginError("partitions travel between at least 2 ranks of torch.distributed")
+            raise PluginError("stages travel between at least 2 ranks of torch.distributed")
         show(config.log_level, dist.get_rank())
         if dist.get_rank() == 0:
             warn_of_unused(config, _USED, "ModelWaves")
         base = dist.distributed_c10d._get_default_group()
-        name = f"partitions{next(_number)}"
+        name = f"stages{next(_number)}"
         self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
         self.rank, ranks = self._group.rank, self._group.size
         with closed_on_error(self._group):
@@ -93,13 +93,13 @@ class ModelWaves:
             #: where the chain is cut
             self.bounds = cut(self._group, model, inputs)
             layers = list(model)
-            self.partitions = [
-                Partition(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
+            self.stages = [
+                Stage(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
                 for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
             ]
             self._observers = observers_of(self._group, config)
         self._names = list(model._modules)
-        at_home = {id(parameter) for parameter in self.partitions[self.rank].parameters}
+        at_home = {id(parameter) for parameter in self.stages[self.rank].parameters}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in at_home]
         self._optimizer = optimizer
@@ -109,10 +109,10 @@ class ModelWaves:
         self._progress = Progress(self._backend)
         self._traffic = Traffic(
             self._group,
-            self.partitions,
+            self.stages,
             self._progress,
             self._observers,
-            piece_bytes=config.partition_bytes or _PIECE_BYTES,
+            chunk_bytes=config.partition_bytes or _CHUNK_BYTES,
         )
         self._steps = 0
         self._step_s = self._waited_s = 0.0
@@ -121,7 +121,7 @@ class ModelWaves:
     def step(self, inputs: Tensor, targets: Any) -> Tensor:
         """Trains on the batches of all ranks; returns the mean loss of this rank's."""
         began_s = perf_counter()
-        with self._told_to_all("step"):
+        with self._ending_all("step"):
             loss = self._train(inputs, targets)
         self._steps += 1
         self._step_s += perf_counter() - began_s
@@ -130,13 +130,13 @@ class ModelWaves:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """The model's output for this rank's batch, without gradients; collective."""
-        with self._told_to_all("predict"), torch.no_grad():
+        with self._ending_all("predict"), torch.no_grad():
             self._traffic.begin(train=False)
             x = inputs
-            for partition in self.partitions:
-                forward = partial(partition.module, x)
-                x = self._visit(Cargo.FORWARD, partition.index, forward)
-                self._traffic.used(Cargo.FORWARD, partition.index)
+            for stage in self.stages:
+                forward = partial(stage.module, x)
+                x = self._visit(Cargo.FORWARD, stage.index, forward)
+                self._traffic.used(Cargo.FORWARD, stage.index)
             self._traffic.end()
         return x
 
@@ -146,19 +146,19 @@ class ModelWaves:
         The only time when a rank holds the whole model.
         """
         found: dict[str, Tensor] = {}
-        with self._told_to_all("state_dict"):
-            for index, partition in enumerate(self.partitions):
-                if not partition.is_home:
-                    partition.come()
+        with self._ending_all("state_dict"):
+            for index, stage in enumerate(self.stages):
+                if not stage.is_home:
+                    stage.come()
                 options: Any = dist.BroadcastOptions()
                 options.rootRank = index
-                work = self._group.backend.broadcast([partition.flat], options)
-                self._group.wait(work, task=f"the weights of partition {index}")
-                for offset, layer in enumerate(partition.module):
+                work = self._group.backend.broadcast([stage.flat], options)
+                self._group.wait(work, task=f"the weights of stage {index}")
+                for offset, layer in enumerate(stage.module):
                     prefix = f"{self._names[self.bounds[index] + offset]}."
                     found |= {prefix + n: v.clone() for n, v in layer.state_dict().items()}
-                if not partition.is_home:
-                    partition.leave()
+                if not stage.is_home:
+                    stage.leave()
         return found
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -166,7 +166,7 @@ class ModelWaves:
 
         In ``update``; collective.
         """
-        return clip_grad_norm_(self._group, self.partitions[self.rank].parameters, max_norm)
+        return clip_grad_norm_(self._group, self.stages[self.rank].parameters, max_norm)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """As ``scaler.unscale_`` of the optimizer; all ranks skip a step that one has to skip.
@@ -176,7 +176,7 @@ class ModelWaves:
         unscale_(self._group, scaler, self._optimizer)
 
     @contextmanager
-    def _told_to_all(self, what: str) -> Iterator[None]:
+    def _ending_all(self, what: str) -> Iterator[None]:
         """Around what all ranks do: an error of one ends the waves of all."""
         if self._closed:
             raise SchedulerClosed(
@@ -201,10 +201,10 @@ class ModelWaves:
             "step_ms": 1e3 * self._step_s / steps,
             "waited_ms": 1e3 * self._waited_s / steps,
             "sent_bytes_per_step": self._traffic.sent_bytes / steps,
-            "peak_bytes": self._traffic.peak_bytes,
-            "bound_bytes": self._traffic.bound_bytes,
-            "model_bytes": sum(partition.weight_bytes for partition in self.partitions),
-            "home_bytes": self.partitions[self.rank].weight_bytes,
+            "peak_bytes": self._traffic.rooms.peak_bytes,
+            "bound_bytes": self._traffic.rooms.bound_bytes,
+            "model_bytes": sum(stage.weight_bytes for stage in self.stages),
+            "home_bytes": self.stages[self.rank].weight_bytes,
             "bounds": " ".join(map(str, self.bounds)),
             "rank": self.rank,
             "world_size": self._group.size,
@@ -221,20 +221,20 @@ class ModelWaves:
 
     def _train(self, inputs: Tensor, targets: Any) -> Tensor:
         ranks = self._group.size
-        for partition in self.partitions:
-            partition.drop_gradients()
+        for stage in self.stages:
+            stage.drop_gradients()
         self._traffic.begin(train=True)
         entries: list[Tensor] = []
         exits: list[Tensor] = []
         loss = torch.empty(0)
         gradient: Tensor | None = None
         for cargo, index in visits(ranks):
-            partition = self.partitions[index]
+            stage = self.stages[index]
             if cargo is Cargo.FORWARD:
                 entries.append(exits[-1].detach().requires_grad_() if exits else inputs)
                 # A first layer that works in place must not overwrite a leaf.
                 entry = entries[-1].clone() if index else inputs
-                exits.append(self._visit(cargo, index, partial(partition.module, entry)))
+                exits.append(self._visit(cargo, index, partial(stage.module, entry)))
                 del entry
                 self._traffic.used(cargo, index)
                 if index == ranks - 1:
@@ -244,20 +244,20 @@ class ModelWaves:
                 output = exits.pop() if index < ranks - 1 else loss / ranks
                 if not output.requires_grad:
                     raise PluginError(
-                        f"nothing in partition {index} requires a gradient: train the front layers "
+                        f"nothing in stage {index} requires a gradient: train the front layers "
                         "too, or take them out of the model"
                     )
                 self._visit(cargo, index, partial(output.backward, gradient))
                 if index == ranks - 1:
                     exits.pop()
                 gradient = entries.pop().grad
-                own = partition.take_gradients()
+                own = stage.take_gradients()
                 self._traffic.used(cargo, index)
                 began_ns = perf_counter_ns()
                 self._traffic.add(index, own)
                 self._waited(f"gradients {index}", began_ns)
         began_ns = perf_counter_ns()
-        home = self.partitions[self.rank]
+        home = self.stages[self.rank]
         home.set_gradients(self._traffic.total())
         self._traffic.end()
         self._waited("gradients of all ranks", began_ns)
@@ -271,12 +271,12 @@ class ModelWaves:
     def _visit(self, cargo: Cargo, index: int, compute: Callable[[], Any]) -> Any:
         began_ns = perf_counter_ns()
         self._traffic.wait_for(cargo, index)
-        self._waited(f"partition {index}", began_ns)
+        self._waited(f"stage {index}", began_ns)
         here_ns = perf_counter_ns()
         result = compute()
         if self._observers:
             track = "forward" if cargo is Cargo.FORWARD else "backward"
-            self._observers.on_span(track, f"partition {index}", here_ns, perf_counter_ns())
+            self._observers.on_span(track, f"stage {index}", here_ns, perf_counter_ns())
         return result
 
     def _waited(self, by: str, began_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""Pieces on their way out: one lane for each receiver and kind of cargo."""
+"""Chunks on their way out: one lane for each receiver and kind of cargo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.wave.partitions.routes import Cargo, Route
+from bytesched.plugins.wave.stages.routes import Cargo, Route
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -20,7 +20,7 @@ __all__ = ["Senders"]
 
 
 class _Sent(NamedTuple):
-    """A piece under way."""
+    """A chunk under way."""
 
     task: CommTask
     work: Any
@@ -29,10 +29,10 @@ class _Sent(NamedTuple):
 
 
 class Senders:
-    """Sends each task's piece to its rank, under its tag (see transport.Transport).
+    """Sends each task's chunk to its rank, under its tag (see transport.Transport).
 
     Receivers take what comes in one lane in order; each lane is awaited by a thread of its own.
-    A lane is one kind of cargo to one rank, apart for a partition that sets out from its home: it
+    A lane is one kind of cargo to one rank, apart for a stage that sets out from its home: it
     is sent before the visitors that are to be passed on, and may be taken after them.
     """
 
@@ -41,12 +41,12 @@ class Senders:
         group: Group,
         messages: Messages,
         addresses: Mapping[CommTask, tuple[Route, int]],
-        piece_of: Callable[[CommTask], torch.Tensor],
+        chunk_of: Callable[[CommTask], torch.Tensor],
     ) -> None:
         self._group = group
         self._messages = messages
         self._addresses = addresses
-        self._piece_of = piece_of
+        self._chunk_of = chunk_of
         self._lanes: dict[tuple[Cargo, int, bool], queue.SimpleQueue[_Sent | None]] = {}
         self._threads: list[threading.Thread] = []
         self._under_way = 0
@@ -57,12 +57,12 @@ class Senders:
         """See transport.Transport."""
         route, tag = self._addresses[task]
         try:
-            work = self._group.backend.send([self._piece_of(task)], route.to, tag)
+            work = self._group.backend.send([self._chunk_of(task)], route.to, tag)
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         with self._lock:
             self._under_way += 1
-        lane = (route.cargo, route.to, route.partition == self._group.rank)
+        lane = (route.cargo, route.to, route.stage == self._group.rank)
         if lane not in self._lanes:
             self._lanes[lane] = queue.SimpleQueue()
             self._threads.append(

@@ -1,4 +1,4 @@
-"""What looks at all gradients of a model of which each rank has a part."""
+"""What looks at all gradients of a model of which each rank has one stage."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def clip_grad_norm_(group: Group, parameters: Sequence[nn.Parameter], max_norm: 
 
 
 def unscale_(group: Group, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Unscales the gradients of this rank, and tells it of those that are not finite anywhere.
+    """Unscales the gradients of this rank, and marks them if any rank has one that is not finite.
 
-    Collective. Without that a scaler would skip the step of one partition, and not of the others.
+    Collective. Without that a scaler would skip the step of one stage, and not of the others.
     """
     scaler.unscale_(optimizer)
     if not scaler.is_enabled():

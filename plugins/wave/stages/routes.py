@@ -1,6 +1,6 @@
-"""Who sends a partition to whom, and when: the same on all ranks, and pure.
+"""Which rank sends a stage to which, and when: the same on all ranks, and pure.
 
-Rank ``k`` is the home of partition ``k``. The partitions come to every rank in the order of the
+Rank ``k`` is the home of stage ``k``. The stages come to every rank in the order of the
 model, then in the opposite one; between the two the last one stays where it is. They come to rank
 0 from their home, and to every other rank from the one before it, unless it is their home.
 Gradients are passed from rank to rank, each of which adds its own, and by the last one home.
@@ -9,9 +9,9 @@ Gradients are passed from rank to rank, each of which adds its own, and by the l
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["Cargo", "Route", "sends", "source", "visits"]
+__all__ = ["WEIGHTS", "Cargo", "Route", "sends", "source", "visits"]
 
 
 class Cargo(Enum):
@@ -27,25 +27,28 @@ class Cargo(Enum):
     HOME = 3
 
 
+WEIGHTS: Final = frozenset({Cargo.FORWARD, Cargo.BACKWARD})
+
+
 class Route(NamedTuple):
-    """One partition's cargo to one rank."""
+    """One stage's cargo to one rank."""
 
     cargo: Cargo
-    partition: int
+    stage: int
     to: int
 
 
 def visits(ranks: int) -> list[tuple[Cargo, int]]:
-    """The partitions in the order in which a rank computes with them."""
+    """The stages in the order in which a rank computes with them."""
     forward = [(Cargo.FORWARD, k) for k in range(ranks)]
     return forward + [(Cargo.BACKWARD, k) for k in reversed(range(ranks))]
 
 
-def source(rank: int, cargo: Cargo, partition: int, ranks: int) -> int | None:
+def source(rank: int, cargo: Cargo, stage: int, ranks: int) -> int | None:
     """The rank that the weights come from; None if they are there already."""
-    if rank == partition or (cargo is Cargo.BACKWARD and partition == ranks - 1):
+    if rank == stage or (cargo is Cargo.BACKWARD and stage == ranks - 1):
         return None
-    return rank - 1 if rank else partition
+    return rank - 1 if rank else stage
 
 
 def sends(rank: int, ranks: int) -> list[Route]:

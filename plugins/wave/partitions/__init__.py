@@ -1,1 +1,0 @@
-"""A model whose partitions visit every rank."""

@@ -1,0 +1,1 @@
+"""A model whose stages visit every rank."""
