@@ -27,7 +27,8 @@ from bytesched.plugins.horovod import ScheduledOptimizer
 from bytesched.plugins.horovod.transport import HorovodTransport
 from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.streams import Streams
 from bytesched.task import CommTask
 from bytesched.testing import PluginContract, TrainingRun, TransportContract
