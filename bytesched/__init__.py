@@ -105,7 +105,11 @@ def wrap(
 
 
 def flush(x: object = None) -> None:
-    """Apply everything outstanding for a wrapped object, or for all of them."""
+    """Apply everything outstanding for a wrapped object, or for all of them.
+
+    There is seldom a reason to call it: whatever reads a parameter, a gradient or a state dict
+    waits for the value that it would have had without bytesched.
+    """
     from bytesched import plugins
 
     plugins.flush(x)
@@ -127,9 +131,10 @@ def unwrap(x: object) -> object:
 
 
 def stats(x: object = None) -> dict[str, int | float | str]:
-    """Return figures of a wrapped object, flat, with units in the names.
+    """Return the figures of a wrapped object, flat, with units in the names.
 
-    Without `x`, of the optimizer that was wrapped last, of those that have not failed.
+    Without `x`, of the optimizer that was wrapped last, of those that have not failed. What each
+    of them means stands in `bytesched.figures.Figures`.
     """
     from bytesched import plugins
 

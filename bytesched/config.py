@@ -72,33 +72,34 @@ class Config:
     """What a user can set. Values are checked and brought to their type on construction."""
 
     enabled: bool = True
-    """False: `wrap` returns the optimizer untouched."""
+    """Off (`BYTESCHED_ENABLED=0`): the script runs as if `wrap` were not there."""
     policy: str = "priority"
-    """Name of the policy that decides which ready task goes first."""
+    """Which ready chunk goes first; `fifo` sends in the order of backward."""
     partition_bytes: int = AUTOMATIC
-    """Largest piece sent at once; 0 chooses it from the measured link."""
+    """Size of the chunks, such as `512KiB` or `1MB`; 0: from the measured link."""
     credit_bytes: int = AUTOMATIC
-    """Most bytes in flight at a time; 0 chooses it together with the partition."""
+    """Most bytes in flight; 0: chosen together with `partition_bytes`."""
     order: str = "auto"
-    """How the ranks agree on one order: leader, replay or auto."""
+    """How ranks come to one order: `leader`, `replay`, or `auto`, which chooses between them."""
     compression: str = "none"
-    """Wire format: none, bf16 or fp16."""
+    """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True
-    """False: schedule inside the backward pass and update the whole model in `step()`."""
+    """Off: schedule inside the backward pass, update the whole model in `step()`."""
     find_unused_parameters: bool | None = None
-    """Whether parameters may stay out of the loss; None: as DDP says, or learned at once."""
+    """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0
     """Longest time that anything waits before it raises."""
     timeline: str = ""
-    """Folder that receives `rank<n>.trace.json`; empty: no trace."""
+    """Folder for one `rank<n>.trace.json` per rank; empty: no trace."""
     tune: bool = False
-    """Whether to look for the fastest sizes while training, and to remember them."""
+    """Look for the fastest sizes while training, and remember them for this cluster."""
     tune_steps: int = 150
-    """Most steps that looking for them may take."""
+    """Most steps that this may take."""
     tune_space: str = ""
-    """Where to look, such as "partition_bytes=64KiB..4MiB"; empty: around what the link wants."""
+    """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around what
+    the link asks for."""
     tune_file: str = ""
-    """File that remembers what was found; empty: one per cluster, in the user's cache folder."""
+    """File that remembers the result; empty: one per cluster, in the user's cache folder."""
     log_level: str = "INFO"
     """Level of the logger `bytesched`."""
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeAlias
 __all__ = ["AsyncKVStore", "Ended", "KVStore", "Key", "describe"]
 
 Key: TypeAlias = int | str
+"""The name of a value in a store."""
 
-#: Called once, from any thread, with the error that ended a push or a pull, if one did.
 Ended: TypeAlias = Callable[[BaseException | None], None]
+"""Called once, from any thread, with the error that ended a push or a pull, or None."""
 
 
 class KVStore(Protocol):

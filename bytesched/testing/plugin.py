@@ -5,31 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_type_hints
 
+from bytesched.figures import Figures
 from bytesched.testing.transport import Contract
 
 __all__ = ["STATS", "PluginContract", "TrainingRun"]
 
-#: what stats() of any plugin has, and of which type
-STATS: Mapping[str, type] = {
-    "steps": int,
-    "barrier_crossed_steps": int,
-    "barrier_crossed_pct": float,
-    "exposed_comm_ms": float,
-    "comm_ms": float,
-    "overlap_pct": float,
-    "bytes_per_step": int,
-    "chunks": int,
-    "partition_bytes": int,
-    "credit_bytes": int,
-    "scheduler_cpu_us_per_chunk": float,
-    "hook_us_per_parameter": float,
-    "update_ms": float,
-    "mode": str,
-    "order": str,
-    "world_size": int,
-    "rank": int,
-}
+STATS: Mapping[str, type] = get_type_hints(Figures)
+"""What `stats()` of every plugin has, and of which type."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +23,15 @@ class TrainingRun:
     Two runs of one factory do exactly the same: same seed, same data, same start.
     """
 
-    #: one whole training step
     step: Callable[[], object]
-    #: all that a script could read (weights, buffers, optimizer state, losses so far), as values
-    #: that ``==`` compares bit for bit, such as bytes
+    """One whole training step."""
     state: Callable[[], Mapping[str, object]]
-    #: what wrapping changes in the user's objects: hooks, classes, attributes
+    """All that a script could read (weights, buffers, optimizer state, losses so far).
+
+    As values that `==` compares bit for bit, such as bytes.
+    """
     footprint: Callable[[], Mapping[str, object]]
+    """What wrapping changes in the user's objects: hooks, classes, attributes."""
     wrap: Callable[[], object]
     flush: Callable[[], object]
     unwrap: Callable[[], object]

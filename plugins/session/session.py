@@ -12,7 +12,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.observe import Observers
-from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.layout.plan import Slot
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.carrier import Carrier, Traffic
@@ -281,7 +281,7 @@ class Session(HookedModel):
             self._rounds.give_back(slot)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Figures since the warm-up; see the README for their meaning."""
+        """Figures since the warm-up: those of `bytesched.figures.Figures`."""
         if self.plan is None:
             return self._figures(Traffic(), "leader")
         return self._figures(self._carrier.traffic, self._carrier.order)

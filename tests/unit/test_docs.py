@@ -1,64 +1,114 @@
-"""The documents: their Python compiles, their links lead somewhere, their tables are the code's."""
+"""The documents: their Python compiles, their links lead somewhere, their lists are the code's."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 from paths import ROOT
+from public import PUBLIC
 
-from bytesched import cli
+from bytesched import cli, config, figures
 from bytesched.config import FIELDS
 from bytesched.testing import STATS
 
-DOCUMENTS = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
+TOP = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS = TOP + sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"(?:^|[\s`./])((?:examples|scripts|tests)/[\w./-]*\w)")
+LONGEST_README = 180
+
+every_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@every_document
 def test_python_compiles(document: Path) -> None:
     for language, code in BLOCK.findall(document.read_text()):
         if language == "python":
             compile(code, document.name, "exec")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def _anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@every_document
 def test_links_lead_somewhere(document: Path) -> None:
-    text = BLOCK.sub("", document.read_text())
-    for target in LINK.findall(text):
+    for target in LINK.findall(BLOCK.sub("", document.read_text())):
         if "://" in target:
             continue
         file, _, anchor = target.partition("#")
         path = document.parent / file if file else document
         assert path.exists(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
-            assert anchor in slugs, target
+        assert not anchor or anchor in _anchors(path), target
 
 
-def test_readme_tells_every_field_and_its_default() -> None:
-    text = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
-    assert list(rows) == list(FIELDS)
-    for name, shown in rows.items():
-        assert shown == repr(FIELDS[name].default).replace("'", '"'), name
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    if document.parent.name != "notes":
+        for name in FILE.findall(document.read_text()):
+            assert (ROOT / name).exists(), name
 
 
-def test_readme_tells_every_figure() -> None:
-    section = (ROOT / "README.md").read_text().partition("### Figures")[2].partition("\n## ")[0]
-    told = re.findall(r"`([\w/<>]+)`", " ".join(re.findall(r"^\|([^|]*)\|", section, re.MULTILINE)))
-    assert set(told) == {*STATS, "wait_ms/<module>"}
+def test_every_page_can_be_reached() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        name = str(page.relative_to(ROOT / "docs"))
+        assert name.startswith("notes/") or f" {name}\n" in navigation, name
 
 
-def test_readme_tells_every_command() -> None:
-    text = (ROOT / "README.md").read_text()
-    for name in cli.COMMANDS:
-        assert f"bytesched {name}" in text
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
+
+
+def _documented(cls: type) -> set[str]:
+    """The attributes of a class that have a docstring below them."""
+    [node] = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        field.target.id
+        for field, below in zip(node.body, node.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
+def test_every_setting_is_documented() -> None:
+    assert _documented(config.Config) == set(FIELDS)
+
+
+def test_every_figure_is_documented() -> None:
+    assert _documented(figures.Figures) == set(STATS)
+
+
+@pytest.mark.parametrize("name", ["settings", "figures", "commands"])
+def test_reference_has_a_place_for_what_is_generated(name: str) -> None:
+    assert f"<!-- {name} -->" in (ROOT / "docs" / "reference" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_stands_in_the_reference(module: str) -> None:
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    text = " ".join(path.read_text() for path in pages)
+    for name in PUBLIC[module]:
+        # What is documented under its present name is listed with the one it had before.
+        assert f"::: {module}.{name}" in text or f"`{module}` has" in text, name
+
+
+def test_every_command_has_a_line_and_a_use() -> None:
+    texts = " ".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    for name, command in cli.COMMANDS.items():
+        assert command.line
+        assert re.search(rf"bytesched {name}\b", texts), name
 
 
 def test_changelog_begins_with_unreleased() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from public import NEEDS, PUBLIC
 
 import bytesched
 from bytesched.doctor.checks import OPTIONAL
@@ -18,27 +19,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-#: every public name, by module; no release may lose one
-PUBLIC = {
-    "bytesched": list(bytesched.__all__),
-    "bytesched.contracts": ["Contract", "TransportContract"],
-    "bytesched.kvstore": ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"],
-    "bytesched.kvstore_contract": ["KVStoreContract"],
-    "bytesched.plugins": ["flush", "stats", "unwrap", "wrap"],
-    "bytesched.plugins.burst": ["Background", "Branched", "Burst", "plan_for", "record"],
-    "bytesched.plugins.horovod": ["ScheduledOptimizer"],
-    "bytesched.plugins.mpi_kvstore": ["MPIKVStore", "open_store"],
-    "bytesched.plugins.wave": ["ActivationMemory", "ModelWaves", "TickTock"],
-    "bytesched.testing": [
-        *("STATS", "Contract", "FakeTransport", "FaultPlan", "KVStoreContract", "LinkTransport"),
-        *("ManualClock", "PluginContract", "SimulatedIteration", "TrainingRun"),
-        *("TransportContract", "simulate"),
-    ],
-}
-#: that of an extra which may be missing here
-NEEDS = {"bytesched.plugins.horovod": "horovod", "bytesched.plugins.mpi_kvstore": "mpi4py"}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +103,7 @@ def test_core_depends_on_nothing(project: dict[str, Any]) -> None:
 
 def test_extras_are_complete_and_the_doctor_knows_them(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "horovod", "mpi", "tune", "report", "test", "dev"}
+    assert set(extras) == {"torch", "horovod", "mpi", "tune", "report", "test", "dev", "docs"}
     for package, extra in OPTIONAL.items():
         assert any(line.startswith(package) for line in extras[extra]), package
 
@@ -154,6 +134,8 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         "scripts/check",
         "scripts/test",
         "scripts/demo",
+        "scripts/docs",
+        "scripts/find-python",
         "scripts/horovod-wheel",
         "scripts/mxnet-venv",
         ".ci/run",

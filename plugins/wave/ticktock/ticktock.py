@@ -63,6 +63,8 @@ class TickTock:
         replicas: each wave has BatchNorm statistics and random numbers of its own.
         overlap: whether waves run beside each other, or one after another, which is gradient
             accumulation. None: the first steps find out what is faster.
+        update: called in place of ``optimizer.step()``, when the gradients of all waves and ranks
+            are there: the place to clip them, or for a ``GradScaler``.
         fields: settings, as for ``bytesched.wrap``.
 
     Raises PluginError where gradients would not be synchronised, or ConfigError.

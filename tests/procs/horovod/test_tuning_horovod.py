@@ -18,11 +18,11 @@ from restless_horovod import RestlessHorovodJob
 from training import compare
 
 if TYPE_CHECKING:
-    from ranks import Ranks
+    from horovod_ranks import HorovodRanks
 
 pytestmark = pytest.mark.procs
 
-Pools = Callable[[int], "Ranks"]
+Pools = Callable[[int], "HorovodRanks"]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check
 
 if TYPE_CHECKING:
-    from ranks import Ranks
+    from horovod_ranks import HorovodRanks
 
-Pools = Callable[[int], "Ranks"]
+Pools = Callable[[int], "HorovodRanks"]
 
 
 def _only(found: list[Check], name: str) -> Check:
