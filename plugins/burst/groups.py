@@ -17,7 +17,7 @@ from bytesched.observe import Observer, Observers
 from bytesched.plugins.burst.guarded import GuardedStore
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group, closed_on_error, open_gloo
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.session import Session

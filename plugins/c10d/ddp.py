@@ -20,7 +20,7 @@ from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.group import Group, closed_on_error, open_group
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.registry import sessions

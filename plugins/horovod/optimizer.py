@@ -24,7 +24,7 @@ from bytesched.plugins.horovod.backend import HorovodBackend
 from bytesched.plugins.horovod.elastic import Elastic
 from bytesched.plugins.horovod.ending import watch_endings
 from bytesched.plugins.horovod.shell import Shell
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.registry import announce

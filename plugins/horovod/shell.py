@@ -14,7 +14,7 @@ import torch
 
 from bytesched.errors import PluginError
 from bytesched.plugins.horovod.backend import HorovodBackend
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.session import Session
 
 __all__ = ["Shell"]

@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from bytesched.plugins.layout.plan import Piece, Plan
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Piece
 from bytesched.task import CommTask
 
 __all__ = ["Packer"]

@@ -2,109 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from bytesched.plugins.proxies.pending import LazyGrad
+from bytesched.plugins.layout.slots import Bundle, Piece, Slot
 from bytesched.task import CommTask
 
-if TYPE_CHECKING:
-    from bytesched.plugins.optimizer.deferred import Job
-
-__all__ = ["Bundle", "Piece", "Plan", "Slot"]
+__all__ = ["Plan"]
 
 #: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
 _RAMP = 8
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter, and where its gradient lies."""
-
-    name: str
-    parameter: nn.Parameter
-    #: the arena's memory in the parameter's shape and strides
-    view: torch.Tensor = field(init=False)
-    #: what ``parameter.grad`` is between backward and the next ``zero_grad``
-    lazy: LazyGrad = field(init=False)
-    #: the same storage and version counter as the parameter, with ``view`` as its gradient:
-    #: updates run on it, so that they never touch ``parameter.grad`` or its class
-    alias: nn.Parameter = field(init=False)
-    bundle: Bundle = field(init=False)
-    chunks: list[CommTask] = field(default_factory=list)
-    #: the local gradient, from its hook until it is packed
-    grad: torch.Tensor | None = None
-    #: its chunks that are not reduced yet in this round
-    sending: int = 0
-    #: how often its hook fired in this round
-    fired: int = 0
-    #: how often it must fire (static graphs may use a parameter several times)
-    expected: int = 1
-    #: of its gradient hook
-    hook_id: int = -1
-    #: takes part in the update of this round
-    used: bool = False
-    #: got a gradient that was not reduced (no_sync) since the last round
-    used_alone: bool = False
-    #: ``step()`` has armed its update
-    taken: bool = False
-
-    #: was held when the round began, and nothing has read it since ``step()``
-    unguarded: bool = False
-    #: what a use of the parameter calls while its update is outstanding
-    settle: Callable[[], None] = field(init=False)
-
-    def make_lazy(self, settle: Callable[[], None]) -> None:
-        """A new lazy view; the old one, if there is one, is nobody's any more."""
-        self.lazy = self.view.as_subclass(LazyGrad)
-        self.lazy.settle = settle
-        self.lazy.is_taken = self.is_taken
-
-    def is_taken(self) -> bool:
-        """True while an update that needs the gradient is outstanding."""
-        return self.taken and self.bundle.armed
-
-    def realias(self) -> None:
-        """Makes the alias anew, after the parameter got other memory."""
-        self.alias = nn.Parameter(self.parameter.detach(), self.parameter.requires_grad)
-        self.alias.grad = self.view
-
-
-@dataclass(eq=False)
-class Bundle:
-    """Parameters whose gradients are complete at the same moment; they are updated together."""
-
-    index: int
-    slots: list[Slot]
-    chunks: set[CommTask]
-    #: of its gradients
-    nbytes: int
-    #: chunks still to be reduced in this round
-    sending: int = 0
-    #: ``step()`` was called and the update is outstanding
-    armed: bool = False
-    #: its parameters are pending tensors; ends with the first use after the update
-    held: bool = False
-    #: the update, while it is armed
-    jobs: list[Job] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """The part of one slot that lies in one chunk."""
-
-    slot: Slot
-    #: elements of the slot, in memory order
-    start_at: int
-    stop_at: int
-    #: the same elements in the arena
-    target: torch.Tensor
-    #: all elements of the slot
-    is_whole: bool
 
 
 @dataclass(frozen=True, eq=False)

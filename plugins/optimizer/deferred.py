@@ -13,16 +13,15 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.compiling import updating
 
-__all__ = ["Deferred", "GuardedState", "Job", "snapshot", "why_not_deferred"]
+__all__ = ["Deferred", "GuardedState", "snapshot", "why_not_deferred"]
 
 #: Optimizers whose update of one parameter depends on that parameter alone. Exact classes: a
 #: subclass may do anything.
@@ -206,15 +205,6 @@ class Deferred:
         )
         with updating():
             self._raw_step(copied)
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One update: of whom, under the hyper-parameters that held at ``step()``."""
-
-    deferred: Deferred
-    hyperparameters: dict[str, Any]
-    slots: list[Slot] = field(default_factory=list)
 
 
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:

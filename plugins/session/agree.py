@@ -11,7 +11,7 @@ import torch
 
 from bytesched.config import Config
 from bytesched.errors import MismatchError
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 
 __all__ = ["agree", "settings", "statements"]
 

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import nn
 
-from bytesched.plugins.layout.plan import Bundle, Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.first_use import FirstUse, gate
 from bytesched.plugins.session.settling import Settling
 

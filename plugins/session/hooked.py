@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from bytesched.observe import Observers
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.proxies.pending import is_held, release
 from bytesched.plugins.session.backend import Backend

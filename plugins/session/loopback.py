@@ -16,7 +16,8 @@ from bytesched.config import Config
 from bytesched.errors import PeerLost, SchedulerClosed, SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.session import Session

@@ -7,7 +7,8 @@ from collections import Counter
 from time import perf_counter_ns, process_time_ns
 
 from bytesched.observe import Observers
-from bytesched.plugins.layout.plan import Bundle, Plan
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle
 from bytesched.plugins.session.carrier import Traffic
 
 __all__ = ["Meter"]

@@ -7,7 +7,8 @@ from time import perf_counter_ns
 from typing import Any
 
 from bytesched.observe import Observer
-from bytesched.plugins.layout.plan import Bundle, Plan
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle
 from bytesched.tunable import Recording, Send
 
 __all__ = ["Recorder"]

@@ -20,7 +20,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import free, has_own_memory, keep_apart, plain
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress

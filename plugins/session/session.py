@@ -12,7 +12,7 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.observe import Observers
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.carrier import Carrier, Traffic

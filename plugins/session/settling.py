@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from bytesched.plugins.layout.plan import Bundle, Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.compiling import waiting
 from bytesched.plugins.proxies.pending import is_held, release
 from bytesched.plugins.session.meter import Meter

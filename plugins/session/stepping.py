@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.layout.plan import Bundle, Slot
-from bytesched.plugins.optimizer.deferred import Deferred, Job, snapshot
+from bytesched.plugins.layout.slots import Bundle, Job, Slot
+from bytesched.plugins.optimizer.deferred import Deferred, snapshot
 from bytesched.plugins.proxies.pending import hold
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from bytesched.plugins.layout.plan import Bundle, Slot
-from bytesched.plugins.optimizer.deferred import Deferred, Job
+from bytesched.plugins.layout.slots import Bundle, Job, Slot, Updates
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -85,7 +84,7 @@ class Updater:
 
 
 def _update(jobs: list[Job]) -> None:
-    calls: dict[int, tuple[Deferred, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
+    calls: dict[int, tuple[Updates, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
     for job in jobs:
         _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))

@@ -16,7 +16,8 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.backend import Backend, from_leader
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.tunable import RunFacts, Setting

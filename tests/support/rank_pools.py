@@ -1,7 +1,4 @@
-"""Fixtures: pools of ranks, shared by the whole session, or by a module for Horovod's.
-
-Horovod's ranks negotiate a thousand times a second while they have nothing to do.
-"""
+"""Fixtures: pools of ranks, shared by the whole session."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks, Kind
+    from horovod_launched import Kind
     from ranks import Ranks
 
 
@@ -45,31 +42,37 @@ def four_ranks() -> Iterator[Ranks]:
     yield from pool(4)
 
 
-def horovod_pools(kind: Kind) -> Iterator[Callable[[int], HorovodRanks]]:
-    from horovod_ranks import HorovodRanks, why_missing
-
-    pools: dict[int, HorovodRanks] = {}
-
-    def of_size(world_size: int) -> HorovodRanks:
-        if world_size not in pools:
-            pools[world_size] = HorovodRanks(kind, world_size)
-        return pools[world_size]
+def horovod_pools(kind: Kind) -> Iterator[Callable[[int], Ranks]]:
+    """Forked ones, but for MPI, which needs its launcher."""
+    from horovod_launched import LaunchedRanks, why_missing
 
     if reason := why_missing(kind):
         pytest.skip(reason)
+    from horovod_forked import HorovodRanks
+
+    pools: dict[int, Ranks] = {}
+
+    def of_size(world_size: int) -> Ranks:
+        if world_size not in pools:
+            forked = kind == "gloo"
+            pools[world_size] = (
+                HorovodRanks(world_size) if forked else LaunchedRanks(kind, world_size)
+            )
+        return pools[world_size]
+
     yield of_size
     with contextlib.ExitStack() as closing:
         for ranks in pools.values():
             closing.callback(ranks.close)
 
 
-@pytest.fixture(scope="module")
-def hvd_gloo() -> Iterator[Callable[[int], HorovodRanks]]:
-    """`hvd_gloo(2)` is the pool of two Horovod ranks under `horovodrun --gloo`."""
+@pytest.fixture(scope="session")
+def hvd_gloo() -> Iterator[Callable[[int], Ranks]]:
+    """`hvd_gloo(2)` is the pool of two Horovod ranks over Gloo."""
     yield from horovod_pools("gloo")
 
 
-@pytest.fixture(scope="module")
-def hvd_mpi() -> Iterator[Callable[[int], HorovodRanks]]:
+@pytest.fixture(scope="session")
+def hvd_mpi() -> Iterator[Callable[[int], Ranks]]:
     """`hvd_mpi(2)` is the pool of two Horovod ranks under `mpirun`."""
     yield from horovod_pools("mpi")

@@ -1,8 +1,9 @@
 """The ranks of a test, forked from a server that has already imported torch.
 
-`python rank_worker.py FD` is the server: it starts ranks and reports their exit codes over the
-connection FD. Importing torch takes seconds and forking milliseconds; a forked rank unwinds to the
-end of this file, so that it ends like any interpreter: with its atexit functions run.
+`python rank_worker.py FD MODULE...` is the server: it imports the modules, starts ranks, and
+reports their exit codes over the connection FD. Importing torch takes seconds and forking
+milliseconds; a forked rank unwinds to the end of this file, so that it ends like any interpreter:
+with its atexit functions run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Launch:
     output: str
     import_path: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    #: Horovod's own variables, for a rank of Horovod instead of a process group
+    horovod: dict[str, str] = field(default_factory=dict)
     address: str = ""
     case: tuple[str, str] = ("", "")
     args: tuple[Any, ...] = ()
@@ -149,7 +152,7 @@ def serve(connection: Connection) -> Launch | None:
 
 
 def enter(launch: Launch) -> None:
-    """Become the rank `launch` describes: output, environment, default process group."""
+    """Become the rank `launch` describes: output, environment, default process group or Horovod."""
     for stream, descriptor in (("out", 1), ("err", 2)):
         target = os.open(f"{launch.output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(target, descriptor)
@@ -157,6 +160,12 @@ def enter(launch: Launch) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path[:] = launch.import_path
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", **launch.environment)
+    if launch.horovod:
+        os.environ.update(launch.horovod)
+        importlib.import_module("horovod.torch").init()
+        return
     os.environ.update(
         RANK=str(launch.rank),
         LOCAL_RANK=str(launch.rank),
@@ -165,10 +174,7 @@ def enter(launch: Launch) -> None:
         MASTER_PORT=str(launch.store_port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
-        GLOO_SOCKET_IFNAME="lo",
-        **launch.environment,
     )
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=launch.timeout_s))
 
 
@@ -194,8 +200,8 @@ def serve_cases(launch: Launch) -> None:
 def main() -> None:
     sys.modules["rank_worker"] = sys.modules["__main__"]
     # Imported by the first optimizer step, and by every compiled case.
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("pytest")
+    for module in ("torch._dynamo", "pytest", *sys.argv[2:]):
+        importlib.import_module(module)
     # A rank's end would otherwise look at every object of torch, and copy their pages.
     gc.collect()
     gc.freeze()
@@ -205,7 +211,8 @@ def main() -> None:
     enter(launch)
     if launch.address:
         serve_cases(launch)
-        dist.destroy_process_group()
+        if not launch.horovod:
+            dist.destroy_process_group()
         return
     global _signals
     _signals = Signals(launch)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, Listener, Pipe, wait
@@ -24,6 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 T = TypeVar("T")
 # What a rank gets to end by itself once another one has failed.
 GRACE_S = 5.0
+#: what ranks of Horovod are forked with
+HOROVOD = ("horovod.torch",)
 # A store looks up the name of every address that connects: a slow resolver shall not slow tests.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -43,13 +45,13 @@ class ExitedRank:
 
 
 class ForkServer:
-    """The other side of `rank_worker.serve`."""
+    """The other side of `rank_worker.serve`, which has imported `modules`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._connection, theirs = Pipe()
         command = [sys.executable, str(Path(__file__).with_name("rank_worker.py"))]
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno())],
+            [*command, str(theirs.fileno()), *modules],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -76,9 +78,9 @@ class ForkServer:
 
 
 @cache
-def fork_server() -> ForkServer:
-    """The one server of this test session; it ends when the session's process does."""
-    return ForkServer()
+def fork_server(*modules: str) -> ForkServer:
+    """The one such server of this test session; it ends when the session's process does."""
+    return ForkServer(*modules)
 
 
 def new_store() -> TCPStore:
@@ -97,6 +99,9 @@ class Ranks:
     killed, and the next case finds new ones.
     """
 
+    #: ranks are stopped between cases: they would not be idle
+    rests = False
+
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -107,12 +112,16 @@ class Ranks:
 
     def run(self, case: Callable[..., T], *args: object, timeout_s: float = 40.0) -> list[T]:
         """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
+        if self.rests:
+            self._signal(signal.SIGCONT)
         if not self._connections:
             self._start()
         request = dump((next(self._case_numbers), address_of(case), args))
         for connection in self._connections.values():
             connection.send_bytes(request)
         returned, failed = self._collect(timeout_s)
+        if self.rests:
+            self._signal(signal.SIGSTOP)
         if failed:
             self._kill()
             report = "\n".join(
@@ -125,8 +134,20 @@ class Ranks:
         self._kill()
         self._folder.cleanup()
 
+    def _signal(self, number: int) -> None:
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _server(self) -> ForkServer:
+        return fork_server()
+
+    def _horovod(self, rank: int) -> dict[str, str]:
+        """Horovod's variables for a rank; it is one of a process group if there are none."""
+        return {}
+
     def _kill(self) -> None:
-        fork_server().end(self._pids)
+        self._server().end(self._pids)
         for connection in self._connections.values():
             connection.close()
         self._pids, self._connections = {}, {}
@@ -144,9 +165,10 @@ class Ranks:
                     timeout_s=30.0,
                     output=str(folder / f"rank{rank}"),
                     import_path=sys.path,
+                    horovod=self._horovod(rank),
                     address=address,
                 )
-                self._pids[rank] = fork_server().start(launch)
+                self._pids[rank] = self._server().start(launch)
             for _ in range(self.world_size):
                 connection = listener.accept()
                 self._connections[connection.recv()] = connection
@@ -190,13 +212,15 @@ def run_fresh(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     args: tuple[object, ...] = (),
+    horovod: Sequence[dict[str, str]] = (),
 ) -> list[ExitedRank]:
     """How fresh processes ended that each ran `case(*args)` as a script would.
 
     The default process group exists when the case begins (`timeout_s` of its own: 30 s) and is the
-    case's to destroy. After `timeout_s` seconds what still runs is killed, its stacks in `stderr`.
+    case's to destroy; with Horovod's variables of each rank, in `horovod`, Horovod has begun
+    instead. After `timeout_s` seconds what still runs is killed, its stacks in `stderr`.
     """
-    server, store = fork_server(), new_store()
+    server, store = fork_server(*HOROVOD[: len(horovod)]), new_store()
     with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
         outputs = [f"{folder}/rank{rank}" for rank in range(world_size)]
         began = time.monotonic()
@@ -210,6 +234,7 @@ def run_fresh(
                     output=outputs[rank],
                     import_path=sys.path,
                     environment=dict(env or {}),
+                    horovod=horovod[rank] if horovod else {},
                     case=address_of(case),
                     args=args,
                 )

@@ -21,7 +21,7 @@ from bytesched.plugins.kvstore.training.backend import StoreBackend
 from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.kvstore.training.state import hyperparameters_of
 from bytesched.plugins.kvstore.training.store_session import StoreSession
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.mpi_kvstore.server.optimizer import is_elementwise
 from bytesched.plugins.optimizer.deferred import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.layout.plan import Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.compiling import updating
 from bytesched.plugins.proxies.pending import LazyGrad
 

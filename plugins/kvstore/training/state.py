@@ -9,7 +9,8 @@ import torch
 
 from bytesched.errors import PluginError
 from bytesched.kvstore.pipes import Chunk
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import snapshot
 
 __all__ = [

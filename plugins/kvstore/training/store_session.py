@@ -29,8 +29,8 @@ from bytesched.plugins.kvstore.training.state import (
     send_values,
 )
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan, Slot
-from bytesched.plugins.optimizer.deferred import Job
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Job, Slot
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook, gate
 from bytesched.plugins.proxies.pending import hold
 from bytesched.plugins.session.carrier import Traffic
@@ -235,7 +235,7 @@ class StoreSession(HookedModel):
             self._hyperparameters = hyperparameters
         self._progress.outstanding = len(plan.chunks)
         for bundle in plan.bundles:
-            bundle.jobs = [Job(self._take_over, {}, list(bundle.slots))]  # type: ignore[arg-type]
+            bundle.jobs = [Job(self._take_over, {}, list(bundle.slots))]
             bundle.armed = bundle.held = True
         for slot in plan.slots:
             if slot.alias.data_ptr() != slot.parameter.data_ptr():

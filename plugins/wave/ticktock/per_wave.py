@@ -16,7 +16,8 @@ from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast, find_ddp
 from bytesched.plugins.c10d.group import closed_on_error, open_group
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan, Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import streams_for

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from horovod_ranks import why_missing
+from horovod_launched import why_missing
 
 from bytesched.bench import command as bench
 from bytesched.bench.table import add_figures, opponents, table

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from horovod_ranks import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
+from horovod_launched import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
 from paths import ROOT, SUPPORT
 
 from bytesched.environment import child_environment

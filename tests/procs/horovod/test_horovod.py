@@ -18,15 +18,15 @@ from ranks import address_of
 from training import STEPS
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks
+    from ranks import Ranks
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 Figures = dict[str, int | float | str]
 pytestmark = pytest.mark.procs
 
 
 def check(
-    ranks: HorovodRanks,
+    ranks: Ranks,
     script: Callable[..., None],
     *args: Any,
     mode: str = "cross",
@@ -237,10 +237,10 @@ def test_without_crossing(hvd_gloo: Pools) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks(hvd_gloo: Pools, world_size: int) -> None:
     """Where a chunk begins decides which rank adds first, so sums of three round otherwise."""
-    from horovod_ranks import HorovodRanks
+    from horovod_forked import HorovodRanks
 
     # Idle ranks take time from others, so not from the fixture.
-    with contextlib.closing(HorovodRanks("gloo", world_size)) as ranks:
+    with contextlib.closing(HorovodRanks(world_size)) as ranks:
         check(ranks, scripts_optimizers.one_optimizer, "adamw", rtol=1e-5)
 
 

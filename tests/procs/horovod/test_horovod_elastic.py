@@ -32,7 +32,7 @@ def trained_alone(steps: int) -> torch.Tensor:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_a_rank_dies_and_another_comes(hvd_gloo: Callable[[int], Any], tmp_path: Path) -> None:
-    from horovod_ranks import run_fresh_horovod
+    from horovod_launched import run_fresh_horovod
 
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")

@@ -15,9 +15,9 @@ from training import differences
 from bytesched.testing import PluginContract, TransportContract
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks
+    from ranks import Ranks
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 Told = dict[str, Any]
 pytestmark = pytest.mark.procs
 
@@ -31,11 +31,11 @@ def cases(hvd_gloo: Pools) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def own_pool(hvd_gloo: Pools) -> Iterator[HorovodRanks]:
+def own_pool(hvd_gloo: Pools) -> Iterator[Ranks]:
     """For cases that leave operations behind, which no other rank will ever take part in."""
-    from horovod_ranks import HorovodRanks
+    from horovod_forked import HorovodRanks
 
-    ranks = HorovodRanks("gloo", 2)
+    ranks = HorovodRanks(2)
     yield ranks
     ranks.close()
 
@@ -86,7 +86,7 @@ def check_gave_up(told: Told, culprit: int) -> None:
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)], ids=str)
 def test_sparse_gradients_that_nothing_announced(
-    own_pool: HorovodRanks, cases: ModuleType, who: tuple[int, ...], step: int
+    own_pool: Ranks, cases: ModuleType, who: tuple[int, ...], step: int
 ) -> None:
     for rank, told in enumerate(own_pool.run(cases.unannounced_sparse, who, step)):
         if rank in who:
@@ -109,7 +109,7 @@ def test_sparse_gradients_that_nothing_announced(
     ],
 )
 def test_the_others_hear_of_a_caught_error(
-    own_pool: HorovodRanks, cases: ModuleType, moment: str, who: int, tuned: bool
+    own_pool: Ranks, cases: ModuleType, moment: str, who: int, tuned: bool
 ) -> None:
     told = own_pool.run(cases.caught, moment, who, tuned)
     assert told[who]["kinds"][0] == "ArithmeticError"
@@ -121,7 +121,7 @@ def test_the_others_hear_of_a_caught_error(
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("tuned", [False, True], ids=["", "while they wait for a word"])
 def test_the_others_hear_of_a_failed_update(
-    own_pool: HorovodRanks, cases: ModuleType, who: int, tuned: bool
+    own_pool: Ranks, cases: ModuleType, who: int, tuned: bool
 ) -> None:
     told = own_pool.run(cases.failed_update, who, tuned)
     assert told[who]["kinds"][0] == "RuntimeError"
@@ -130,16 +130,14 @@ def test_the_others_hear_of_a_failed_update(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_the_others_hear_of_a_timeout(own_pool: HorovodRanks, cases: ModuleType, who: int) -> None:
+def test_the_others_hear_of_a_timeout(own_pool: Ranks, cases: ModuleType, who: int) -> None:
     told = own_pool.run(cases.gave_up_waiting, who)
     assert told[who]["kinds"][0] == "HorovodTimeout"
     check_gave_up(told[1 - who], who)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_waiting_for_sparse_gradients_ends(
-    own_pool: HorovodRanks, cases: ModuleType, who: int
-) -> None:
+def test_waiting_for_sparse_gradients_ends(own_pool: Ranks, cases: ModuleType, who: int) -> None:
     told = own_pool.run(cases.gave_up_waiting_for_sparse, who)[who]
     assert told["kinds"][0] == "HorovodTimeout"
     assert "waited 4 s for what Horovod reduces itself" in told["message"]
@@ -153,7 +151,7 @@ def test_joined_in_the_first_step(hvd_gloo: Pools, cases: ModuleType, early: int
     assert "1 of 2 ranks have joined" in told[1 - early]["message"]
 
 
-def test_joined_while_tuned(own_pool: HorovodRanks, cases: ModuleType) -> None:
+def test_joined_while_tuned(own_pool: Ranks, cases: ModuleType) -> None:
     """Otherwise, rank 0's word would be a sum of zeros."""
     early, other = own_pool.run(cases.joined_while_tuned)
     assert early["kinds"][0] == "PluginError"
@@ -183,7 +181,7 @@ def test_left_as_it_was(hvd_gloo: Pools, cases: ModuleType, kind: str) -> None:
     check_left(hvd_gloo(2).run(cases.left_as_it_was, kind), LEFT[kind])
 
 
-def test_backward_of_a_forward_before_the_step(own_pool: HorovodRanks, cases: ModuleType) -> None:
+def test_backward_of_a_forward_before_the_step(own_pool: Ranks, cases: ModuleType) -> None:
     for told in own_pool.run(cases.backward_of_an_older_forward):
         assert told["kinds"][0] == "PluginError"
         assert "the forward pass ran before step()" in told["message"]
@@ -199,13 +197,13 @@ def test_ranks_agree_after_a_closure(hvd_gloo: Pools, cases: ModuleType) -> None
     assert not list(differences(one, other, "weights"))
 
 
-def test_process_set(hvd_gloo: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_set(hvd_gloo: Pools) -> None:
     """Of two ranks, so equal to the last bit; the third is outside and trains alone."""
-    from horovod_ranks import HorovodRanks
+    from horovod_forked import HorovodRanks
     from horovod_training import compare
 
-    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    with contextlib.closing(HorovodRanks("gloo", 3)) as ranks:
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    with contextlib.closing(HorovodRanks(3, env)) as ranks:
         outcomes = ranks.run(compare, address_of(models.process_set), (0, 2))
     for found, _ in outcomes:
         assert not found, "\n".join(found[:20])

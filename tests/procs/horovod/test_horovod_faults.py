@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodExits, Kind
+    from horovod_launched import HorovodExits, Kind
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
@@ -48,7 +48,7 @@ class End:
 def run(scenario: Scenario) -> tuple[int, list[End]]:
     """The launcher's exit code, and how each rank ended."""
     import horovod_fault_cases as cases
-    from horovod_ranks import run_fresh_horovod
+    from horovod_launched import run_fresh_horovod
     from ranks import new_store
 
     store = new_store()
@@ -75,7 +75,7 @@ Ends = Callable[[Scenario], "tuple[int, list[End]]"]
 @pytest.fixture(scope="module")
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """How a scenario ended; those of all selected tests run while the tests look at them."""
-    from horovod_ranks import why_missing
+    from horovod_launched import why_missing
 
     items = [item for item in request.session.items if item.path == request.path]
     scenarios: list[Scenario] = [item.callspec.params["scenario"] for item in items]  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from horovod_launched import Kind
     from horovod_order_cases import HorovodTimeline
-    from horovod_ranks import HorovodRanks, Kind
+    from ranks import Ranks
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
 #: names of the operations of each phase: plain, few chunks at a time, all at a time, cut again
@@ -30,13 +31,17 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def timeline(kind: Kind, path: Path, **env: str) -> tuple[HorovodTimeline, str]:
     """What Horovod wrote, and what rank 0 said."""
+    from horovod_forked import run_forked
+    from horovod_launched import run_fresh_horovod
     from horovod_order_cases import HorovodTimeline, train_in_phases
-    from horovod_ranks import run_fresh_horovod
 
     marks = {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
-    exits = run_fresh_horovod(train_in_phases, kind, env={**marks, **env})
-    assert [rank.code for rank in exits.ranks] == [0, 0], exits.ranks[0].stderr
-    return HorovodTimeline(path), exits.ranks[0].stderr
+    if kind == "gloo":
+        ranks = run_forked(train_in_phases, env={**marks, **env})
+    else:
+        ranks = run_fresh_horovod(train_in_phases, kind, env={**marks, **env}).ranks
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr
+    return HorovodTimeline(path), ranks[0].stderr
 
 
 def test_chunks_are_reduced_in_order_of_priority(kind: Kind, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 from ranks import RankFailure
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks, Kind
+    from horovod_launched import Kind
+    from ranks import Ranks
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 pytestmark = pytest.mark.procs
 
 
@@ -97,7 +98,7 @@ def test_a_failure_is_told_and_the_next_case_runs(pools: Pools) -> None:
 
 
 def test_fresh_processes_tell_their_exit_codes(pools: Pools, kind: Kind) -> None:
-    from horovod_ranks import run_fresh_horovod
+    from horovod_launched import run_fresh_horovod
 
     ended = run_fresh_horovod(ends_by, kind, args=(0, 0), env={"HOROVOD_CACHE_CAPACITY": "7"})
     assert (ended.launcher.code, [rank.code for rank in ended.ranks]) == (0, [0, 0])
@@ -110,7 +111,7 @@ def test_fresh_processes_tell_their_exit_codes(pools: Pools, kind: Kind) -> None
 def test_a_fresh_script_that_hangs_is_ended_with_its_stack(
     pools: Pools, kind: Kind, tmp_path: Path
 ) -> None:
-    from horovod_ranks import run_fresh_horovod
+    from horovod_launched import run_fresh_horovod
 
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint(sys.argv[1], flush=True)\ntime.sleep(600)\n")

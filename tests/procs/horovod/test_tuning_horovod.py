@@ -18,11 +18,11 @@ from restless_horovod import RestlessHorovodJob
 from training import compare
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks
+    from ranks import Ranks
 
 pytestmark = pytest.mark.procs
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from horovod_ranks import run_fresh_horovod, why_missing
+from horovod_launched import why_missing
 from run_outcomes import SMALL, Outcomes, left, outcomes
 
 pytestmark = pytest.mark.procs
@@ -29,9 +29,9 @@ def both_ranks() -> list[Outcomes]:
     if reason := why_missing("gloo"):
         pytest.skip(reason)
     import run_horovod_cases
+    from horovod_forked import run_forked
 
-    exits = run_fresh_horovod(run_horovod_cases.run_all, timeout_s=100, env=SMALL)
-    return [outcomes(rank) for rank in exits.ranks]
+    return [outcomes(rank) for rank in run_forked(run_horovod_cases.run_all, env=SMALL)]
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -17,9 +17,9 @@ from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check
 
 if TYPE_CHECKING:
-    from horovod_ranks import HorovodRanks
+    from ranks import Ranks
 
-Pools = Callable[[int], "HorovodRanks"]
+Pools = Callable[[int], "Ranks"]
 
 
 def _only(found: list[Check], name: str) -> Check:

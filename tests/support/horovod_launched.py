@@ -66,8 +66,10 @@ class HorovodExits:
     ranks: list[ExitedRank]
 
 
-class HorovodRanks(Ranks):
+class LaunchedRanks(Ranks):
     """A pool of ranks under `horovodrun --gloo` or `mpirun`, on which Horovod is initialized."""
+
+    rests = True
 
     def __init__(self, kind: Kind, world_size: int) -> None:
         super().__init__(world_size)
@@ -113,6 +115,7 @@ class HorovodRanks(Ranks):
 
     def _kill(self) -> None:
         if self._launcher is not None:
+            self._signal(signal.SIGCONT)
             _end(self._launcher, self._output)
             self._launcher = None
         for connection in self._connections.values():
@@ -134,7 +137,8 @@ def run_fresh_horovod(
 ) -> HorovodExits:
     """How fresh processes ended that each ran the script `what`, or `what(*args)` after `hvd.init`.
 
-    After `timeout_s` seconds what still runs is killed, its stacks in `stderr` and its code -9.
+    After `timeout_s` seconds from the ranks' start what still runs is killed, its stacks in
+    `stderr` and its code -9.
     `launcher_args` are more flags for the launcher.
     """
     with tempfile.TemporaryDirectory(prefix="horovod-") as name:
@@ -149,6 +153,7 @@ def run_fresh_horovod(
         began = time.time()
         launcher = _launch(kind, world_size, folder, command, launcher_args, env)
         try:
+            _await_start(launcher, folder, world_size)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(timeout=timeout_s)
         finally:
@@ -260,6 +265,15 @@ def _launch(
             env=environment,
             start_new_session=True,
         )
+
+
+def _await_start(launcher: subprocess.Popen[bytes], folder: Path, world_size: int) -> None:
+    """Return when all ranks have started, or none will any more."""
+    deadline = time.monotonic() + START_S
+    while len(_rank_folders(folder)) < world_size and launcher.poll() is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
 
 
 def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
