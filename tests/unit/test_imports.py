@@ -1,4 +1,4 @@
-"""What may import what: no framework in the core, and dependencies that point one way."""
+"""What may import what: the floors of ``floors.toml``, and where frameworks may be named."""
 
 from __future__ import annotations
 
@@ -6,125 +6,221 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 FRAMEWORKS = {"torch", "horovod", "mxnet", "mpi4py", "tensorflow", "jax"}
-
-#: The spine, from the ground up: each module may import those of earlier rows and nothing else.
-#: All other modules of the core stand around it; they import it and each other, without cycles.
-SPINE: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "environment", "files", "table", "version"}),
-    frozenset({"values"}),
-    frozenset({"config"}),
-    frozenset({"log", "task"}),
-    frozenset({"policy"}),
-    frozenset({"order"}),
-    frozenset({"core"}),
-    frozenset({"transport", "observe"}),
-    frozenset({"scheduler"}),
-)
-COMMANDS = frozenset({"cli", "bench", "doctor", "run"})
+#: what takes long to import, or may be missing
+HEAVY = FRAMEWORKS | {"numpy", "matplotlib", "skopt"}
 
 
-def _sources(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).glob("*.py"))
+@dataclass(frozen=True)
+class Import:
+    """One file that imports another."""
+
+    source: str
+    line: int
+    target: str
 
 
-def _imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every module that a file imports, in full, and whether that happens on import."""
-    tree = ast.parse(path.read_text(), str(path))
-    top = set(map(id, tree.body))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in top
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: import absolutely"
-            module = node.module or ""
-            if module in {"bytesched", "bytesched.plugins"}:
+class House:
+    """The source files of a project, their imports, and its table of floors."""
+
+    def __init__(self, root: Path) -> None:
+        table = tomllib.loads((root / "floors.toml").read_text())
+        self.floors = {
+            room: number for number, floor in enumerate(table["floor"]) for room in floor["rooms"]
+        }
+        self.processes = set(table["processes"]["modules"])
+        links = {root / "bytesched" / name for name in ("plugins", "tuning")}
+        paths = [
+            path
+            for top in ("bytesched", "plugins", "tuning")
+            for path in sorted((root / top).rglob("*.py"))
+            if not links & set(path.parents)
+        ]
+        self.trees = {
+            path.relative_to(root).as_posix(): ast.parse(path.read_text(), str(path))
+            for path in paths
+        }
+        self.modules = {_module(file): file for file in self.trees}
+
+    def room(self, file: str) -> str | None:
+        """The longest room of the table that ``file`` lies in."""
+        rooms = [room for room in self.floors if file == room or file.startswith(f"{room}/")]
+        return max(rooms, key=len, default=None)
+
+    def names(self, file: str) -> Iterator[tuple[str, int]]:
+        """Every module that ``file`` imports, of whatever package, and the line."""
+        for node in ast.walk(self.trees[file]):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}:{node.lineno}: import absolutely"
                 for alias in node.names:
-                    yield f"{module}.{alias.name}", id(node) in top
-            else:
-                yield module, id(node) in top
+                    name = f"{node.module}.{alias.name}"
+                    yield (name if name in self.modules else node.module or ""), node.lineno
+
+    def strings(self, file: str) -> Iterator[tuple[str, int]]:
+        """Every string of ``file`` that may be meant to be imported, and the line."""
+        for node in ast.walk(self.trees[file]):
+            # A single word is a logger, or a folder.
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and "." in node.value
+                and node.value not in self.processes
+            ):
+                yield node.value, node.lineno
+
+    def imports(self) -> list[Import]:
+        """All imports of one file by another."""
+        return [
+            Import(file, line, self.modules[name])
+            for file in self.trees
+            for name, line in (*self.names(file), *self.strings(file))
+            if name in self.modules and self.modules[name] != file
+        ]
+
+    def upward(self) -> list[str]:
+        """The imports that do not go down."""
+        found = []
+        for each in self.imports():
+            here, there = self.room(each.source), self.room(each.target)
+            assert here is not None, each
+            assert there is not None, each
+            if here != there and self.floors[there] >= self.floors[here]:
+                found.append(f"{each.source}:{each.line} imports {each.target}")
+        return found
+
+    def circle(self) -> list[str]:
+        """The files of one circle of imports, if there is one."""
+        graph: dict[str, set[str]] = {file: set() for file in self.trees}
+        for each in self.imports():
+            graph[each.source].add(each.target)
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            files: list[str] = error.args[1]
+            return files
+        return []
 
 
-def _core_parts(path: Path) -> set[str]:
-    parts = {name.split(".")[1] for name, _ in _imports(path) if name.startswith("bytesched.")}
-    return parts & {source.stem for source in _sources("bytesched")}
+def _module(file: str) -> str:
+    parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(parts if parts[0] == "bytesched" else ["bytesched", *parts])
 
 
-@pytest.mark.parametrize("module", ["bytesched", "bytesched.cli", "bytesched.doctor.command"])
-def test_import_leaves_frameworks_alone(module: str) -> None:
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House(ROOT)
+
+
+def test_every_file_stands_on_a_floor(house: House) -> None:
+    assert [file for file in house.trees if house.room(file) is None] == []
+    assert set(house.floors) - {house.room(file) for file in house.trees} == set()
+
+
+def test_imports_go_down(house: House) -> None:
+    assert house.upward() == []
+
+
+def test_no_circle_among_files(house: House) -> None:
+    assert house.circle() == []
+
+
+def test_processes_can_be_started(house: House) -> None:
+    for name in house.processes:
+        source = ast.unparse(house.trees[house.modules[name]])
+        assert "if __name__ == '__main__':" in source, name
+
+
+def test_frameworks_are_named_by_plugins_alone(house: House) -> None:
+    found = [
+        f"{file}:{line} imports {name}"
+        for file in house.trees
+        if not file.startswith("plugins/")
+        for name, line in house.names(file)
+        if name.split(".")[0] in FRAMEWORKS
+    ]
+    assert found == []
+
+
+def test_plugins_are_reached_from_the_front_and_from_commands_alone(house: House) -> None:
+    fronts = ("bytesched/__init__.py", "bytesched/testing/__init__.py")
+    commands = ("bytesched/cli.py", "bytesched/run/watch.py")
+    allowed = ("plugins/", *fronts, *commands)
+    found = [
+        each
+        for each in house.imports()
+        if each.target.startswith("plugins/") and not each.source.startswith(allowed)
+    ]
+    assert found == []
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    names = ("bytesched", "bytesched.cli", "bytesched.doctor.command", "bytesched.plugins")
     code = (
-        f"import {module}, sys; print(*{FRAMEWORKS | {'numpy', 'matplotlib'}} & set(sys.modules))"
+        f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
+        f"    print(*sorted({HEAVY} & set(sys.modules)), end='')"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert run.stdout.strip() == ""
+    assert run.stdout == ""
 
 
-@pytest.mark.parametrize("path", _sources("bytesched"), ids=lambda path: path.stem)
-def test_core_names_no_framework(path: Path) -> None:
-    assert not FRAMEWORKS & {name.split(".")[0] for name, _ in _imports(path)}
+@pytest.fixture
+def two_floors(tmp_path: Path) -> Path:
+    """A project of two files, one above the other."""
+    (tmp_path / "floors.toml").write_text(
+        '[[floor]]\nrooms = ["bytesched/low.py"]\n'
+        '[[floor]]\nrooms = ["bytesched/high"]\n'
+        "[processes]\nmodules = ['bytesched.high.rank']\n"
+    )
+    (tmp_path / "bytesched" / "high").mkdir(parents=True)
+    (tmp_path / "bytesched" / "low.py").write_text("")
+    (tmp_path / "bytesched" / "high" / "__init__.py").write_text("import bytesched.low\n")
+    (tmp_path / "bytesched" / "high" / "rank.py").write_text("from bytesched import low\n")
+    return tmp_path
 
 
-@pytest.mark.parametrize("path", _sources("bytesched"), ids=lambda path: path.stem)
-def test_core_reaches_plugins_only_from_the_front_and_late(path: Path) -> None:
-    for name, on_import in _imports(path):
-        if name.startswith(("bytesched.plugins", "bytesched.tuning")):
-            assert path.stem == "__init__"
-            assert not on_import
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import bytesched.high",
+        "from bytesched.high import rank",
+        "from bytesched import high",
+        "def late():\n    import bytesched.high.rank",
+        "if TYPE_CHECKING:\n    from bytesched.high import X",
+        "importlib.import_module('bytesched.high')",
+    ],
+)
+def test_an_import_that_goes_up_is_found(two_floors: Path, line: str) -> None:
+    assert House(two_floors).upward() == []
+    assert House(two_floors).circle() == []
+    (two_floors / "bytesched" / "low.py").write_text(line)
+    [found] = House(two_floors).upward()
+    assert found.startswith("bytesched/low.py:")
+    assert set(House(two_floors).circle()) >= {"bytesched/low.py"}
 
 
-@pytest.mark.parametrize("row", range(len(SPINE)))
-def test_spine_points_down(row: int) -> None:
-    below: set[str] = set().union(*SPINE[:row])
-    for module in SPINE[row]:
-        assert _core_parts(ROOT / "bytesched" / f"{module}.py") <= below, module
-
-
-def test_core_has_no_cycle() -> None:
-    graph = {path.stem: _core_parts(path) for path in _sources("bytesched")}
-    list(TopologicalSorter(graph).static_order())
-
-
-@pytest.mark.parametrize("path", _sources("bytesched"), ids=lambda path: path.stem)
-def test_commands_are_reached_from_the_command_line_alone(path: Path) -> None:
-    allowed = {"__main__": {"cli"}}.get(path.stem, set())
-    assert _core_parts(path) & COMMANDS <= allowed
-
-
-@pytest.mark.parametrize("path", _sources("tuning"), ids=lambda path: path.stem)
-def test_tuning_knows_no_plugin_and_no_framework(path: Path) -> None:
-    for name, _ in _imports(path):
-        assert name.split(".")[0] not in FRAMEWORKS
-        assert not name.startswith("bytesched.plugins")
-
-
-@pytest.mark.parametrize("path", _sources("bytesched/burst"), ids=lambda path: path.stem)
-def test_the_planner_knows_no_plugin_and_no_framework(path: Path) -> None:
-    for name, _ in _imports(path):
-        assert name.split(".")[0] not in FRAMEWORKS
-        assert not name.startswith(("bytesched.plugins", "bytesched.tuning"))
-
-
-@pytest.mark.parametrize("folder", ["bytesched", "plugins", "tuning"])
-def test_nothing_imports_the_modules_beside_the_core(folder: str) -> None:
-    beside = ("bytesched.burst", "bytesched.plugins.burst", "bytesched.plugins.wave")
-    for path in _sources(folder):
-        assert not {name for name, _ in _imports(path) if name.startswith(beside)}, path
-
-
-PLUGINS = [path for folder in ("", "burst", "wave") for path in _sources(f"plugins/{folder}")]
-
-
-@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_plugins_know_neither_tuning_nor_commands(path: Path) -> None:
-    names = {name for name, _ in _imports(path)}
-    assert not {name for name in names if name.startswith("bytesched.tuning")}
-    assert not names & {f"bytesched.{command}" for command in COMMANDS}
+def test_a_file_without_a_floor_and_a_circle_in_a_room_are_found(two_floors: Path) -> None:
+    (two_floors / "bytesched" / "low.py").write_text("run('bytesched.high.rank')")
+    assert House(two_floors).upward() == []
+    (two_floors / "bytesched" / "high" / "__init__.py").write_text("import bytesched.high.rank")
+    (two_floors / "bytesched" / "high" / "rank.py").write_text("import bytesched.high")
+    house = House(two_floors)
+    assert house.upward() == []
+    assert set(house.circle()) == {"bytesched/high/__init__.py", "bytesched/high/rank.py"}
+    (two_floors / "bytesched" / "new.py").write_text("")
+    assert House(two_floors).room("bytesched/new.py") is None
