@@ -7,7 +7,6 @@ one's own. The ranks are processes of their own; this one starts them, waits and
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -20,30 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.picture import draw_bench
-from bytesched.bench.profile import load_profile, parse_profile, save_all, shipped_profiles
-from bytesched.bench.systems import (
-    HOROVOD_SYSTEMS,
-    KVSTORE_SYSTEMS,
-    SYSTEMS,
-    check_horovod,
-    check_kvstore,
-    parse_systems,
+from bytesched.bench.profile import parse_profile, save_all, shipped_profiles
+from bytesched.bench.specification import (
+    DEFAULT_CONTROLLER,
+    MODELS,
+    OPTIMIZERS,
+    Specification,
+    specification,
 )
+from bytesched.bench.systems import HOROVOD_SYSTEMS, SYSTEMS
 from bytesched.bench.table import add_figures, table
-from bytesched.environment import RankView, rank_view
+from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
-from bytesched.lab.ranks import run_all, run_own
-from bytesched.values import nearest
+from bytesched.lab.ranks import Start, run_all, run_own
 
+WORKER = "bytesched.plugins.bench.worker"
 CONTROLLERS = {"gloo": "Gloo", "mpi": "MPI"}
-MODELS = ("gpt", "vgg", "resnet")
-OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_RATE = "1gbit"
-DEFAULT_CONTROLLER = "gloo"
-DEFAULT_SERVERS = 1
 BUSY_LOAD = 1.0
-LEAST_AUTOTUNE_ITERATIONS = 60
 TERMINATED = 143
 EPILOG = """\
 Further systems: horovod, horovod-best (swept), horovod-autotune, bytesched-horovod; through
@@ -77,118 +71,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     if load > BUSY_LOAD and not view.rank:
         print(f"this machine is busy (load {load:.1f}): expect noise", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        spec["result"] = str(Path(folder, "result.json"))
+        start = Start(
+            WORKER,
+            result=str(Path(folder, "result.json")),
+            threads=spec.threads,
+            by_mpi=spec.controller == "mpi" or spec.servers is not None,
+            servers=spec.servers or 0,
+        )
         if launched:
-            network = run_own(spec, view)
+            network = run_own(spec, start, view)
         else:
             rate = (options.rate or DEFAULT_RATE) if options.lab else None
-            network = run_all(spec, options.lab or options.workers or 2, rate, Path(folder))
+            hosts = options.lab or options.workers or 2
+            network = run_all(spec, start, hosts, rate, Path(folder))
         if view.rank == 0:
-            if any(system["kind"] in HOROVOD_SYSTEMS for system in spec["systems"]):
-                network += f", Horovod over {CONTROLLERS[spec['controller']]}"
-            if spec["servers"] is not None:
-                network += f", a store over MPI, served by {spec['servers'] or 'every'} rank"
-                network += "s" if spec["servers"] > 1 else ""
-            _report(spec, options, argv, {"network": network, "load_before": load})
+            if any(system.kind in HOROVOD_SYSTEMS for system in spec.systems):
+                network += f", Horovod over {CONTROLLERS[spec.controller]}"
+            if spec.servers is not None:
+                network += f", a store over MPI, served by {spec.servers or 'every'} rank"
+                network += "s" if spec.servers > 1 else ""
+            _report(spec, start.result, options, argv, {"network": network, "load_before": load})
     return 0
 
 
-def specification(options: argparse.Namespace, view: RankView) -> dict[str, Any]:
-    """What every rank is told. Raises `ConfigError` for what cannot be run."""
-    _check_launch(options, view)
-    _check_numbers(options)
-    _check_outputs(options)
-    kind, content = "model", options.model
-    if options.emulate:
-        kind, content = "emulate", load_profile(options.emulate).to_json()
-    elif ":" in options.model:
-        kind = "user"
-    elif options.model not in MODELS:
-        raise ConfigError(f"--model {options.model!r}{nearest(options.model, MODELS)}")
-    if kind != "emulate" and (options.comm_ratio or options.compute_scale != 1.0):
-        raise ConfigError(
-            "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
-            "for a real model change --batch"
-        )
-    _check_batches(options.batch, kind, recorded=bool(options.record))
-    systems = parse_systems(options.systems)
-    check_horovod(systems, options.controller, view.launcher)
-    check_kvstore(systems, options.servers, view.launcher)
-    servers = None
-    if systems[0]["kind"] in KVSTORE_SYSTEMS:
-        servers = DEFAULT_SERVERS if options.servers is None else options.servers
-    return {
-        "systems": systems,
-        "kind": kind,
-        "content": content,
-        "batch": options.batch[-1],
-        "iterations": options.iterations,
-        "rounds": options.rounds,
-        "warmup": options.warmup,
-        "sweep": options.sweep_iterations,
-        "autotune": options.autotune_iterations,
-        "controller": options.controller or DEFAULT_CONTROLLER,
-        "servers": servers,
-        "optimizer": options.optimizer,
-        "compute_scale": options.compute_scale,
-        "comm_ratio": options.comm_ratio,
-        "record": options.batch if options.record else [],
-        "threads": options.threads,
-        "timeout_s": options.timeout_s,
+def _report(
+    spec: Specification,
+    found: str,
+    options: argparse.Namespace,
+    argv: Sequence[str] | None,
+    circumstances: dict[str, Any],
+) -> None:
+    result = json.loads(Path(found).read_text())
+    emulated = spec.kind == "emulate"
+    content: Any = spec.content
+    name = content["name"] if emulated else content
+    arguments = sys.argv[2:] if argv is None else argv
+    result |= {
+        "command": shlex.join(["bytesched", "bench", *arguments]),
+        "workload": f"{name} (emulated compute)" if emulated else name,
+        "emulated": emulated,
+        "optimizer": spec.optimizer,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **circumstances,
     }
-
-
-def _check_launch(options: argparse.Namespace, view: RankView) -> None:
-    if options.model and options.emulate:
-        raise ConfigError("--model and --emulate exclude each other")
-    if not options.model and not options.emulate:
-        options.model = MODELS[0]
-    if view.launcher != "none":
-        if options.lab or options.workers:
-            raise ConfigError(f"--lab and --workers start ranks, and {view.launcher} has done so")
-        if view.world_size < 2:
-            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
-    if options.lab and options.workers:
-        raise ConfigError("--lab and --workers exclude each other")
-    if options.rate and not options.lab:
-        raise ConfigError("--rate shapes the links of emulated hosts and needs --lab N")
-    for name in ("lab", "workers"):
-        value = getattr(options, name)
-        if value is not None and not 2 <= value <= 64:
-            raise ConfigError(f"--{name} {value}: from 2 to 64")
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    least = {
-        "iterations": 1,
-        "rounds": 1,
-        "warmup": 2,
-        "sweep_iterations": 1,
-        "autotune_iterations": LEAST_AUTOTUNE_ITERATIONS,
-        "threads": 0,
-    }
-    for name, lowest in least.items():
-        if getattr(options, name) < lowest:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(options, name)}: at least {lowest}")
-    for name in ("comm_ratio", "compute_scale", "timeout_s"):
-        value = getattr(options, name)
-        if value is not None and not 1e-3 <= value <= 1e6:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: a positive number, 0.001 to 1000000")
-    if options.comm_ratio and options.compute_scale != 1.0:
-        raise ConfigError("--comm-ratio and --compute-scale exclude each other")
-
-
-def _check_batches(batches: Sequence[int], kind: str, *, recorded: bool) -> None:
-    several = len(batches) > 1
-    if batches[0] < several:
-        raise ConfigError(f"--batch {batches[0]}: at least {several:d}")
-    if several and (kind != "model" or not recorded):
-        raise ConfigError(
-            f"--batch with several sizes is for --record of {', '.join(MODELS)}: systems are "
-            "measured with one"
-        )
+    if options.record:
+        recorded = result["compute"].pop("profiles")
+        save_all([parse_profile(content, "recorded") for content in recorded], options.record)
+    add_figures(result)
+    print(f"\n{table(result)}")
+    figures = options.json or found
+    write_text(Path(figures), json.dumps(result, indent=1) + "\n")
+    if options.png:
+        draw_bench(figures, options.png)
+    for kind in ("record", "json", "png"):
+        if getattr(options, kind):
+            print(f"{kind}: {getattr(options, kind)}")
 
 
 def _batches(text: str) -> list[int]:
@@ -196,50 +134,6 @@ def _batches(text: str) -> list[int]:
         return sorted({int(size) for size in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 8 or 4,8,16") from None
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install 'bytesched[report]'")
-    for name in ("json", "png", "record"):
-        path = getattr(options, name)
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such folder")
-
-
-def _report(
-    spec: dict[str, Any],
-    options: argparse.Namespace,
-    argv: Sequence[str] | None,
-    circumstances: dict[str, Any],
-) -> None:
-    result = json.loads(Path(spec["result"]).read_text())
-    emulated = spec["kind"] == "emulate"
-    name = spec["content"]["name"] if emulated else spec["content"]
-    arguments = sys.argv[2:] if argv is None else argv
-    result |= {
-        "command": shlex.join(["bytesched", "bench", *arguments]),
-        "workload": f"{name} (emulated compute)" if emulated else name,
-        "emulated": emulated,
-        "optimizer": spec["optimizer"],
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **circumstances,
-    }
-    if options.record:
-        found = result["compute"].pop("profiles")
-        save_all([parse_profile(content, "recorded") for content in found], options.record)
-    add_figures(result)
-    print(f"\n{table(result)}")
-    figures = options.json or spec["result"]
-    write_text(Path(figures), json.dumps(result, indent=1) + "\n")
-    if options.png:
-        draw_bench(figures, options.png)
-    for kind in ("record", "json", "png"):
-        if getattr(options, kind):
-            print(f"{kind}: {getattr(options, kind)}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from bytesched.errors import ConfigError
 from bytesched.lab.mpi import find_mpirun
@@ -16,10 +16,20 @@ KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = ("ddp", "bytesched", "horovod", "bytesched-horovod", *KVSTORE_SYSTEMS)
 
 
-def parse_systems(text: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class System:
+    """One of the systems that are measured."""
+
+    label: str
+    kind: str
+    #: as the command line has them
+    options: dict[str, str]
+
+
+def parse_systems(text: str) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
     known = (*SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
-    systems: list[dict[str, Any]] = []
+    systems: list[System] = []
     for label in filter(None, (part.strip() for part in text.split(","))):
         kind, _, tail = label.partition(":")
         if kind not in known:
@@ -29,17 +39,15 @@ def parse_systems(text: str) -> list[dict[str, Any]]:
             raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
         if pairs and kind not in WITH_OPTIONS:
             raise ConfigError(f"--systems: {label!r}: {kind} has no options")
-        if label in {system["label"] for system in systems}:
+        if label in {system.label for system in systems}:
             raise ConfigError(f"--systems: {label!r} is there twice")
-        systems.append(
-            {"label": label, "kind": kind, "options": {name: value for name, _, value in pairs}}
-        )
+        systems.append(System(label, kind, {name: value for name, _, value in pairs}))
     if not systems:
         raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
-    return systems
+    return tuple(systems)
 
 
-def check_horovod(systems: Sequence[dict[str, Any]], controller: str | None, launcher: str) -> None:
+def check_horovod(systems: Sequence[System], controller: str | None, launcher: str) -> None:
     """Raises `ConfigError` if Horovod's systems, or ``--controller`` without them, cannot be."""
     if not _any_of(systems, HOROVOD_SYSTEMS):
         if controller:
@@ -51,7 +59,7 @@ def check_horovod(systems: Sequence[dict[str, Any]], controller: str | None, lau
         _check_mpi("--controller mpi", launcher)
 
 
-def check_kvstore(systems: Sequence[dict[str, Any]], servers: int | None, launcher: str) -> None:
+def check_kvstore(systems: Sequence[System], servers: int | None, launcher: str) -> None:
     """The same for those that send through servers, and ``--servers``.
 
     They stand alone: the links carry other bytes than those of an all-reduce, and T* is another.
@@ -60,7 +68,7 @@ def check_kvstore(systems: Sequence[dict[str, Any]], servers: int | None, launch
         if servers is not None:
             raise ConfigError(f"--servers is for {', '.join(KVSTORE_SYSTEMS)}: name one")
         return
-    if others := [system["label"] for system in systems if system["kind"] not in KVSTORE_SYSTEMS]:
+    if others := [system.label for system in systems if system.kind not in KVSTORE_SYSTEMS]:
         raise ConfigError(
             f"--systems: {others[0]} sends without a server: measure "
             f"{', '.join(KVSTORE_SYSTEMS)} in a run of their own"
@@ -72,8 +80,8 @@ def check_kvstore(systems: Sequence[dict[str, Any]], servers: int | None, launch
     _check_mpi("a store over MPI", launcher)
 
 
-def _any_of(systems: Sequence[dict[str, Any]], kinds: Sequence[str]) -> bool:
-    return any(system["kind"] in kinds for system in systems)
+def _any_of(systems: Sequence[System], kinds: Sequence[str]) -> bool:
+    return any(system.kind in kinds for system in systems)
 
 
 def _check_mpi(what: str, launcher: str) -> None:

@@ -24,7 +24,7 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     systems, compute = result["systems"], result["compute"]
     medians = _round_medians(systems[name])
     every = [ms for turn in systems[name]["rounds"] for ms in turn["iteration_ms"]]
-    first, median, third = _quartiles(every)
+    first, median, third = quartiles(every)
     optimum_ms = compute["optimum_ms"]
     factor = 2 * (result["world_size"] - 1) / result["world_size"]
     figures = {
@@ -85,7 +85,8 @@ def _round_medians(system: dict[str, Any]) -> list[float]:
     return [statistics.median(turn["iteration_ms"]) for turn in system["rounds"]]
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile; of one value, itself three times."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     first, median, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,66 +1,97 @@
-"""The ranks of `bytesched bench`: started on emulated hosts, here, or as one of a launcher's."""
+"""The ranks of a measurement: started on emulated hosts, here, or as one of a launcher's.
+
+A rank is a module that gets two arguments, a specification and its `Place`, both as JSON.
+"""
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bytesched.environment import RankView, gloo_interfaces, seen_variables
 from bytesched.errors import BytesschedError
 from bytesched.lab.hosts import Lab
 from bytesched.lab.mpi import mpirun_command
+from bytesched.records import to_json
 
-WORKER = "bytesched.plugins.bench.worker"
 POLL_S = 0.05
 LOG_LINES = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs."""
+
+    #: the file into which rank 0 writes what was found
+    result: str
+    rank: int
+    #: name of the host
+    node: str
+    #: of rank 0, and the interface that leads there
+    address: str
+    interface: str
+    #: nominal, of shaped links
+    link_bytes_per_s: float | None
+    #: what starts ranks with MPI on these hosts, if that was asked for
+    mpirun: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the ranks of a measurement are started."""
+
+    #: the module that each of them runs
+    worker: str
+    result: str
+    #: of torch; 0: as torch chooses
+    threads: int
+    by_mpi: bool = False
+    #: hosts beyond those of the ranks
+    servers: int = 0
 
 
 class BenchError(BytesschedError):
     """A rank of the bench failed."""
 
 
-def run_all(
-    spec: dict[str, Any], hosts: int, rate: str | None, folder: Path, worker: str = WORKER
-) -> str:
-    """Run every rank, on emulated hosts if there is a rate, else here; describe the network.
-
-    ``worker`` is the module that a rank runs; its argument is ``spec`` as JSON.
-    """
-    with Lab(hosts + (spec.get("servers") or 0), rate) as lab:
+def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Path) -> str:
+    """Run every rank, on emulated hosts if there is a rate, else here; describe the network."""
+    with Lab(hosts + start.servers, rate) as lab:
         if rate and not lab.shaped:
             print(
                 f"no emulated hosts on this machine, links are not shaped: {lab.reason}",
                 file=sys.stderr,
             )
-        spec = spec | {
-            "address": lab.addresses[0],
-            "interface": lab.interface,
-            "link_bytes_per_s": lab.rate_bits_per_s / 8 if lab.shaped else None,
-        }
-        if spec.get("controller") == "mpi" or spec.get("servers") is not None:
-            spec["mpirun"] = mpirun_command(lab, folder)
+        place = Place(
+            result=start.result,
+            rank=0,
+            node=socket.gethostname(),
+            address=lab.addresses[0],
+            interface=lab.interface,
+            link_bytes_per_s=lab.rate_bits_per_s / 8 if lab.shaped else None,
+            mpirun=tuple(mpirun_command(lab, folder)) if start.by_mpi else (),
+        )
         environment = {
             "WORLD_SIZE": str(hosts),
             "MASTER_ADDR": lab.addresses[0],
             "MASTER_PORT": str(lab.free_port()),
             "GLOO_SOCKET_IFNAME": lab.interface,
-            "OMP_NUM_THREADS": str(spec["threads"] or 1),
+            "OMP_NUM_THREADS": str(start.threads or 1),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         logs = [folder / f"rank{rank}.log" for rank in range(hosts)]
         processes = []
         for rank, log in enumerate(logs):
-            node = f"host{rank}" if lab.shaped else socket.gethostname()
+            here = replace(place, rank=rank, node=f"host{rank}" if lab.shaped else place.node)
             with log.open("w") as stderr:
                 processes.append(
                     lab.launch(
                         rank,
-                        _worker(spec | {"node": node}, rank, worker),
+                        _command(start.worker, spec, here),
                         environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stderr=stderr,
                     )
@@ -71,23 +102,25 @@ def run_all(
         return "loopback"
 
 
-def run_own(spec: dict[str, Any], view: RankView) -> str:
+def run_own(spec: object, start: Start, view: RankView) -> str:
     """Run the one rank that the launcher started here."""
-    spec = spec | {
-        "address": seen_variables().get("MASTER_ADDR", "127.0.0.1"),
-        "interface": next(iter(gloo_interfaces()), ""),
-        "node": socket.gethostname(),
-        "link_bytes_per_s": None,
-    }
+    place = Place(
+        result=start.result,
+        rank=view.rank,
+        node=socket.gethostname(),
+        address=seen_variables().get("MASTER_ADDR", "127.0.0.1"),
+        interface=next(iter(gloo_interfaces()), ""),
+        link_bytes_per_s=None,
+    )
     with Lab(1, None) as lab:
-        code = lab.launch(0, _worker(spec, view.rank)).wait()
+        code = lab.launch(0, _command(start.worker, spec, place)).wait()
     if code:
         raise BenchError(f"rank {view.rank} failed with exit code {code}; see above")
     return f"ranks started by {view.launcher}"
 
 
-def _worker(spec: dict[str, Any], rank: int, worker: str = WORKER) -> list[str]:
-    return [sys.executable, "-m", worker, json.dumps(spec | {"rank": rank})]
+def _command(worker: str, spec: object, place: Place) -> list[str]:
+    return [sys.executable, "-m", worker, to_json(spec), to_json(place)]
 
 
 def _wait(processes: list[subprocess.Popen[str]], logs: list[Path]) -> None:

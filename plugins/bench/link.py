@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ class Link:
     """The links between the ranks, and to the servers if there are any.
 
     Args:
-        spec: the bench specification of this rank.
+        servers: ranks that serve, if there is a store.
+        nominal_bytes_per_s: of shaped links.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._servers: int | None = spec["servers"]
-        self._nominal_bytes_per_s: float | None = spec["link_bytes_per_s"]
+    def __init__(self, servers: int | None, nominal_bytes_per_s: float | None) -> None:
+        self._servers = servers
+        self._nominal_bytes_per_s = nominal_bytes_per_s
         self._world_size = dist.get_world_size()
         self._samples: list[float] = []
 

@@ -10,13 +10,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bytesched.bench.profile import load_profile, shipped_profiles
+from bytesched.bench.specification import WaveSpecification
+from bytesched.bench.table import quartiles
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
-from bytesched.lab.ranks import run_all
+from bytesched.lab.ranks import Start, run_all
 from bytesched.table import aligned
 
 __all__ = ["main"]
@@ -41,21 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="bytesched-wave-") as folder:
-        spec["result"] = str(Path(folder, "result.json"))
-        network = run_all(spec, hosts, options.rate if options.lab else None, Path(folder), WORKER)
-        found = json.loads(Path(spec["result"]).read_text())
+        start = Start(WORKER, result=str(Path(folder, "result.json")), threads=spec.threads)
+        network = run_all(spec, start, hosts, options.rate if options.lab else None, Path(folder))
+        found = json.loads(Path(start.result).read_text())
     arguments = sys.argv[2:] if argv is None else argv
     command = shlex.join(["bytesched", "wave", *arguments])
     print(f"\n{_headline(spec, hosts, network)}\n")
-    print("\n".join(table(found, spec["reference"])))
+    print("\n".join(table(found, spec.reference)))
     if options.json:
-        result = {"command": command, "network": network, "specification": spec, "systems": found}
+        result = {
+            "command": command,
+            "network": network,
+            "specification": asdict(spec),
+            "systems": found,
+        }
         write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
     return 0
 
 
-def specification(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """What every rank is told, and how many there are. Raises `ConfigError`."""
+def specification(options: argparse.Namespace) -> tuple[WaveSpecification, int]:
+    """What the options ask for, and of how many ranks. Raises `ConfigError`."""
     from bytesched.plugins.bench.systems import partitions as bench_model
     from bytesched.plugins.bench.systems import waves as bench_ticktock
     from bytesched.plugins.bench.workloads.waves import MODELS
@@ -73,26 +81,38 @@ def specification(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
         value = getattr(options, name)
         if value is not None and not 2 <= value <= 64:
             raise ConfigError(f"--{name} {value}: from 2 to 64")
-    spec = {name: getattr(options, name) for name in ("kind", "batch", "iterations", "rounds")}
-    spec |= {"warmup": options.warmup, "threads": options.threads, "timeout_s": 300.0}
+    emulate: object = None
+    model = options.model
     if options.emulate:
         profile = load_profile(options.emulate).scaled(options.compute_scale)
-        spec |= {"emulate": profile.to_json(), "model": profile.name}
-    else:
-        spec |= {"emulate": None, "model": options.model}
+        emulate, model = profile.to_json(), profile.name
+    own: dict[str, Any]
     if options.kind == "ticktock":
-        if not options.emulate and options.model not in MODELS:
-            raise ConfigError(f"--model {options.model!r}; there are {', '.join(MODELS)}")
+        if not emulate and model not in MODELS:
+            raise ConfigError(f"--model {model!r}; there are {', '.join(MODELS)}")
         systems = [name for name, least in bench_ticktock.SYSTEMS.items() if hosts >= least]
-        if options.emulate:
+        if emulate:
             systems.remove("one-batch")
-        spec |= {"waves": options.waves, "slots": options.slots, "reference": "accumulation"}
+        own = {"waves": options.waves, "slots": options.slots, "reference": "accumulation"}
     else:
-        if not options.emulate and options.model != "vgg":
-            raise ConfigError(f"--model {options.model!r}: of the models, vgg is a plain chain")
+        if not emulate and model != "vgg":
+            raise ConfigError(f"--model {model!r}: of the models, vgg is a plain chain")
         systems = list(bench_model.SYSTEMS)
-        spec |= {"activation_bytes": options.activation_bytes, "reference": "naive"}
-    return spec | {"systems": systems}, hosts
+        own = {"activation_bytes": options.activation_bytes, "reference": "naive"}
+    spec = WaveSpecification(
+        systems=tuple(systems),
+        kind=options.kind,
+        model=model,
+        emulate=emulate,
+        batch=options.batch,
+        iterations=options.iterations,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        threads=options.threads,
+        timeout_s=300.0,
+        **own,
+    )
+    return spec, hosts
 
 
 def table(found: dict[str, list[list[dict[str, Any]]]], reference: str) -> list[str]:
@@ -109,7 +129,7 @@ def table(found: dict[str, list[list[dict[str, Any]]]], reference: str) -> list[
     ]
     for system, turns in found.items():
         every = [ms for turn in turns for ms in turn[0]["iteration_ms"]]
-        first, median, third = statistics.quantiles(every, n=4, method="inclusive")
+        first, median, third = quartiles(every)
         ratio = statistics.median(
             theirs / ours for theirs, ours in zip(medians[reference], medians[system], strict=True)
         )
@@ -149,12 +169,12 @@ def _losses(found: dict[str, list[list[dict[str, Any]]]], system: str, reference
     return f"differ by {worst:.0e}" if worst else "identical"
 
 
-def _headline(spec: dict[str, Any], hosts: int, network: str) -> str:
-    work = f"{spec['model']} (emulated compute)" if spec["emulate"] else f"{spec['model']}"
-    batch = "" if spec["emulate"] else f", batches of {spec['batch']}"
+def _headline(spec: WaveSpecification, hosts: int, network: str) -> str:
+    work = f"{spec.model} (emulated compute)" if spec.emulate else spec.model
+    batch = "" if spec.emulate else f", batches of {spec.batch}"
     many = f"{hosts} ranks, {network}" if hosts > 1 else "1 rank"
-    waves = f", {spec['waves']} waves" if "waves" in spec else ""
-    return f"{work}{batch}{waves}, {many}, {spec['threads']} threads each"
+    waves = f", {spec.waves} waves" if spec.waves else ""
+    return f"{work}{batch}{waves}, {many}, {spec.threads} threads each"
 
 
 def _parser() -> argparse.ArgumentParser:

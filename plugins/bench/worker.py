@@ -6,6 +6,7 @@ import gc
 import json
 import statistics
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 
 from bytesched.bench.profile import Profile, parse_profile
-from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS
+from bytesched.bench.specification import Specification
+from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
+from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s
 from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer, set_up
+from bytesched.plugins.bench.systems.processes import OwnProcesses
 from bytesched.plugins.bench.workloads.compute import (
     Traffic,
     measure_compute,
@@ -29,11 +33,12 @@ from bytesched.plugins.bench.workloads.compute import (
     record_profile,
 )
 from bytesched.plugins.bench.workloads.models import Workload, build
+from bytesched.records import from_json
 
 if TYPE_CHECKING:
     from bytesched.plugins.bench.systems.horovod import HorovodBlocks, Settings
-    from bytesched.plugins.bench.systems.kvstore import KVStoreBlocks
 
+KVSTORE_RANK = "bytesched.plugins.bench.systems.kvstore_rank"
 SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 COMPUTE_ITERATIONS = 5
 SWEEP_WARMUP = 2
@@ -42,32 +47,35 @@ SWEEP_WARMUP = 2
 class Bench:
     """Runs the systems of a specification in turn, on every rank the same."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: Specification, place: Place) -> None:
         self.spec = spec
+        self.place = place
+        self.systems = list(spec.systems)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.content: object = spec["content"]
-        self.link = Link(spec)
+        self.content = spec.content
+        self.link = Link(spec.servers, place.link_bytes_per_s)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
         self.link.probe()
-        if self.spec["kind"] == "emulate":
+        if self.spec.kind == "emulate":
             self.content = self.scaled_profile().to_json()
         model = self.describe()
         systems: dict[str, dict[str, Any]] = {}
-        for system in self.spec["systems"]:
-            systems[system["label"]] = self.choose(system) | {"rounds": []}
-        for turn in range(self.spec["rounds"]):
+        for number, system in enumerate(self.systems):
+            self.systems[number], chosen = self.choose(system)
+            systems[system.label] = chosen | {"rounds": []}
+        for turn in range(self.spec.rounds):
             self.link.probe()
             self.probe_compute()
-            for system in self.spec["systems"]:
-                block = self.block(system, self.spec["warmup"], self.spec["iterations"])
-                systems[system["label"]]["rounds"].append(block)
+            for system in self.systems:
+                block = self.block(system, self.spec.warmup, self.spec.iterations)
+                systems[system.label]["rounds"].append(block)
                 self.say(
-                    f"round {turn + 1}/{self.spec['rounds']}  {system['label']:<18} "
+                    f"round {turn + 1}/{self.spec.rounds}  {system.label:<18} "
                     f"{statistics.median(block['iteration_ms']):8.1f} ms"
                 )
         compute = {
@@ -84,64 +92,61 @@ class Bench:
             "systems": systems,
         }
 
-    def choose(self, system: dict[str, Any]) -> dict[str, Any]:
-        """Replace a system that is to be tuned by the plain one with the settings it needs.
+    def choose(self, system: System) -> tuple[System, dict[str, Any]]:
+        """For a system that is to be tuned, the plain one with the settings it needs.
 
-        Returns what was chosen, for the report.
+        And what was chosen, for the report.
         """
-        chosen: dict[str, Any] = {}
-        if system["kind"] == "ddp-best":
+        if system.kind == "ddp-best":
             buckets = self.sweeps_ms["bucket_sweep_ms"] = self.sweep_buckets()
             best_mb = min(buckets, key=lambda bucket: buckets[bucket])
-            system |= {"kind": "ddp", "options": {"bucket_mb": best_mb, "bucket_view": "1"}}
-            chosen = {"bucket_mb": float(best_mb)}
-        elif system["kind"] in {"horovod-best", "horovod-autotune"}:
-            chosen = self.choose_horovod(system)
-        return chosen
+            options = {"bucket_mb": best_mb, "bucket_view": "1"}
+            return replace(system, kind="ddp", options=options), {"bucket_mb": float(best_mb)}
+        if system.kind in {"horovod-best", "horovod-autotune"}:
+            return self.choose_horovod(system)
+        return system, {}
 
-    def choose_horovod(self, system: dict[str, Any]) -> dict[str, Any]:
+    def choose_horovod(self, system: System) -> tuple[System, dict[str, Any]]:
         """The same for Horovod: swept, or left to its own autotuner."""
         from bytesched.plugins.bench.systems.horovod import sweep
 
         chosen: dict[str, Any] = {}
-        if system["kind"] == "horovod-best":
+        if system.kind == "horovod-best":
             swept = sweep(self.horovod_ms)
             self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
             settings = min(swept, key=lambda tried: swept[tried])
         else:
-            settings, finished = self.horovod.autotuned(self.spec["autotune"])
+            iterations = self.spec.autotune_iterations
+            settings, finished = self.horovod.autotuned(iterations)
             chosen["autotune_finished"] = finished
             self.say(
-                f"autotune: {settings} after {self.spec['autotune']} iterations"
+                f"autotune: {settings} after {iterations} iterations"
                 f"{'' if finished else ', not finished'}"
             )
-        system |= {"kind": "horovod", "options": settings.options()}
-        return chosen | {"settings": str(settings)}
+        system = replace(system, kind="horovod", options=settings.options())
+        return system, chosen | {"settings": str(settings)}
 
     def horovod_ms(self, settings: Settings) -> float:
         """Milliseconds of plain Horovod with these settings, as every rank knows them."""
-        system = {"kind": "horovod", "options": settings.options()}
-        median_ms = self.median_ms(system)
+        median_ms = self.median_ms(System("horovod", "horovod", settings.options()))
         self.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
         return median_ms
 
     def workload(self) -> Workload:
         """The model as it is at the start of every block."""
-        return build(self.spec["kind"], self.content, self.spec["batch"], SEED)
+        return build(self.spec.kind, self.content, self.spec.batch, SEED)
 
     @cached_property
     def horovod(self) -> HorovodBlocks:
         """What runs Horovod; made when the first system needs it."""
         from bytesched.plugins.bench.systems.horovod import HorovodBlocks
 
-        return HorovodBlocks(self.spec, self.content)
+        return HorovodBlocks(self.spec, self.place, self.content)
 
     @cached_property
-    def kvstore(self) -> KVStoreBlocks:
-        """What runs parameter servers; made when the first system needs it."""
-        from bytesched.plugins.bench.systems.kvstore import KVStoreBlocks
-
-        return KVStoreBlocks(self.spec, self.content)
+    def kvstore(self) -> OwnProcesses:
+        """What runs workers and servers, which are ranks of one job of MPI."""
+        return OwnProcesses(KVSTORE_RANK, self.spec, self.place, self.content, by_mpi=True)
 
     def close(self) -> None:
         """Let go of what was started."""
@@ -155,10 +160,10 @@ class Bench:
     def scaled_profile(self) -> Profile:
         """The profile to emulate, with the compute time that the specification asks for."""
         profile = parse_profile(self.content, "of the bench")
-        scale = self.spec["compute_scale"]
-        if self.spec["comm_ratio"]:
+        scale = self.spec.compute_scale
+        if self.spec.comm_ratio:
             comm_s = profile.nbytes / self.link.bytes_per_s
-            scale = comm_s / (profile.compute_s * self.spec["comm_ratio"])
+            scale = comm_s / (profile.compute_s * self.spec.comm_ratio)
         return profile.scaled(scale)
 
     def describe(self) -> dict[str, Any]:
@@ -169,13 +174,13 @@ class Bench:
             "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "tensors": len(parameters),
         }
-        if self.spec["record"]:
-            found["profiles"] = [self.profile(batch).to_json() for batch in self.spec["record"]]
+        if self.spec.record:
+            found["profiles"] = [self.profile(batch).to_json() for batch in self.spec.record]
         return found
 
     def profile(self, batch: int) -> Profile:
         """What the model computes at a batch size, 0 being its own."""
-        workload = build(self.spec["kind"], self.content, batch, SEED)
+        workload = build(self.spec.kind, self.content, batch, SEED)
         times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
         name = self.content if isinstance(self.content, str) else "an emulated model"
         return record_profile(name, workload, times)
@@ -186,7 +191,7 @@ class Bench:
         model = workload.model
         dist.barrier()
         alone = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, None)
-        if self.spec["kind"] == "emulate":
+        if self.spec.kind == "emulate":
             profile = parse_profile(self.content, "of the bench")
             compute_s, work = profile.compute_s, gradients(profile.chain())
         else:
@@ -195,7 +200,7 @@ class Bench:
             traffic.close()
             compute_s, work = beside.compute_s, beside.work()
         update_s = measure_update(
-            model, make_optimizer(self.spec["optimizer"], model.parameters()), COMPUTE_ITERATIONS
+            model, make_optimizer(self.spec.optimizer, model.parameters()), COMPUTE_ITERATIONS
         )
         self.compute_samples.append(
             {
@@ -214,21 +219,21 @@ class Bench:
         found: dict[str, float] = {}
         for bucket_mb in (*SWEPT_BUCKETS_MB, *reversed(SWEPT_BUCKETS_MB)):
             options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
-            median_ms = self.median_ms({"kind": "ddp", "options": options})
+            median_ms = self.median_ms(System("ddp", "ddp", options))
             found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
             self.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
         return found
 
-    def median_ms(self, system: dict[str, Any]) -> float:
+    def median_ms(self, system: System) -> float:
         """Milliseconds of a system in a short block, as every rank knows them."""
-        block = self.block(system, SWEEP_WARMUP, self.spec["sweep"])
+        block = self.block(system, SWEEP_WARMUP, self.spec.sweep_iterations)
         return self.mean(statistics.median(block["iteration_ms"]))
 
-    def block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+    def block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
-        if system["kind"] in HOROVOD_SYSTEMS:
+        if system.kind in HOROVOD_SYSTEMS:
             found = self.horovod.block(system, warmup, iterations)
-        elif system["kind"] in KVSTORE_SYSTEMS:
+        elif system.kind in KVSTORE_SYSTEMS:
             found = self.kvstore.block(system, warmup, iterations)
         else:
             found = self.own_block(system, warmup, iterations)
@@ -238,10 +243,10 @@ class Bench:
             "weights": self.gather(found["weights"]),
         }
 
-    def own_block(self, system: dict[str, Any], warmup: int, iterations: int) -> dict[str, Any]:
+    def own_block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """A block in this process, over torch's own process group."""
         workload = self.workload()
-        running = set_up(system["kind"], system["options"], workload.model, self.spec["optimizer"])
+        running = set_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
         found = train(workload, running, warmup=warmup, iterations=iterations, seed_of=self.seed_of)
         del workload, running
@@ -267,12 +272,12 @@ class Bench:
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank; rank 0 writes the result into the file that the specification names."""
-    spec = json.loads(argv[0])
-    if spec["threads"]:
-        torch.set_num_threads(spec["threads"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=spec["timeout_s"]))
-    bench = Bench(spec)
+    """Run one rank; rank 0 writes the result into the file that its place names."""
+    spec, place = from_json(Specification, argv[0]), from_json(Place, argv[1])
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=spec.timeout_s))
+    bench = Bench(spec, place)
     try:
         result = bench.run()
     except PluginError as error:
@@ -281,8 +286,8 @@ def main(argv: list[str]) -> int:
         return 1
     finally:
         bench.close()
-    if spec["rank"] == 0:
-        Path(spec["result"]).write_text(json.dumps(result))
+    if place.rank == 0:
+        Path(place.result).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     return 0

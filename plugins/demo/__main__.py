@@ -21,6 +21,8 @@ from typing import Any
 
 from bytesched.errors import BytesschedError
 from bytesched.lab.hosts import Lab
+from bytesched.plugins.demo.specification import DemoSpecification, Trained
+from bytesched.records import to_json
 from bytesched.report.iteration import draw_iteration
 
 HOSTS = 2
@@ -81,20 +83,20 @@ def introduce(lab: Lab) -> None:
 
 def train(lab: Lab, runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train on every host, show how far it is, and return what rank 0 says of each run."""
-    spec = {
-        "runs": [
-            {
-                "kind": run.kind,
-                "options": run.options,
-                "trace_folder": str((options.output / run.kind).resolve()) if run.traced else "",
-            }
+    spec = DemoSpecification(
+        runs=tuple(
+            Trained(
+                kind=run.kind,
+                options=run.options,
+                trace_folder=str((options.output / run.kind).resolve()) if run.traced else "",
+            )
             for run in runs
-        ],
-        "steps": options.steps,
-        "train_s": TRAIN_S,
-    }
+        ),
+        steps=options.steps,
+        train_s=TRAIN_S,
+    )
     finished = []
-    for message in messages(lab, [sys.executable, "-m", WORKER, json.dumps(spec)]):
+    for message in messages(lab, [sys.executable, "-m", WORKER, to_json(spec)]):
         if "batch" in message:
             size = f"{message['model_bytes'] / 1e6:.1f} MB of gradients"
             print(

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,8 @@ from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.systems.data_parallel import set_up
 from bytesched.plugins.bench.workloads.models import GPT, NextToken
 from bytesched.plugins.demo.ddp_trace import trace_ddp
+from bytesched.plugins.demo.specification import DemoSpecification, Trained
+from bytesched.records import from_json
 
 LossOf = Callable[[nn.Module, int], Tensor]
 
@@ -42,9 +45,9 @@ PROBE_BATCH = 4
 class Trainer:
     """One way to train the model, with a copy of its own."""
 
-    def __init__(self, run: dict[str, Any], model: nn.Module, loss_of: LossOf) -> None:
+    def __init__(self, run: Trained, model: nn.Module, loss_of: LossOf) -> None:
         self.run = run
-        self.running = set_up(run["kind"], run["options"], copy.deepcopy(model), "adamw")
+        self.running = set_up(run.kind, run.options, copy.deepcopy(model), "adamw")
         self.loss_of = loss_of
         self.losses: list[float] = []
         self.times_ms: list[float] = []
@@ -75,7 +78,7 @@ class Trainer:
 
 def main(argv: list[str]) -> int:
     """Train as the specification, a JSON argument, says."""
-    spec = json.loads(argv[0])
+    spec = from_json(DemoSpecification, argv[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.manual_seed(1)
@@ -88,10 +91,10 @@ def main(argv: list[str]) -> int:
     def loss_of(module: nn.Module, step: int) -> Tensor:
         return module(sample(text, batch, step))  # type: ignore[no-any-return]
 
-    trainers = [Trainer(run, model, loss_of) for run in spec["runs"]]
-    deadline_s = time.monotonic() + spec["train_s"]
+    trainers = [Trainer(run, model, loss_of) for run in spec.runs]
+    deadline_s = time.monotonic() + spec.train_s
     step = 0
-    while step < spec["steps"] and agreed(time.monotonic() < deadline_s):
+    while step < spec.steps and agreed(time.monotonic() < deadline_s):
         for trainer in trainers:
             trainer.train(TURN_STEPS)
         step += TURN_STEPS
@@ -100,23 +103,23 @@ def main(argv: list[str]) -> int:
         losses: list[object] = [None] * dist.get_world_size()
         dist.all_gather_object(losses, trainer.losses)
         tell({"times_ms": trainer.times_ms, "losses": losses, "stats": trainer.running.close()})
-    for run in spec["runs"]:
-        if run["trace_folder"]:
+    for run in spec.runs:
+        if run.trace_folder:
             trace(run, copy.deepcopy(model), loss_of)
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
-def trace(run: dict[str, Any], model: nn.Module, loss_of: LossOf) -> None:
+def trace(run: Trained, model: nn.Module, loss_of: LossOf) -> None:
     """Some iterations from the start with a timeline, apart from those that are timed."""
-    folder = run["trace_folder"]
-    if run["kind"] == "bytesched":
-        trainer = Trainer(run | {"options": run["options"] | {"timeline": folder}}, model, loss_of)
+    folder = run.trace_folder
+    if run.kind == "bytesched":
+        trainer = Trainer(replace(run, options=run.options | {"timeline": folder}), model, loss_of)
         trainer.train(2 * TRACED_STEPS)
         trainer.running.close()
         return
-    running = set_up("ddp", run["options"], model, "adamw")
+    running = set_up("ddp", run.options, model, "adamw")
     assert isinstance(running.module, DistributedDataParallel)
     trace_ddp(running.module, running.optimizer, loss_of, steps=TRACED_STEPS, folder=folder)
 

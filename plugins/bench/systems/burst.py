@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from bytesched.burst.planfile import parse_plan
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.workloads.device import Device, emulated_model
 from bytesched.plugins.burst import Background, Burst
+from bytesched.records import from_json
 
-__all__ = ["scaled"]
+__all__ = ["BurstSpecification", "scaled"]
 
 WIDTH = 8
 
@@ -54,6 +55,28 @@ def scaled(graph: ModelGraph, time_scale: float, byte_scale: float) -> ModelGrap
         )
 
     return replace(graph, chain=scaled_chain(graph.chain))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BurstSpecification:
+    """What `scripts/measure-burst` measures."""
+
+    profile: str
+    #: how much slower the emulated devices are, and how many bytes they send
+    time_scale: float
+    byte_scale: float
+    #: of the background's slow-down
+    limit: float
+    background_ms: float
+    #: the burst plan, as `plan_to_json` has it
+    plan: object
+    iterations: int
+    rounds: int
+    warmup: int
+    #: folder for timelines
+    timeline: str
+    #: the file into which rank 0 writes what was found
+    result: str
 
 
 class Job:
@@ -90,19 +113,19 @@ class Job:
 class Bench:
     """Measures the systems of a specification in turn, on every rank the same."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: BurstSpecification) -> None:
         self.spec = spec
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        graph = load_graph([spec["profile"]], fixed_share=0.2)
-        self.graph = scaled(graph, spec["time_scale"], spec["byte_scale"])
-        self.step_s = spec["background_ms"] / 1e3
+        graph = load_graph([spec.profile], fixed_share=0.2)
+        self.graph = scaled(graph, spec.time_scale, spec.byte_scale)
+        self.step_s = spec.background_ms / 1e3
         self.turns = 0
 
     def run(self) -> dict[str, Any]:
         """Figures by system, a list with one entry per round."""
         found: dict[str, list[dict[str, Any]]] = {}
-        planned = parse_plan(self.spec["plan"], "plan")
-        for _ in range(self.spec["rounds"]):
+        planned = parse_plan(self.spec.plan, "plan")
+        for _ in range(self.spec.rounds):
             systems: list[tuple[str, Callable[[], dict[str, Any]]]] = [
                 ("data parallel", lambda: self.train(self.uniform(self.size), shared=False)),
                 ("burst", lambda: self.train(planned, shared=False)),
@@ -123,7 +146,7 @@ class Bench:
         """Trains by a plan, with a background job in its gaps or without."""
         device = Device()
         job = Job(device, self.step_s)
-        background = Background(job.step, slowdown_limit=self.spec["limit"])
+        background = Background(job.step, slowdown_limit=self.spec.limit)
         with self.burst(plan, device, timeline=shared) as burst:
             if shared:
                 burst.share(background)
@@ -162,22 +185,22 @@ class Bench:
         """A new model on its ranks."""
         fields: dict[str, Any] = {"partition_bytes": 1 << 18, "credit_bytes": 1 << 19}
         if timeline:
-            fields["timeline"] = self.spec["timeline"]
+            fields["timeline"] = self.spec.timeline
         return Burst(emulated_model(self.graph.chain, device), plan, _optimizer, _loss, **fields)
 
     def steps(self, burst: Burst, counter: Callable[[], int]) -> tuple[float, int]:
         """Seconds of the timed iterations, and by how much `counter` grew in them."""
         samples = torch.ones(self.graph.batch, 4)
-        for _ in range(self.spec["warmup"]):
+        for _ in range(self.spec.warmup):
             burst.step(samples, samples)
         before, began_s = counter(), time.perf_counter()
-        for _ in range(self.spec["iterations"]):
+        for _ in range(self.spec.iterations):
             burst.step(samples, samples)
         return time.perf_counter() - began_s, counter() - before
 
     def figures(self, elapsed_s: float, shares: list[float]) -> dict[str, Any]:
         """Throughput in devices; all ranks have rank 0's."""
-        mean_ms = 1e3 * elapsed_s / self.spec["iterations"]
+        mean_ms = 1e3 * elapsed_s / self.spec.iterations
         return {
             "iteration_ms": mean_ms,
             "foreground": self.graph.single_device_ns / 1e6 / mean_ms,
@@ -202,12 +225,12 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def main(arguments: list[str]) -> int:
     """Run one rank."""
-    spec = json.loads(arguments[0])
+    spec = from_json(BurstSpecification, arguments[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = Bench(spec).run()
     if dist.get_rank() == 0:
-        Path(spec["result"]).write_text(json.dumps(found))
+        Path(spec.result).write_text(json.dumps(found))
     dist.barrier()
     return 0
 

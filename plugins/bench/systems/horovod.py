@@ -11,7 +11,7 @@ import csv
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +20,10 @@ from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from bytesched.bench.specification import Specification
+from bytesched.bench.systems import System
 from bytesched.errors import PluginError
+from bytesched.lab.ranks import Place
 from bytesched.plugins.bench.systems.data_parallel import MIB
 from bytesched.plugins.bench.systems.processes import OwnProcesses
 
@@ -87,14 +90,16 @@ class HorovodBlocks:
     """Runs blocks of Horovod; every rank of the bench makes the same calls.
 
     Args:
-        spec: the bench specification of this rank.
+        place: where this rank of the bench runs.
         content: the model, as `build` wants it.
     """
 
-    def __init__(self, spec: Mapping[str, Any], content: object) -> None:
-        self._spec = spec
-        by_mpi = spec["controller"] == "mpi"
-        self._processes = OwnProcesses(RANK, spec, content, by_mpi=by_mpi, unset=NOT_INHERITED)
+    def __init__(self, spec: Specification, place: Place, content: object) -> None:
+        self._place = place
+        by_mpi = spec.controller == "mpi"
+        self._processes = OwnProcesses(
+            RANK, spec, place, content, by_mpi=by_mpi, unset=NOT_INHERITED
+        )
         self._server: RendezvousHTTPServer | None = None
         self._network = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
         if not by_mpi:
@@ -108,22 +113,20 @@ class HorovodBlocks:
 
     def block(
         self,
-        system: Mapping[str, Any],
+        system: System,
         warmup: int,
         iterations: int,
         variables: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """What `train` found on this rank, with `variables` in Horovod's environment."""
-        settings, options = split_options(system["options"])
+        settings, options = split_options(system.options)
         if self._server is not None:
             self._server.init([])
         return self._processes.block(
-            system["kind"],
-            options,
+            replace(system, options=options),
             warmup,
             iterations,
-            variables=self._network | settings.environment() | dict(variables or {}),
-            facts={"controller": self._spec["controller"]},
+            self._network | settings.environment() | dict(variables or {}),
         )
 
     def autotuned(self, iterations: int) -> tuple[Settings, bool]:
@@ -142,7 +145,7 @@ class HorovodBlocks:
             "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": str(tried - 1),
             "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
         }
-        self.block({"kind": "horovod", "options": {}}, 0, iterations, variables)
+        self.block(System("horovod", "horovod", {}), 0, iterations, variables)
         text = [log.read_text() if self._processes.rank == 0 else ""]
         dist.broadcast_object_list(text)
         return read_autotune_log(text[0], 2 * tried)
@@ -150,18 +153,18 @@ class HorovodBlocks:
     def _gloo_network(self) -> dict[str, str]:
         """What Horovod's own launcher would tell this rank; rank 0 begins to listen for all."""
         port = [0]
-        address = self._spec["address"]
+        address = self._place.address
         if self._processes.rank == 0:
             self._server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
             port = [self._server.server_address[1]]
         dist.broadcast_object_list(port)
         nodes: list[str] = [""] * self._processes.world_size
-        dist.all_gather_object(nodes, self._spec["node"])
+        dist.all_gather_object(nodes, self._place.node)
         hosts = [HostInfo(node, len(list(ranks))) for node, ranks in groupby(nodes)]
         slot = get_host_assignments(hosts, self._processes.world_size)[self._processes.rank]
         found = create_slot_env_vars(slot)
-        found |= create_run_env_vars(address, [self._spec["interface"]], port[0])
+        found |= create_run_env_vars(address, [self._place.interface], port[0])
         return {name: str(value) for name, value in found.items() if value != ""}
 
 

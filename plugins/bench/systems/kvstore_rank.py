@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from bytesched.plugins.bench.block import SEED, train
+from bytesched.plugins.bench.systems.processes import Block
 from bytesched.plugins.bench.systems.servers import set_up_store
 from bytesched.plugins.bench.workloads.models import build
 from bytesched.plugins.mpi_kvstore.opening import open_store
+from bytesched.records import from_json
 
 #: of `open_store`; all other options are the system's
 STORE_OPTIONS = ("transfer", "updates")
@@ -19,36 +21,38 @@ STORE_OPTIONS = ("transfer", "updates")
 
 def main(argv: list[str]) -> int:
     """Train, and write what `train` found into the block's folder, a file for each worker."""
-    block = json.loads(argv[0])
-    if block["threads"]:
-        torch.set_num_threads(block["threads"])
-    options: dict[str, str] = block["options"]
+    block = from_json(Block, argv[0])
+    spec = block.specification
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    options = block.system.options
+    assert spec.servers is not None, "a block of a store has a store"
     # A rank that serves ends in here.
     store = open_store(
-        servers=block["servers"],
+        servers=spec.servers,
         transfer=options.get("transfer", "two-sided"),
         updates=options.get("updates", "0") != "0",
-        timeout_s=block["timeout_s"],
+        timeout_s=spec.timeout_s,
     )
-    workload = build(block["kind"], block["content"], block["batch"], SEED)
+    workload = build(spec.kind, block.content, spec.batch, SEED)
     running = set_up_store(
-        block["system"],
+        block.system.kind,
         {name: text for name, text in options.items() if name not in STORE_OPTIONS},
         workload.model,
-        block["optimizer"],
+        spec.optimizer,
         store,
-        servers=block["servers"],
-        timeout_s=block["timeout_s"],
+        servers=spec.servers,
+        timeout_s=spec.timeout_s,
     )
     store.barrier()
     found = train(
         workload,
         running,
-        warmup=block["warmup"],
-        iterations=block["iterations"],
-        seed_of=lambda step: step * block["world_size"] + store.rank,
+        warmup=block.warmup,
+        iterations=block.iterations,
+        seed_of=lambda step: step * block.world_size + store.rank,
     )
-    Path(block["folder"], f"rank{store.rank}.json").write_text(json.dumps(found))
+    Path(block.folder, f"rank{store.rank}.json").write_text(json.dumps(found))
     store.close()
     return 0
 

@@ -20,7 +20,9 @@ import mxnet as mx
 
 import bytesched
 from bytesched.bench.profile import LayerProfile, Profile, parse_profile
+from bytesched.bench.specification import MXNetSpecification
 from bytesched.plugins.mxnet.engine import Held, post
+from bytesched.records import from_json
 
 __all__ = ["Device", "EmulatedModel"]
 
@@ -108,29 +110,29 @@ class EmulatedModel:
         return found.hexdigest()[:16]
 
 
-def train(request: dict[str, Any]) -> dict[str, Any]:
+def train(request: MXNetSpecification) -> dict[str, Any]:
     """Seconds of each iteration, from forward to forward, and the weights at the end."""
     device = Device()
-    model = EmulatedModel(parse_profile(request["profile"], "request"), device)
+    model = EmulatedModel(parse_profile(request.profile, "request"), device)
     # A list keeps the order of the layers, which a dict of parameters loses to their names.
     trainer = mx.gluon.Trainer(
         model.parameters,
         "sgd",
         {"learning_rate": _LEARNING_RATE},
         kvstore="dist_sync",
-        update_on_kvstore=request["updates"],
+        update_on_kvstore=request.updates,
     )
-    if request["options"] is not None:
-        bytesched.wrap(trainer, **request["options"])
+    if request.options is not None:
+        bytesched.wrap(trainer, **request.options)  # type: ignore[call-overload]
     ends_s = []
-    for _ in range(request["warmup"] + request["iterations"] + 1):
+    for _ in range(request.warmup + request.iterations + 1):
         model.forward().wait_to_read()
         ends_s.append(time.perf_counter())
         model.backward()
         trainer.step(1)
     mx.nd.waitall()
     device.close()
-    timed = ends_s[request["warmup"] :]
+    timed = ends_s[request.warmup :]
     found = {
         "iterations_s": [after - before for before, after in pairwise(timed)],
         "weights": model.digest(),
@@ -143,9 +145,9 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers the request of the command line in its file."""
-    request = json.loads(sys.argv[1])
+    request = from_json(MXNetSpecification, sys.argv[1])
     found = train(request)
-    Path(request["answer"]).write_text(json.dumps(found))
+    Path(request.answer).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional
 
 from bytesched.bench.profile import parse_profile
+from bytesched.bench.specification import WaveSpecification
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer
 from bytesched.plugins.bench.workloads.emulated import EmulatedModel
 from bytesched.plugins.bench.workloads.models import CLASSES, IMAGE_SIZE, vgg
@@ -27,7 +28,7 @@ SYSTEMS = ("naive", "gpipe", "1f1b", "waves")
 _SEED = 1
 
 
-def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
+def measure(spec: WaveSpecification, system: str) -> dict[str, Any]:
     """One turn of a system on a new model: times in ms, losses, and figures of its own.
 
     In every step, as many batches are trained on as there are ranks.
@@ -37,10 +38,10 @@ def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
     step, close = (_waves if system == "waves" else _pipeline)(spec, system, model)
     starts_s: list[float] = []
     losses: list[float] = []
-    for number in range(spec["warmup"] + spec["iterations"] + 1):
+    for number in range(spec.warmup + spec.iterations + 1):
         starts_s.append(time.perf_counter())
         losses.append(step(number))
-    spans_s = [after - before for before, after in pairwise(starts_s[spec["warmup"] :])]
+    spans_s = [after - before for before, after in pairwise(starts_s[spec.warmup :])]
     return {"iteration_ms": [1e3 * s for s in spans_s], "losses": losses, "stats": close()}
 
 
@@ -48,28 +49,28 @@ _Step = Callable[[int], float]
 _Close = Callable[[], dict[str, Any]]
 
 
-def _model(spec: dict[str, Any]) -> nn.Sequential:
-    if spec["emulate"]:
-        return EmulatedModel(parse_profile(spec["emulate"], "of the bench"))
+def _model(spec: WaveSpecification) -> nn.Sequential:
+    if spec.emulate:
+        return EmulatedModel(parse_profile(spec.emulate, "of the bench"))
     return vgg()
 
 
-def _batch(spec: dict[str, Any], number: int, place: int) -> tuple[Tensor, Tensor]:
+def _batch(spec: WaveSpecification, number: int, place: int) -> tuple[Tensor, Tensor]:
     """The batch that rank ``place`` has in step ``number``."""
     generator = torch.Generator().manual_seed(number * dist.get_world_size() + place)
-    if spec["emulate"]:
-        x = torch.randn(1, spec["activation_bytes"] // 4, generator=generator)
+    if spec.emulate:
+        x = torch.randn(1, spec.activation_bytes // 4, generator=generator)
         return x, torch.zeros_like(x)
-    size = spec["batch"]
+    size = spec.batch
     images = torch.randn(size, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
     return images, torch.randint(CLASSES, (size,), generator=generator)
 
 
-def _loss_fn(spec: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    return functional.mse_loss if spec["emulate"] else functional.cross_entropy
+def _loss_fn(spec: WaveSpecification) -> Callable[[Tensor, Tensor], Tensor]:
+    return functional.mse_loss if spec.emulate else functional.cross_entropy
 
 
-def _waves(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[_Step, _Close]:
+def _waves(spec: WaveSpecification, system: str, model: nn.Sequential) -> tuple[_Step, _Close]:
     optimizer = make_optimizer("sgd", model.parameters())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     waves = ModelWaves(model, optimizer, _loss_fn(spec), _batch(spec, 0, 0)[0])
@@ -85,7 +86,7 @@ def _waves(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[_St
     return step, close
 
 
-def _pipeline(spec: dict[str, Any], system: str, model: nn.Sequential) -> tuple[_Step, _Close]:
+def _pipeline(spec: WaveSpecification, system: str, model: nn.Sequential) -> tuple[_Step, _Close]:
     """Stages of torch.distributed.pipelining, cut where their times are most even.
 
     ``naive`` lets one batch after another through the ranks, so that one computes at a time.

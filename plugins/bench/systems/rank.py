@@ -12,32 +12,35 @@ from bytesched.errors import PluginError
 from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.systems.data_parallel import set_up
+from bytesched.plugins.bench.systems.processes import Block
 from bytesched.plugins.bench.workloads.models import build
+from bytesched.records import from_json
 
 
 def main(argv: list[str]) -> int:
     """Train, and write what `train` found into the block's folder, a file for each rank."""
-    block = json.loads(argv[0])
-    if block["threads"]:
-        torch.set_num_threads(block["threads"])
-    if block["controller"] == "mpi" and not hvd.mpi_built():
+    block = from_json(Block, argv[0])
+    spec = block.specification
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    if spec.controller == "mpi" and not hvd.mpi_built():
         raise PluginError("the installed Horovod was built without MPI: use --controller gloo")
     hvd.init()
     rank, world_size = hvd.rank(), hvd.size()
-    if world_size != block["world_size"]:
-        raise PluginError(f"Horovod sees {world_size} ranks, {block['world_size']} were started")
-    workload = build(block["kind"], block["content"], block["batch"], SEED)
-    running = set_up(block["system"], block["options"], workload.model, block["optimizer"])
+    if world_size != block.world_size:
+        raise PluginError(f"Horovod sees {world_size} ranks, {block.world_size} were started")
+    workload = build(spec.kind, block.content, spec.batch, SEED)
+    running = set_up(block.system.kind, block.system.options, workload.model, spec.optimizer)
     hvd.barrier()
     found = train(
         workload,
         running,
-        warmup=block["warmup"],
-        iterations=block["iterations"],
+        warmup=block.warmup,
+        iterations=block.iterations,
         seed_of=lambda step: step * world_size + rank,
     )
     found["local_size"] = hvd.local_size()
-    Path(block["folder"], f"rank{rank}.json").write_text(json.dumps(found))
+    Path(block.folder, f"rank{rank}.json").write_text(json.dumps(found))
     hvd.shutdown()
     return 0
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 from bytesched.bench.profile import parse_profile
+from bytesched.bench.specification import WaveSpecification
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer
 from bytesched.plugins.bench.workloads.models import Workload
 from bytesched.plugins.bench.workloads.waves import emulated, real
@@ -34,9 +35,9 @@ SYSTEMS = {
 _SEED = 1
 
 
-def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
+def measure(spec: WaveSpecification, system: str) -> dict[str, Any]:
     """One turn of a system on a new model: times in ms, losses, and the activation memory."""
-    waves = spec["waves"]
+    waves = spec.waves
     whole = system == "one-batch"
     workload = _workload(spec, waves if whole else 1)
     model: nn.Module = workload.model
@@ -62,7 +63,7 @@ def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    found = _timed(step, spec["warmup"], spec["iterations"])
+    found = _timed(step, spec.warmup, spec.iterations)
     with ActivationMemory(workload.model.parameters()) as memory:
         step(0)
     if wave is not None:
@@ -72,11 +73,11 @@ def measure(spec: dict[str, Any], system: str) -> dict[str, Any]:
     return found | {"activation_bytes": memory.peak_bytes}
 
 
-def _workload(spec: dict[str, Any], batches: int) -> Workload:
+def _workload(spec: WaveSpecification, batches: int) -> Workload:
     torch.manual_seed(_SEED)
-    if spec["emulate"]:
-        return emulated(parse_profile(spec["emulate"], "of the bench"), spec["slots"])
-    return real(spec["model"], spec["batch"] * batches)
+    if spec.emulate:
+        return emulated(parse_profile(spec.emulate, "of the bench"), spec.slots)
+    return real(spec.model, spec.batch * batches)
 
 
 def _timed(step: Callable[[int], Tensor], warmup: int, iterations: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from bytesched.bench import command as bench
 from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
-from bytesched.bench.systems import SYSTEMS, parse_systems
+from bytesched.bench.systems import SYSTEMS, System, parse_systems
 from bytesched.bench.table import add_figures, table
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import ConfigError
@@ -109,8 +109,8 @@ def test_a_wrong_rate_is_refused() -> None:
 
 def test_systems_and_their_options() -> None:
     first, second = parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+order=leader")
-    assert first == {"label": "ddp:bucket_mb=4", "kind": "ddp", "options": {"bucket_mb": "4"}}
-    assert second["options"] == {"policy": "fifo", "order": "leader"}
+    assert first == System("ddp:bucket_mb=4", "ddp", {"bucket_mb": "4"})
+    assert second.options == {"policy": "fifo", "order": "leader"}
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
