@@ -1,4 +1,4 @@
-"""A clean environment for every test: no bytesched setting, no launcher, the logger as imported."""
+"""A clean environment for every test, and which tests one process runs one after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,14 @@ LAUNCHER_PREFIXES = ("BYTESCHED_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCH
 LAUNCHER_NAMES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
+
+HERE = Path(__file__).parent
+#: each holds tests that would disturb each other, or that share what is costly to start
+ONE_AFTER_THE_OTHER = tuple(
+    map(Path, ("procs/horovod", "procs/mpi", "procs/mxnet", "procs/run", "lab", "gpu"))
+)
+#: files of single tests that any process may take
+SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
 
 pytest_plugins = ["rank_pools"]
 
@@ -23,8 +32,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def group_of(path: Path) -> str | None:
+    """What holds the tests that have to stay together with those of `path`."""
+    if any(path.is_relative_to(scattered) for scattered in SCATTERED):
+        return None
+    return str(next((folder for folder in ONE_AFTER_THE_OTHER if folder in path.parents), path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(HERE)
+        if (group := group_of(path)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+        if path.parts[0] == "procs":
+            item.add_marker("procs")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No bytesched setting, no launcher, the logger as imported."""
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             monkeypatch.delenv(name)
