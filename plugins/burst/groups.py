@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -16,13 +15,15 @@ from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
 from bytesched.plugins.burst.guarded import GuardedStore
 from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.group import Group, closed_on_error, open_gloo
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.joining import Joining
+from bytesched.plugins.c10d.opening import open_gloo
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import why_not_deferred
-from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.agree import statements
+from bytesched.plugins.session.beginning import add_optimizer, why_whole
 from bytesched.plugins.session.session import Session
 
-__all__ = ["SharedObserver", "broadcast_from", "made_on_all_ranks", "open_session"]
+__all__ = ["SharedObserver", "made_on_all_ranks", "open_session"]
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ def open_session(
     label = f"{name}.{place.first}-{place.width}"
     slots = [Slot(parameter_name, parameter) for parameter_name, parameter in named]
 
-    def opened(purpose: str) -> Group:
+    def opened(kind: str, purpose: str) -> Group:
         group_name = f"{label}/{purpose}"
         prefixed = PrefixStore(f"bytesched/{group_name}", store)
         timeout_s = config.timeout_s
@@ -86,11 +87,9 @@ def open_session(
             timeout_s=timeout_s,
         )
 
-    data = opened("data")
-    with closed_on_error(data):
-        control = opened("control")
-    with closed_on_error(data, control):
-        agree(statements(slots, optimizer, config), data.rank, data.gather_text)
+    with Joining(opened, config) as ranks:
+        data, control = ranks.open("data"), ranks.open("control")
+        ranks.agree(statements(slots, optimizer, config))
         session = Session(
             root,
             slots,
@@ -102,8 +101,8 @@ def open_session(
             observers=observers,
         )
     try:
-        why = why_not_deferred(optimizer, type(optimizer))
-        session.add_optimizer(optimizer, type(optimizer), cross=config.cross_barrier and not why)
+        why = why_whole(root, optimizer, type(optimizer), config)
+        add_optimizer(session, optimizer, type(optimizer), why)
     except BaseException:
         session.close()
         raise
@@ -127,14 +126,3 @@ def made_on_all_ranks(group: Group, make: Callable[[], T], what: str) -> T:
         if text:
             raise PluginError(f"rank {rank} could not make {what}: {text}")
     return made
-
-
-def broadcast_from(group: Group, rank: int, tensors: Iterable[torch.Tensor], task: str) -> None:
-    """Gives every rank what `rank` has; collective."""
-    for tensor in tensors:
-        dense = tensor.detach().contiguous()
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = rank
-        group.wait(group.backend.broadcast([dense], options), task=task)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)

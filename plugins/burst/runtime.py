@@ -23,17 +23,16 @@ from bytesched.observe import Observers
 from bytesched.plugins.burst.background import Background
 from bytesched.plugins.burst.groups import (
     SharedObserver,
-    broadcast_from,
     made_on_all_ranks,
     open_session,
 )
 from bytesched.plugins.burst.moves import Moves, samples_at
 from bytesched.plugins.burst.structure import check, end_of, items_of, layers_of
 from bytesched.plugins.burst.walk import Walk
-from bytesched.plugins.c10d.group import closed_on_error, open_group, store_of
-from bytesched.plugins.session.agree import agree, settings
+from bytesched.plugins.c10d.joining import joining
+from bytesched.plugins.c10d.opening import store_of
+from bytesched.plugins.session.agree import settings
 from bytesched.plugins.session.session import Session
-from bytesched.trace.observers import observers_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,12 +102,12 @@ class Burst(nn.Module):
         self._steps = 0
         self._closed = False
         name = f"burst{next(_number)}"
-        self._group = open_group(world, "gloo", name=f"{name}/moves", timeout_s=config.timeout_s)
-        with closed_on_error(self._group):
-            agree(self._statements(config), self._rank, self._group.gather_text)
+        with joining(world, name, config) as ranks:
+            self._group = ranks.open("moves")
+            ranks.agree(self._statements(config))
             tensors = itertools.chain(model.parameters(), model.buffers())
-            broadcast_from(self._group, 0, tensors, "the first broadcast")
-            self._observers = observers_of(self._group, config)
+            self._group.broadcast(tensors, task="the first broadcast")
+            self._observers = ranks.observers()
         shared = Observers([SharedObserver(self._observers)] if self._observers else [])
         self._moves = Moves(self._group, shared)
         self._walk = Walk(model, plan, self._rank, self._moves)
@@ -233,7 +232,7 @@ class Burst(nn.Module):
         self._moves.finish()
         for module, place, name in layers_of(items_of(self.model, self.plan, "")):
             tensors = itertools.chain(module.parameters(), module.buffers())
-            broadcast_from(self._group, place.first, tensors, f"gathering {name}")
+            self._group.broadcast(tensors, root=place.first, task=f"gathering {name}")
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank."""

@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +18,14 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.c10d.group import Group, closed_on_error, open_group
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import why_not_deferred
-from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.joining import joining
+from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import sessions
-from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session import beginning
+from bytesched.plugins.session.agree import statements
+from bytesched.plugins.session.beginning import add_optimizer, slots_of, stays_plain
 from bytesched.plugins.session.session import Session
-from bytesched.trace.observers import observers_of
 
 __all__ = ["attach", "begin", "broadcast", "find_ddp", "why_plain", "why_whole"]
 
@@ -86,20 +85,16 @@ def begin(
     if not dist.is_available() or not dist.is_initialized():
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     show(config.log_level, dist.get_rank())
-    why = "enabled is off" if not config.enabled else why_plain(model)
-    if why:
-        log.info("left as it was: %s", why)
+    if stays_plain(why_plain(model) if config.enabled else "enabled is off"):
         return None
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, Session)]
     if known and is_configured:
         log.warning("this model is wrapped already: the settings of then hold")
     session = known[0] if known else attach(optimizer, model, config)
-    why = why_whole(optimizer, model, config)
-    if why:
-        log.info("scheduling inside backward, stepping whole: %s", why)
     try:
-        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+        why = why_whole(optimizer, model, config)
+        add_optimizer(session, optimizer, type(optimizer), why)
     except PluginError:
         if not known:
             session.close()
@@ -113,26 +108,24 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     if ddp is None:
         _refuse_part_of_ddp(model)
     base = _base(model)
-    slots = _slots(model, optimizer)
-    name = f"session{next(_number)}"
+    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
+    slots = slots_of(model, optimizer, ignored=ignored)
     kind = base._get_backend(slots[0].parameter.device).name()
-    data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
-    with closed_on_error(data):
-        control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-    with closed_on_error(data, control):
-        said = [
-            *statements(slots, optimizer, config),
-            f"find_unused_parameters = {_find_unused(ddp, config)}",
-            f"static_graph = {ddp is not None and ddp.static_graph}",
-        ]
-        # Only connections of Gloo tell of a rank that is lost.
-        agree(said, control.rank, control.gather_text)
-    buffers = None
-    if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
-        buffers = open_group(base, kind, name=f"{name}/buffers", timeout_s=config.timeout_s)
-    observers = observers_of(control, config)
-    if ddp is None:
-        broadcast(data, model)
+    with joining(base, f"session{next(_number)}", config) as ranks:
+        data, control = ranks.open("data", kind), ranks.open("control")
+        ranks.agree(
+            [
+                *statements(slots, optimizer, config),
+                f"find_unused_parameters = {_find_unused(ddp, config)}",
+                f"static_graph = {ddp is not None and ddp.static_graph}",
+            ]
+        )
+        buffers = None
+        if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
+            buffers = ranks.open("buffers")
+        observers = ranks.observers()
+        if ddp is None:
+            broadcast(data, model)
     session = Session(
         model,
         slots,
@@ -156,13 +149,10 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
 
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
-    if not config.cross_barrier:
-        return "cross_barrier is off"
+    carried = ""
     if _is_nccl(model) and any(True for _ in model.buffers()):
-        return "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
-    if not exclude_compiler() and has_compiled(model):
-        return f"torch {torch.__version__} has no lock that keeps its compiler out"
-    return why_not_deferred(optimizer, type(optimizer))
+        carried = "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
+    return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
@@ -211,28 +201,6 @@ def _syncs(ddp: DistributedDataParallel | None) -> bool:
     return bool(ddp.require_backward_grad_sync)
 
 
-def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
-    slots = []
-    ddp = find_ddp(model)
-    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in ignored:
-            if type(parameter) is not nn.Parameter:
-                raise PluginError(
-                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
-                )
-            slots.append(Slot(name, parameter))
-    if not slots:
-        raise PluginError("the model has no parameter that requires a gradient")
-    devices = {slot.parameter.device for slot in slots}
-    if len(devices) > 1:
-        raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
-    managed = {id(slot.parameter) for slot in slots}
-    if not any(id(p) in managed for group in optimizer.param_groups for p in group["params"]):
-        raise PluginError("the optimizer has no parameter of this model")
-    return slots
-
-
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
     if config.find_unused_parameters is not None:
         return config.find_unused_parameters
@@ -267,13 +235,7 @@ def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
 
 def broadcast(group: Group, module: nn.Module) -> None:
     """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
-    tensors = [t.detach() for t in itertools.chain(module.parameters(), module.buffers())]
-    for tensor in tensors:
-        dense = tensor.contiguous()
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = 0
-        group.wait(group.backend.broadcast([dense], options), task="the initial broadcast")
-        if dense is not tensor:
-            tensor.copy_(dense)
+    tensors = [*module.parameters(), *module.buffers()]
+    group.broadcast(tensors, task="the initial broadcast")
     if group.rank == 0:
         log.info("broadcast %d parameters and buffers of a plain module", len(tensors))

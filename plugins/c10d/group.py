@@ -1,11 +1,11 @@
-"""torch.distributed: process groups of our own, and what their failures mean."""
+"""A process group of our own, and what its failures mean."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,15 +15,13 @@ from torch.distributed import distributed_c10d
 
 from bytesched.errors import (
     PeerLost,
-    PluginError,
     SchedulerTimeout,
     TransportError,
-    in_one_line,
 )
 from bytesched.plugins.c10d.keys import await_keys
 from bytesched.plugins.c10d.notes import Notes
 
-__all__ = ["Group", "closed_on_error", "open_gloo", "open_group", "store_of"]
+__all__ = ["Group"]
 
 #: for threads of a broken group to end
 _PATIENCE_S: Final = 5.0
@@ -74,6 +72,17 @@ class Group:
                 ) from error
             texts.append(self.store.get(f"{key}/{rank}").decode())
         return texts
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], *, root: int = 0, task: str) -> None:
+        """Gives every rank the values that ``tensors`` have on rank ``root``; collective."""
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = root
+        for tensor in tensors:
+            values = tensor.detach()
+            dense = values.contiguous()
+            self.wait(self.backend.broadcast([dense], options), task=task)
+            if dense is not values:
+                values.copy_(dense)
 
     def clock_offset_ns(self) -> int:
         """What must be added to this host's wall clock to read rank 0's; collective."""
@@ -199,86 +208,6 @@ class Group:
         return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
 
 
-@contextlib.contextmanager
-def closed_on_error(*groups: Group) -> Iterator[None]:
-    """Around what is done with new groups: an error is told to the other ranks, and closes them."""
-    try:
-        yield
-    except BaseException as error:
-        for group in groups:
-            if not isinstance(error, PeerLost):
-                group.leave_note(in_one_line(error))
-            group.abort()
-            group.close()
-        raise
-
-
 def _stop(backend: Any, how: str) -> None:
     """Calls ``abort`` or ``shutdown``; before torch 2.6 both were ``_shutdown``."""
     getattr(backend, how, getattr(backend, "_shutdown", lambda: None))()
-
-
-def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
-    """The store of a process group of the user's. Raises PluginError if there is none."""
-    entry = distributed_c10d._world.pg_map.get(base)
-    if entry is None:
-        raise PluginError("torch.distributed is not initialized: call init_process_group first")
-    return entry[1]
-
-
-def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
-    """A group of our own over the ranks of ``base``; collective.
-
-    Args:
-        base: the user's group; only its store is used.
-        kind: the backend, "gloo" or "nccl".
-        name: "session/purpose", the same on all ranks, unique in this job.
-        timeout_s: of every operation on it.
-    """
-    root = store_of(base)
-    # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
-    # outside of ``base`` would have to call it, too.
-    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
-    if kind == "gloo":
-        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
-    if kind != "nccl":
-        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
-    options._timeout = 2 * timedelta(seconds=timeout_s)
-    options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
-    options.group_name = f"bytesched/{name}"
-    backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
-    notes = _notes(root, name, base.rank())
-    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
-
-
-def open_gloo(
-    store: distributed_c10d.Store,
-    root: distributed_c10d.Store,
-    rank: int,
-    size: int,
-    *,
-    name: str,
-    timeout_s: float,
-) -> Group:
-    """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
-
-    Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
-    """
-    try:
-        backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise SchedulerTimeout(
-            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
-            "does every rank make the same calls of bytesched?",
-            rank=rank,
-        ) from error
-    return Group(backend, store, _notes(root, name, rank), name=name, timeout_s=timeout_s)
-
-
-def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:
-    """Those of the session that a group is named after."""
-    session, _, _ = name.partition("/")
-    return Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", root), rank)

@@ -25,10 +25,11 @@ from bytesched.plugins.horovod.elastic import Elastic
 from bytesched.plugins.horovod.ending import watch_endings
 from bytesched.plugins.horovod.shell import Shell
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import why_not_deferred
-from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
+from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import announce
+from bytesched.plugins.session import beginning
 from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.beginning import add_optimizer, stays_plain
 from bytesched.plugins.session.session import Session
 from bytesched.plugins.wrapping import settings, wrap_optimizer
 from bytesched.trace.observers import observers_of
@@ -93,11 +94,7 @@ def why_plain(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
-    if not config.cross_barrier:
-        return "cross_barrier is off"
-    if not exclude_compiler() and has_compiled(model):
-        return f"torch {torch.__version__} has no lock that keeps its compiler out"
-    return why_not_deferred(optimizer, updating_class(optimizer))
+    return beginning.why_whole(model, optimizer, updating_class(optimizer), config)
 
 
 def begin(
@@ -111,15 +108,11 @@ def begin(
 
 def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
-    why = "enabled is off" if not config.enabled else why_plain(optimizer, model, config)
-    if why:
-        log.info("left as it was: %s", why)
+    if stays_plain(why_plain(optimizer, model, config) if config.enabled else "enabled is off"):
         return None
     session = attach(optimizer, model, config)
     why = why_whole(optimizer, model, config)
-    if why:
-        log.info("scheduling inside backward, stepping whole: %s", why)
-    session.add_optimizer(optimizer, updating_class(optimizer), cross=not why)
+    add_optimizer(session, optimizer, updating_class(optimizer), why)
     return session
 
 

@@ -23,9 +23,13 @@ from bytesched.plugins.kvstore.training.state import hyperparameters_of
 from bytesched.plugins.kvstore.training.store_session import StoreSession
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.mpi_kvstore.server.optimizer import is_elementwise
-from bytesched.plugins.optimizer.deferred import why_not_deferred
-from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.beginning import (
+    add_optimizer,
+    slots_of,
+    stays_plain,
+    why_whole,
+)
 from bytesched.plugins.session.session import Session
 from bytesched.trace.observers import observers_of
 
@@ -52,8 +56,7 @@ def begin(
 ) -> Session | StoreSession | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
     show(config.log_level, store.rank)
-    if why := why_plain(store):
-        log.info("left as it was: %s", why)
+    if stays_plain(why_plain(store)):
         return None
     if not config.enabled:
         # Without us nobody would average the gradients.
@@ -94,11 +97,9 @@ def attach(
         static_graph=False,
         observers=observers_of(backend, config),
     )
-    why = _why_whole(optimizer, model, config)
-    if why:
-        log.info("scheduling inside backward, stepping whole: %s", why)
     try:
-        session.add_optimizer(optimizer, type(optimizer), cross=not why)
+        why = why_whole(model, optimizer, type(optimizer), config)
+        add_optimizer(session, optimizer, type(optimizer), why)
     except PluginError:
         session.close()
         raise
@@ -152,30 +153,12 @@ def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: in
     )
 
 
-def _why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
-    """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
-    if not config.cross_barrier:
-        return "cross_barrier is off"
-    if not exclude_compiler() and has_compiled(model):
-        return f"torch {torch.__version__} has no lock that keeps its compiler out"
-    return why_not_deferred(optimizer, type(optimizer))
-
-
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
-    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    slots = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel():
-            if type(parameter) is not nn.Parameter:
-                raise PluginError(
-                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
-                )
-            if parameter.device.type != "cpu":
-                raise PluginError(
-                    f"parameter {name!r} is on {parameter.device}: a store sends from the host's "
-                    "memory; use DistributedDataParallel or Horovod"
-                )
-            slots.append(Slot(name, parameter))
-    if not any(id(slot.parameter) in managed for slot in slots):
-        raise PluginError("the optimizer has no parameter of this model that needs a gradient")
+    slots = slots_of(model, optimizer)
+    for slot in slots:
+        if slot.parameter.device.type != "cpu":
+            raise PluginError(
+                f"parameter {slot.name!r} is on {slot.parameter.device}: a store sends from the "
+                "host's memory; use DistributedDataParallel or Horovod"
+            )
     return slots

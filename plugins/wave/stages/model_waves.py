@@ -19,8 +19,8 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast
-from bytesched.plugins.c10d.group import closed_on_error, open_group
-from bytesched.plugins.session.agree import agree, settings
+from bytesched.plugins.c10d.joining import joining
+from bytesched.plugins.session.agree import settings
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.wave.conditions import refuse_uncuttable
 from bytesched.plugins.wave.stages.cutting import cut
@@ -28,7 +28,6 @@ from bytesched.plugins.wave.stages.routes import Cargo, visits
 from bytesched.plugins.wave.stages.stage import Stage
 from bytesched.plugins.wave.stages.traffic import Traffic
 from bytesched.plugins.wave.stages.whole import clip_grad_norm_, unscale_
-from bytesched.trace.observers import observers_of
 
 __all__ = ["ModelWaves"]
 
@@ -82,13 +81,12 @@ class ModelWaves:
         if dist.get_rank() == 0:
             warn_of_unused(config, _USED, "ModelWaves")
         base = dist.distributed_c10d._get_default_group()
-        name = f"stages{next(_number)}"
-        self._group = open_group(base, "gloo", name=f"{name}/data", timeout_s=config.timeout_s)
-        self.rank, ranks = self._group.rank, self._group.size
-        with closed_on_error(self._group):
-            refuse_uncuttable(model, optimizer, ranks)
+        with joining(base, f"stages{next(_number)}", config) as ranks:
+            self._group = ranks.open("data")
+            self.rank = self._group.rank
+            refuse_uncuttable(model, optimizer, self._group.size)
             named = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()]
-            agree([*named, *settings(config)], self.rank, self._group.gather_text)
+            ranks.agree([*named, *settings(config)])
             broadcast(self._group, model)
             #: where the chain is cut
             self.bounds = cut(self._group, model, inputs)
@@ -97,7 +95,7 @@ class ModelWaves:
                 Stage(index, nn.Sequential(*layers[start:stop]), is_home=index == self.rank)
                 for index, (start, stop) in enumerate(itertools.pairwise(self.bounds))
             ]
-            self._observers = observers_of(self._group, config)
+            self._observers = ranks.observers()
         self._names = list(model._modules)
         at_home = {id(parameter) for parameter in self.stages[self.rank].parameters}
         for group in optimizer.param_groups:

@@ -14,16 +14,15 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast, find_ddp
-from bytesched.plugins.c10d.group import closed_on_error, open_group
+from bytesched.plugins.c10d.joining import joining
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.agree import statements
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import streams_for
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
-from bytesched.trace.observers import observers_of
 from bytesched.tunable import Setting
 
 __all__ = ["PerWaveGradients"]
@@ -70,15 +69,12 @@ class PerWaveGradients:
         ddp = find_ddp(model)
         base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
         kind = base._get_backend(device).name()
-        name = f"waves{next(_number)}"
-        data = open_group(base, kind, name=f"{name}/data", timeout_s=config.timeout_s)
-        with closed_on_error(data):
-            control = open_group(base, "gloo", name=f"{name}/control", timeout_s=config.timeout_s)
-        with closed_on_error(data, control):
-            agree(statements([*self._all()], optimizer, config), control.rank, control.gather_text)
+        with joining(base, f"waves{next(_number)}", config) as ranks:
+            data, control = ranks.open("data", kind), ranks.open("control")
+            ranks.agree(statements([*self._all()], optimizer, config))
             if ddp is None:
                 broadcast(data, model)
-            self.observers = observers_of(control, config)
+            self.observers = ranks.observers()
         largest_bytes = config.credit_bytes or _PARTITION_BYTES
         partition_bytes = config.partition_bytes or min(_PARTITION_BYTES, largest_bytes)
         self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)

@@ -17,9 +17,10 @@ from ranks import run_fresh
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.c10d.group import Group, open_group
+from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.leader import Follower, Leader
 from bytesched.plugins.c10d.notes import Notes
+from bytesched.plugins.c10d.opening import open_group
 from bytesched.task import CommTask
 
 

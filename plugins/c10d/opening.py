@@ -1,0 +1,97 @@
+"""Process groups of our own over the ranks of a user's group: opened, and closed on errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.notes import Notes
+
+__all__ = ["closed_on_error", "open_gloo", "open_group", "store_of"]
+
+
+@contextlib.contextmanager
+def closed_on_error(*groups: Group) -> Iterator[None]:
+    """Around what is done with new groups: an error is told to the other ranks, and closes them."""
+    try:
+        yield
+    except BaseException as error:
+        for group in groups:
+            if not isinstance(error, PeerLost):
+                group.leave_note(in_one_line(error))
+            group.abort()
+            group.close()
+        raise
+
+
+def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
+    """The store of a process group of the user's. Raises PluginError if there is none."""
+    entry = distributed_c10d._world.pg_map.get(base)
+    if entry is None:
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    return entry[1]
+
+
+def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
+    """A group of our own over the ranks of ``base``; collective.
+
+    Args:
+        base: the user's group; only its store is used.
+        kind: the backend, "gloo" or "nccl".
+        name: "session/purpose", the same on all ranks, unique in this job.
+        timeout_s: of every operation on it.
+    """
+    root = store_of(base)
+    # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
+    # outside of ``base`` would have to call it, too.
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    if kind == "gloo":
+        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
+    if kind != "nccl":
+        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
+    options._timeout = 2 * timedelta(seconds=timeout_s)
+    options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
+    options.group_name = f"bytesched/{name}"
+    backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
+    notes = _notes(root, name, base.rank())
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+
+
+def open_gloo(
+    store: distributed_c10d.Store,
+    root: distributed_c10d.Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout_s: float,
+) -> Group:
+    """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
+
+    Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
+    """
+    try:
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise SchedulerTimeout(
+            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
+            "does every rank make the same calls of bytesched?",
+            rank=rank,
+        ) from error
+    return Group(backend, store, _notes(root, name, rank), name=name, timeout_s=timeout_s)
+
+
+def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:
+    """Those of the session that a group is named after."""
+    session, _, _ = name.partition("/")
+    return Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", root), rank)
