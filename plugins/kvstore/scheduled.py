@@ -14,14 +14,13 @@ from bytesched.errors import (
 )
 from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
 from bytesched.kvstore.protocol import Key, KVStore, describe
+from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
 from bytesched.plugins.kvstore.layout import KeySlot, flattened, lay_out, plain, zeros
 from bytesched.plugins.kvstore.transfers import Transfers
 from bytesched.plugins.registry import kind_of_store
 
 __all__ = ["ScheduledKVStore"]
-
-_PARTITION_BYTES = 2**20
 
 
 @kind_of_store
@@ -46,13 +45,16 @@ class ScheduledKVStore:
         self._observers = observers or Observers()
         self._slots: dict[Key, KeySlot] = {}
         self._generation = 0
-        self._partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        self._partition_bytes, credit_bytes = RULES["store calls"].sizes(
+            config.partition_bytes,
+            config.credit_bytes,
+            window=chunks_on_their_way(getattr(store, "num_servers", 1)),
+        )
         self._transfers = Transfers(
             store,
             config,
             self._observers,
-            credit_bytes=config.credit_bytes
-            or chunks_on_their_way(getattr(store, "num_servers", 1)) * self._partition_bytes,
+            credit_bytes=credit_bytes,
         )
         self._waits = 0
         #: false when the keys are to be cut anew, before the next step

@@ -15,6 +15,7 @@ from bytesched.core import SchedulerCore
 from bytesched.environment import mxnet_servers
 from bytesched.errors import InvalidTransition, PluginError
 from bytesched.kvstore.protocol import Key
+from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
 from bytesched.order import Leading, ReadyQueue
 from bytesched.plugins.mxnet.engine import Held, post
@@ -34,8 +35,6 @@ __all__ = ["ScheduledMXNetStore"]
 
 log = logging.getLogger("bytesched")
 
-_PARTITION_BYTES = 2**18
-_WINDOW = 4
 #: Workers that do not choose send whatever they were told.
 _NO_LIMIT = 1 << 62
 
@@ -64,8 +63,9 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self._slots: dict[Key, KeySlot] = {}
         self._pieces: list[Piece] = []
         self._numbers = ServerKeys(mxnet_servers())
-        self._partition_bytes = config.partition_bytes or _PARTITION_BYTES
-        self._credit_bytes = config.credit_bytes or _WINDOW * self._partition_bytes
+        self._partition_bytes, self._credit_bytes = RULES["mxnet"].sizes(
+            config.partition_bytes, config.credit_bytes
+        )
         self._steps: dict[Key, int] = {}
         self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True

@@ -15,6 +15,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.link.bound import partition_seed_bytes
+from bytesched.link.sizes import RULES
 from bytesched.log import show
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.kvstore.training.backend import StoreBackend
@@ -37,11 +38,6 @@ __all__ = ["attach", "begin", "why_plain"]
 
 log = logging.getLogger("bytesched")
 
-#: What a chunk costs beside its bytes, about: its sizes are within 4 % of the fastest ones tried
-#: where a worker pushed 15 to 120 MB/s. Not measured before training: how long a push and its pull
-#: take in turn says little of chunks that follow one another.
-_OVERHEAD_S = 1e-4
-_PAGE_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 2**12, 2**16, 2**23
 #: the sessions of each store, in the order of wrapping, which is the same on all workers
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
@@ -132,25 +128,20 @@ def _in_store(
 
 def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: int) -> Config:
     """``config`` with the sizes of chunks and windows that it leaves open; collective."""
-    chunks = chunks_on_their_way(servers)
-    partition_bytes = config.partition_bytes
-    if not partition_bytes:
-        # A value passes two pipes, each with a window, and the second waits for whole chunks: the
-        # bound is T* + θN + 2(c + δ)/B + δ/B.
-        seed = partition_seed_bytes(
+    rule, chunks = RULES["store"], chunks_on_their_way(servers)
+    best_bytes = 0
+    if not config.partition_bytes:
+        assert rule.overhead_s is not None
+        best_bytes = partition_seed_bytes(
             total_bytes=sum(slot.parameter.nbytes for slot in slots),
-            overhead_s=_OVERHEAD_S,
+            overhead_s=rule.overhead_s,
             bytes_per_s=push_bytes_per_s(backend, servers),
             credit_partitions=2 * chunks + 2,
         )
-        largest_bytes = min(_LARGEST_BYTES, config.credit_bytes or _LARGEST_BYTES)
-        best_bytes = min(max(seed, _SMALLEST_BYTES), largest_bytes)
-        # Whole pages: a kernel may round the tail of a chunk otherwise than its vectors.
-        partition_bytes = best_bytes // _PAGE_BYTES * _PAGE_BYTES or best_bytes
-    credit_bytes = config.credit_bytes or chunks * partition_bytes
-    return replace(
-        config, partition_bytes=min(partition_bytes, credit_bytes), credit_bytes=credit_bytes
+    partition_bytes, credit_bytes = rule.sizes(
+        config.partition_bytes, config.credit_bytes, best_bytes=best_bytes, window=chunks
     )
+    return replace(config, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
 
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:

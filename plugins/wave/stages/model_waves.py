@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
+from bytesched.link.sizes import RULES
 from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast
@@ -33,7 +34,6 @@ __all__ = ["ModelWaves"]
 
 log = logging.getLogger("bytesched")
 
-_CHUNK_BYTES: Final = 2**20
 _USED: Final = frozenset({"partition_bytes", "timeout_s", "timeline", "log_level"})
 
 #: instances are numbered in the order of their making, which is the same on all ranks
@@ -110,7 +110,7 @@ class ModelWaves:
             self.stages,
             self._progress,
             self._observers,
-            chunk_bytes=config.partition_bytes or _CHUNK_BYTES,
+            chunk_bytes=RULES["stages"].sizes(config.partition_bytes)[0],
         )
         self._steps = 0
         self._step_s = self._waited_s = 0.0

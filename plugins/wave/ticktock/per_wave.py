@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
+from bytesched.link.sizes import RULES
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.ddp import broadcast, find_ddp
 from bytesched.plugins.c10d.joining import joining
@@ -27,9 +27,6 @@ from bytesched.tunable import Setting
 
 __all__ = ["PerWaveGradients"]
 
-_PARTITION_BYTES: Final = 2**20
-#: chunks in flight where the credit is to be chosen
-_WINDOW: Final = 2
 
 #: instances are numbered in the order of their making, which is the same on all ranks
 _number = itertools.count()
@@ -75,13 +72,12 @@ class PerWaveGradients:
             if ddp is None:
                 broadcast(data, model)
             self.observers = ranks.observers()
-        largest_bytes = config.credit_bytes or _PARTITION_BYTES
-        partition_bytes = config.partition_bytes or min(_PARTITION_BYTES, largest_bytes)
+        sizes = RULES["waves"].sizes(config.partition_bytes, config.credit_bytes)
+        partition_bytes, credit_bytes = sizes
         self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
         self._backend = C10dBackend(data, control)
         self._progress = Progress(self._backend)
         self._streams = streams_for(device, self._progress.fail)
-        credit_bytes = config.credit_bytes or _WINDOW * partition_bytes
         self._carrier = self._backend.carrier(
             self._plan,
             Packer(self._plan, self._backend.divisor, config.compression),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
+from bytesched.link.sizes import RULES, Probe, chosen_sizes, probe_sizes
 
 MIB = 2**20
 
@@ -103,3 +103,29 @@ def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float)
     )
     assert partition_bytes == pytest.approx((1.2e-3 * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
     assert credit_bytes == 2 * partition_bytes
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_keeps_what_is_given_and_its_limits(name: str) -> None:
+    rule = RULES[name]
+    assert rule.sizes(4096, 8192, best_bytes=1e9) == (4096, 8192)
+    assert rule.sizes(4096) == (4096, rule.window * 4096)
+    assert rule.sizes(4096, window=7) == (4096, 7 * 4096)
+    for best_bytes in (0.0, 3e5, 1e12):
+        partition_bytes, _ = rule.sizes(best_bytes=best_bytes)
+        assert rule.smallest_bytes <= partition_bytes <= rule.largest_bytes
+        assert partition_bytes % rule.step_bytes == 0
+    assert (rule.sizes(0, 900)[0] <= 900) == rule.within_credit
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("mxnet", (MIB // 4, MIB)),
+        ("store calls", (MIB, 2 * MIB)),
+        ("waves", (MIB, 2 * MIB)),
+        ("stages", (MIB, 2 * MIB)),
+    ],
+)
+def test_sizes_where_nothing_is_measured(name: str, sizes: tuple[int, int]) -> None:
+    assert RULES[name].sizes() == sizes
