@@ -167,11 +167,23 @@ def test_plugins_are_reached_from_the_front_and_from_commands_alone(house: House
     assert found == []
 
 
-def test_importing_the_package_imports_no_framework() -> None:
-    names = ("bytesched", "bytesched.cli", "bytesched.doctor.command", "bytesched.plugins")
+@pytest.mark.parametrize(
+    ("modules", "missing"),
+    [
+        ("bytesched bytesched.cli bytesched.doctor.command bytesched.plugins", HEAVY),
+        ("bytesched.plugins.kvstore", FRAMEWORKS),
+        (
+            "bytesched.plugins.c10d.ddp bytesched.plugins.kvstore.training.begin "
+            "bytesched.plugins.wave bytesched.plugins.burst",
+            FRAMEWORKS - {"torch"},
+        ),
+    ],
+    ids=["front", "stores", "torch"],
+)
+def test_a_framework_is_imported_by_its_own_plugin_alone(modules: str, missing: set[str]) -> None:
     code = (
-        f"import importlib, sys\nfor name in {names}:\n    importlib.import_module(name)\n"
-        f"    print(*sorted({HEAVY} & set(sys.modules)), end='')"
+        f"import importlib, sys\nfor name in {modules.split()}:\n"
+        f"    importlib.import_module(name)\n    print(*{missing} & set(sys.modules), end='')"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

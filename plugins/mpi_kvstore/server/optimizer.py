@@ -9,29 +9,7 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["ServerOptimizer", "is_elementwise", "packed_state", "unpacked_state"]
-
-#: Classes whose update of one element depends on that element alone: keys may be cut anywhere.
-_ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
-
-
-def is_elementwise(name: str) -> bool:
-    """True if an optimizer of that name may be given any part of a parameter."""
-    return name in _ELEMENTWISE
+__all__ = ["ServerOptimizer", "packed_state", "unpacked_state"]
 
 
 class ServerOptimizer:

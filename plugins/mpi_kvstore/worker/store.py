@@ -17,12 +17,12 @@ from bytesched.errors import (
 from bytesched.kvstore.protocol import Ended, Key, describe
 from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Loop, Message, Op
 from bytesched.plugins.mpi_kvstore.memory import flat_of, memory_of, tensor_of
-from bytesched.plugins.mpi_kvstore.server.optimizer import is_elementwise
 from bytesched.plugins.mpi_kvstore.server.server import Server, error_of
 from bytesched.plugins.mpi_kvstore.transfer import Transfer
 from bytesched.plugins.mpi_kvstore.worker.calls import Calls
 from bytesched.plugins.mpi_kvstore.worker.keys import Keys, Remote
 from bytesched.plugins.mpi_kvstore.worker.states import States
+from bytesched.plugins.optimizer.elementwise import is_elementwise
 
 __all__ = ["MPIKVStore"]
 
