@@ -39,11 +39,6 @@ class Link:
         """How long a chunk occupies it."""
         return self.overhead_s + nbytes / self.bytes_per_s
 
-    def is_like(self, other: Link, *, factor: float = 1.25) -> bool:
-        """Whether both may be the same link, measured twice."""
-        ratio = self.bytes_per_s / other.bytes_per_s
-        return 1 / factor <= ratio <= factor
-
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e6:.4g} MB/s, {1e3 * self.overhead_s:.2g} ms per chunk"
 

@@ -1,1 +1,1 @@
-"""The command that compares systems: what to measure, tables, T*."""
+"""What is compared, what every rank gets, and what is made of it: `bytesched bench`."""

@@ -1,1 +1,1 @@
-"""Is this machine ready?"""
+"""Is this machine ready, and if not, why? Its face is the command `bytesched doctor`."""
