@@ -17,14 +17,14 @@ __all__ = ["BufferBroadcast"]
 
 
 class BufferBroadcast:
-    """What DDP calls before a forward pass instead of broadcasting from rank 0 itself.
+    """Called by DDP before a forward pass, in place of its own broadcast from rank 0.
 
     On the user's group a stopped peer would hold the forward pass for that group's timeout, and
     the error would be torch's. A copy of the model, or a saved one, has DDP's broadcast again.
 
     Args:
         group: what the buffers travel on; None in a copy.
-        fail: told about an error.
+        fail: called with an error.
     """
 
     def __init__(

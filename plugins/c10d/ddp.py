@@ -31,7 +31,7 @@ __all__ = ["attach", "begin", "broadcast", "find_ddp", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
-#: sessions are numbered in the order of wrapping, which is the same on all ranks
+#: numbers sessions in the order of wrapping, which is the same on all ranks
 _number = itertools.count()
 
 
@@ -77,10 +77,12 @@ def begin(
     *,
     is_configured: bool,
 ) -> Session | None:
-    """What stands behind the wrapped optimizer; None if it stays as it was. Collective.
+    """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
-        is_configured: whether settings came along with this optimizer.
+        is_configured: whether settings were given with this optimizer.
+
+    Raises `PluginError` for what cannot be wrapped, and `MismatchError` if the ranks differ.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
@@ -139,8 +141,8 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     if ddp is not None:
         if buffers is not None:
             session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
-        # Last of all: from here on, gradients are averaged by the session or not at all. A
-        # static graph is learned once, and so is what is compiled; and DDP does not compress.
+        # Last of all: from here on, gradients are averaged by the session or not at all. DDP learns
+        # a static graph once, as the compiler does its code; and DDP does not compress.
         can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
         can_stop = can_stop and config.compression == "none"
         session.take_over(partial(_take_over, ddp), can_stop=can_stop)
@@ -156,7 +158,7 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """Parameters that DDP was told not to reduce."""
+    """The parameters that DDP leaves out of its reduction."""
     names = getattr(ddp, "parameters_to_ignore", ())
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         if name in names:
@@ -167,7 +169,7 @@ def _refuse_part_of_ddp(model: nn.Module) -> None:
     """Raises PluginError if a DDP reduces parameters of ``model``: both would."""
     if not _is_reduced_by_ddp(model):
         return
-    # It may be garbage that nobody has collected yet.
+    # It may be garbage that is not collected yet.
     gc.collect()
     if _is_reduced_by_ddp(model):
         raise PluginError(
@@ -180,7 +182,7 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     mine = {id(parameter) for parameter in model.parameters()}
     return any(
         id(parameter) in mine
-        # Not isinstance: it asks proxies of all kinds for their class.
+        # Not isinstance: it reads the class of proxies of all kinds.
         for owner in gc.get_objects()
         if issubclass(type(owner), DistributedDataParallel)
         for parameter in owner.module.parameters()
@@ -194,10 +196,10 @@ def _syncs(ddp: DistributedDataParallel | None) -> bool:
     join = getattr(ddp, "_join_config", None)
     if join is not None and join.enable:
         raise PluginError(
-            "DistributedDataParallel.join() shadows DDP's own all-reduces, and knows nothing of "
-            "bytesched's: pad the shorter ranks' data, or unwrap the optimizer first"
+            "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
+            "bytesched: pad the shorter ranks' data, or unwrap the optimizer first"
         )
-    # Scripts set it themselves, too: reading it here serves no_sync() and them.
+    # Scripts also set it without no_sync().
     return bool(ddp.require_backward_grad_sync)
 
 
@@ -215,12 +217,15 @@ def _is_nccl(model: nn.Module) -> bool:
 
 
 def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether ``ddp`` makes rank 0's buffers everybody's, in its own way."""
+    """Whether ``ddp`` broadcasts rank 0's buffers in its own way."""
     return bool(ddp.modules_buffers) and not hasattr(ddp, "buffer_hook")
 
 
 def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
-    """Makes ``ddp`` a shell: buffers and no_sync stay its own, gradients are ours."""
+    """Makes ``ddp`` a shell: it keeps buffers and no_sync, and reduces no gradients.
+
+    Returns what undoes it.
+    """
     ddp._remove_autograd_hooks()
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = True

@@ -34,7 +34,7 @@ _LOOKS_EVERY: Final = timedelta(seconds=1)
 
 
 class Group:
-    """A process group that nobody else issues on, and the store behind it.
+    """A process group that only a session issues on, and the store behind it.
 
     Two threads on one Gloo group abort the process, so the user's group is never used.
     """
@@ -97,11 +97,11 @@ class Group:
         return int(leaders.item()) - mine_ns
 
     def leave_note(self, text: str) -> None:
-        """Says why this rank stops, for the others to find next to their broken connection."""
+        """Leaves the reason why this rank stops, which others show beside a broken connection."""
         self._notes.leave(text)
 
     def note(self) -> str:
-        """What another rank said when it stopped, or nothing."""
+        """The reason that another rank left when it stopped, or nothing."""
         return self._notes.read()
 
     def wait(self, work: Any, *, task: str = "") -> None:
@@ -121,9 +121,9 @@ class Group:
     def complete(self, work: Any) -> None:
         """Waits for the end of ``work``, a collective; raises what torch raises.
 
-        When a connection breaks, Gloo tells those who wait for it, but not an operation that is
-        half written or half read, which waits on until it times out. So we look at the connections
-        ourselves if it takes long.
+        When a connection breaks, Gloo fails what waits for it, but not an operation that is half
+        written or half read, which waits on until it times out. So the connections are looked at
+        if it takes long.
         """
         broken: RuntimeError | None = None
         while self.backend.name() == "gloo" and not work.is_completed():
@@ -183,8 +183,8 @@ class Group:
                 _stop(self.backend, "shutdown")
             return
         self._aborted = True
-        # Gloo's threads end when nobody holds the backend. They must, before the interpreter
-        # does: one that lets go of the last tensor later finds no interpreter, and aborts.
+        # Gloo's threads end when nothing refers to the backend. They must, before the interpreter
+        # does: one that frees the last tensor afterwards finds no interpreter, and aborts.
         held = [self.backend]
         self.backend = None
         ending = threading.Thread(target=held.clear, name="bytesched-ending", daemon=True)
@@ -192,7 +192,7 @@ class Group:
         ending.join(_PATIENCE_S)
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
-        """``cause`` as an error of ours: who is likely gone, or what outlived its deadline."""
+        """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
         text = str(cause)
         kind: type[TransportError] = TransportError
         what = f"all-reduce failed: {text}"

@@ -13,7 +13,7 @@ from bytesched.errors import TransportError
 
 __all__ = ["await_keys"]
 
-#: how often to look whether the rank that is waited for is lost
+#: between two looks whether the rank that is waited for is lost
 _LOOKS_EVERY_S: Final = 1.0
 _SHORTEST_NAP_S: Final = 1e-3
 _LONGEST_NAP_S: Final = 0.05
@@ -27,7 +27,7 @@ def await_keys(
 ) -> None:
     """Waits until ``store`` has ``keys``; raises the error of ``lost``, or DistStoreError.
 
-    A store does not know that the rank is gone that was to set a key.
+    A store waits for a key even if the rank that was to set it is gone.
     """
     now_s = time.monotonic()
     deadline_s, look_s = now_s + timeout_s, now_s + _LOOKS_EVERY_S

@@ -24,10 +24,9 @@ class _Awaited:
 class Messages:
     """The sends and receives of a group.
 
-    When a connection breaks, Gloo tells those who wait for a message, but not for one that is half
-    written or half read: they wait on until it times out. A shorter wait would break all
-    connections at its end. So threads wait that nobody needs, and somebody else looks for what
-    they wait for, with `lost`.
+    When a connection breaks, Gloo fails the wait for a message, but not for one that is half
+    written or half read, which goes on until it times out. A shorter wait would break all
+    connections at its end. So it is spare threads that wait, while another one calls `lost`.
     """
 
     def __init__(self, group: Group) -> None:

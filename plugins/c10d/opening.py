@@ -19,7 +19,7 @@ __all__ = ["closed_on_error", "open_gloo", "open_group", "store_of"]
 
 @contextlib.contextmanager
 def closed_on_error(*groups: Group) -> Iterator[None]:
-    """Around what is done with new groups: an error is told to the other ranks, and closes them."""
+    """Around what is done with new groups: an error leaves a note, and closes them."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Horovod: the optimizer that ``hvd.DistributedOptimizer`` has made.
 
-It stays what it is, a shell: its gradient hooks tell when a gradient is complete, its
+It stays what it is, a shell: its gradient hooks mark when a gradient is complete, its
 ``synchronize`` and ``step`` when a round ends. Gradients travel through Horovod's own all-reduce.
 """
 
@@ -129,20 +129,20 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     backend = HorovodBackend(
         shell.process_set,
         average=shell.op == hvd.Average,
-        # Horovod forgets it for groups.
+        # Horovod does not apply it to groups.
         predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
         name=_session_name(shell.process_set, config.timeout_s),
         timeout_s=config.timeout_s,
         tuned=config.tune,
     )
     slots = _slots(optimizer, model)
-    said = [
+    shared = [
         *statements(slots, optimizer, config),
         f"op = {shell.op}",
         f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
         f"backward_passes_per_step = {shell.backward_passes_per_step}",
     ]
-    agree(said, backend.rank, backend.gather_text)
+    agree(shared, backend.rank, backend.gather_text)
     session = Session(
         model,
         slots,

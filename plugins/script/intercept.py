@@ -1,8 +1,8 @@
-"""An unchanged script: what it makes is noticed here, and wrapped when the time has come.
+"""An unchanged script: what it makes is seen here, and wrapped as soon as that is possible.
 
-A DistributedDataParallel is noticed when it is made, and then the optimizers that step over its
-parameters; an optimizer of Horovod's is noticed when it is made, and then the module around its
-parameters that is called. The ranks decide alike, at the same moment, as they run the same script.
+A DistributedDataParallel is seen when it is made, and then the optimizers that step over its
+parameters; an optimizer of Horovod's is seen when it is made, and then the module around its
+parameters that is called. All ranks decide alike, at the same moment, as they run the same script.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _none() -> None:
     return None
 
 
-#: the optimizer whose step() goes on; those that it steps itself are its own affair
+#: the optimizer whose step() is running; those that it steps itself do not count
 _stepping: Callable[[], torch.optim.Optimizer | None] = _none
 
 
@@ -78,7 +78,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _script_wraps(optimizer: Any, model: Any) -> None:
-    """What the script wraps itself is its own affair from now on."""
+    """Before a ``wrap`` of the script's own, which from now on is all that counts."""
     for watched in _models:
         if watched.is_about(optimizer, model):
             watched.give_back(watched.parameters())

@@ -57,5 +57,5 @@ def compiled_around(module: nn.Module) -> list[nn.Module]:
 
 
 def _alive(kind: type[T]) -> list[T]:
-    # Not isinstance: it asks proxies of all kinds for their class.
+    # Not isinstance: it reads the class of proxies of all kinds.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

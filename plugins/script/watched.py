@@ -1,4 +1,4 @@
-"""A model of an unchanged script: when is it wrapped, with which optimizer, and if not, why."""
+"""A model of an unchanged script: when it is wrapped, with which optimizers, or why not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Watched(ABC):
         """Whether ``optimizer`` updates this model."""
 
     def _why_not(self) -> str:
-        """Why it is left as it is, where ``wrap`` does not say so, or not once; else empty."""
+        """Why it is left as it is, where ``wrap`` does not log that once itself; else empty."""
         return ""
 
     def arm(self) -> None:
@@ -149,7 +149,7 @@ class Watched(ABC):
             self._steps[id(optimizer)] += 1
 
     def give_back(self, parameters: set[int]) -> None:
-        """Unwraps what holds any of ``parameters``: the script has something new for them."""
+        """Unwraps optimizers of any of ``parameters``, for which the script has something new."""
         held = WeakSet(o for o in self._wrapped if parameters & parameter_ids(o))
         if held:
             for optimizer in held:
@@ -187,8 +187,8 @@ class Watched(ABC):
 class WatchedDdp(Watched):
     """A DistributedDataParallel; its optimizers are those that step over its parameters.
 
-    So its first iteration is plain. Who else there is says little: an optimizer may be a remnant,
-    or inside another one, or have its ``step()`` compiled, which rounds differently.
+    So its first iteration is plain. That an optimizer exists means little: it may be a remnant, or
+    inside another one, or have its ``step()`` compiled, which rounds differently.
     """
 
     def __init__(self, ddp: Any, module: nn.Module) -> None:
@@ -236,7 +236,8 @@ class WatchedHorovod(Watched):
     """What an optimizer of Horovod's updates; its model is the module around all of that.
 
     It is wrapped after its first ``step()``: before, a rank may call it alone, and a wrap is
-    collective. In an elastic run in its first forward pass: who joins others has to be like them.
+    collective. In an elastic run it is wrapped in its first forward pass, as a rank that joins
+    later has to do what the others do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

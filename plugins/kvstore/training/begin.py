@@ -55,7 +55,7 @@ def begin(
     if stays_plain(why_plain(store)):
         return None
     if not config.enabled:
-        # Without us nobody would average the gradients.
+        # Left plain, gradients would not be averaged at all.
         log.info("enabled is off: gradients go in the order of backward, and step() waits for all")
         config = replace(config, policy="fifo", cross_barrier=False)
     return attach(optimizer, model, store, config)
