@@ -1,8 +1,8 @@
 """The seam between a session and a tuner: what can change while training runs, and who decides.
 
-Rank 0's session asks its `Tuner` for a `Word` and gives it to all ranks, which change together
-at the same step. Between two words nothing is sent and nobody waits. A plugin knows this module
-and no tuner; a tuner knows this module and no plugin.
+Rank 0's session asks its `Tuner` for a `Decision` and gives it to all ranks, which change together
+at the same step. Between two decisions nothing is sent, and nothing is waited for. A plugin knows
+this module and no tuner; a tuner knows this module and no plugin.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bytesched.values import parse_size
 __all__ = [
     "KNOBS",
     "ORDERS",
+    "Decision",
     "Recording",
     "RunFacts",
     "Send",
     "Setting",
     "Steps",
     "Tuner",
-    "Word",
     "find_tuner",
     "provide_tuner",
 ]
@@ -75,15 +75,15 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class Decision:
     """What rank 0 says: this setting, from this step on, and when it will speak again."""
 
     setting: Setting
-    #: the number of steps until the next word, at least 1
+    #: the number of steps until the next decision, at least 1
     next_in_steps: int
 
     def numbers(self) -> list[int]:
-        """The word as whole numbers, always as many; the ranks have the same policies."""
+        """The decision as whole numbers, always as many; the ranks have the same policies."""
         setting = self.setting
         return [
             self.next_in_steps,
@@ -95,8 +95,8 @@ class Word:
         ]
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Word:
-        """The word that `numbers` made these of."""
+    def of(cls, numbers: Sequence[int]) -> Decision:
+        """The decision that `numbers` made these of."""
         next_in_steps, partition_bytes, credit_bytes, policy, order, enabled = numbers
         setting = Setting(
             partition_bytes, credit_bytes, policy_names()[policy], ORDERS[order], bool(enabled)
@@ -129,7 +129,7 @@ class RunFacts:
     untuned: Setting
     #: what can be changed, of `KNOBS`
     knobs: frozenset[str]
-    #: orders that are replayed when they have settled, of `ORDERS`
+    #: orders that are replayed when they have converged, of `ORDERS`
     replayed: frozenset[str]
 
     @property
@@ -162,7 +162,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps since the last word, all under its setting."""
+    """The steps since the last decision, all under its setting."""
 
     #: from the beginning of each step to the beginning of the next
     durations_s: tuple[float, ...]
@@ -178,14 +178,14 @@ class Steps:
 class Tuner(Protocol):
     """Decides on rank 0, in the thread that trains; the other ranks have none.
 
-    An exception ends the tuning and not the training: the session goes on with the last word.
+    An exception ends the tuning and not the training: the session goes on with the last decision.
     """
 
-    def begin(self, facts: RunFacts) -> Word:
-        """The first word, before anything was scheduled."""
+    def begin(self, facts: RunFacts) -> Decision:
+        """The first decision, before anything was scheduled."""
 
-    def word(self, steps: Steps) -> Word:
-        """The next word, asked for when the last one said."""
+    def decide(self, steps: Steps) -> Decision:
+        """The next decision, asked for when the last one said."""
 
     def close(self) -> None:
         """Training is over, at any moment of the tuning."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.tunable import Recording, RunFacts, Setting, Steps, Word
+from bytesched.tunable import Decision, Recording, RunFacts, Setting, Steps
 from bytesched.tuning.controller import Controller, Pace, Report
 from bytesched.tuning.file import Fingerprint, TuningFile
 from bytesched.tuning.fit import Link, fit_probes, with_sends
@@ -83,7 +83,7 @@ class OnlineTuner:
         #: of the untuned setting, when it was measured first
         self._first_bytes_per_s = math.nan
         self._near: list[Setting] = []
-        #: the steps until the next word are those of a setting that holds, and tell nothing
+        #: the steps until the next decision are those of a setting that holds, and tell nothing
         self._waits = False
         #: turns of its own, and those of the other when it was asked last
         self._turns, self._heard = 0, -1
@@ -93,8 +93,8 @@ class OnlineTuner:
         self._logbook: Logbook
         self._controller: Controller
 
-    def begin(self, facts: RunFacts) -> Word:
-        """The first word: what is known of this cluster, or the untuned setting."""
+    def begin(self, facts: RunFacts) -> Decision:
+        """The first decision: what is known of this cluster, or the untuned setting."""
         self._facts = facts
         self._link = fit_probes(facts.probes)
         fingerprint = _fingerprint(facts, self._link)
@@ -112,36 +112,36 @@ class OnlineTuner:
             known=known,
             known_step_s=known_step_s,
         )
-        return self._word()
+        return self._decision()
 
-    def word(self, steps: Steps) -> Word:
-        """The next word."""
+    def decide(self, steps: Steps) -> Decision:
+        """The next decision."""
         self._recordings.extend(steps.recordings)
         self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
         if self._waits:
-            return self._word()
+            return self._decision()
         turn = self._controller.turn
         self._controller.observe(steps.durations_s, self._bytes_per_s)
         if turn.phase == "watch":
             self._logbook.watched(turn.setting, steps.durations_s[turn.dropped :])
-        return self._word()
+        return self._decision()
 
     def close(self) -> None:
         """Training is over."""
         self._let_go()
         self._logbook.close()
 
-    def _word(self) -> Word:
+    def _decision(self) -> Decision:
         turn = self._controller.turn
         self._waits = turn.phase != "watch" and self._must_wait()
         if self._waits:
-            return Word(self._controller.adopted or self._facts.untuned, _WAIT_STEPS)
+            return Decision(self._controller.adopted or self._facts.untuned, _WAIT_STEPS)
         if turn.phase == "watch":
             self._let_go()
         else:
             OnlineTuner._at_work = self
         self._turns += 1
-        return Word(turn.setting, turn.steps)
+        return Decision(turn.setting, turn.steps)
 
     def _must_wait(self) -> bool:
         """Whether another one is at work, and has not stopped in the middle."""

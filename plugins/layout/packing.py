@@ -1,4 +1,4 @@
-"""Between gradients and the wire: into the arena in pieces, and into the wire's dtype."""
+"""Between gradients and the wire: into the arena slice by slice, and into the wire's dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Piece
+from bytesched.plugins.layout.slots import Slice
 from bytesched.task import CommTask
 
 __all__ = ["Packer"]
@@ -58,8 +58,8 @@ class Packer:
     def pack(self, chunk: CommTask) -> torch.Tensor:
         """The tensor to reduce for ``chunk``."""
         wire = self._wires[chunk.index]
-        for piece in self._plan.pieces[chunk.index]:
-            _pack(piece, self._scale if wire is None else 1.0)
+        for slice_ in self._plan.slices[chunk.index]:
+            _pack(slice_, self._scale if wire is None else 1.0)
         buffer = self._plan.buffers[chunk.index]
         if wire is None:
             return buffer
@@ -77,25 +77,25 @@ class Packer:
 
         Not less: on a GPU, packing them was only enqueued.
         """
-        for piece in self._plan.pieces[chunk.index]:
-            piece.slot.sending -= 1
-            if not piece.slot.sending:
-                piece.slot.grad = None
+        for slice_ in self._plan.slices[chunk.index]:
+            slice_.slot.sending -= 1
+            if not slice_.slot.sending:
+                slice_.slot.grad = None
 
 
-def _pack(piece: Piece, scale: float) -> None:
-    """Writes the piece's gradient, times ``scale``, to the arena; zeros if there is none."""
-    slot = piece.slot
+def _pack(slice_: Slice, scale: float) -> None:
+    """Writes the slice's gradient, times ``scale``, to the arena; zeros if there is none."""
+    slot = slice_.slot
     grad = slot.grad
     if grad is None:
-        piece.target.zero_()
+        slice_.target.zero_()
         return
-    if piece.is_whole:
+    if slice_.is_whole:
         torch.mul(grad, scale, out=slot.view)
     elif grad.stride() == slot.view.stride():
         flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
-        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
+        torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)
     else:
         same = torch.empty_like(slot.view).copy_(grad)
         flat = same.as_strided((same.numel(),), (1,))
-        torch.mul(flat[piece.start_at : piece.stop_at], scale, out=piece.target)
+        torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)

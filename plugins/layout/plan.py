@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bytesched.plugins.layout.slots import Bundle, Piece, Slot
+from bytesched.plugins.layout.slots import Bundle, Slice, Slot
 from bytesched.task import CommTask
 
 __all__ = ["Plan"]
@@ -41,7 +41,7 @@ class Plan:
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False
         self.chunks: list[CommTask] = []
-        self.pieces: list[list[Piece]] = []
+        self.slices: list[list[Slice]] = []
         #: the arena memory of each chunk
         self.buffers: list[torch.Tensor] = []
         self.bundles: list[Bundle] = []
@@ -61,7 +61,7 @@ class Plan:
 
         Gradients stay where they are, and so does everything that refers to a slot.
         """
-        for held in (self.chunks, self.pieces, self.buffers, self.bundles, self.bundles_of):
+        for held in (self.chunks, self.slices, self.buffers, self.bundles, self.bundles_of):
             held.clear()
         for slot in self.slots:
             slot.chunks = []
@@ -71,13 +71,13 @@ class Plan:
                 "used-parameters", start_at=0, stop_at=len(self.slots), itemsize=4, priority=-1
             )
             cut.append((self.flags_chunk, self.used_flags, []))
-        for chunk, buffer, pieces in sorted(cut, key=lambda part: part[0].priority):
+        for chunk, buffer, slices in sorted(cut, key=lambda part: part[0].priority):
             chunk.index = chunk.priority = len(self.chunks)
             self.chunks.append(chunk)
             self.buffers.append(buffer)
-            self.pieces.append(pieces)
-            for piece in pieces:
-                piece.slot.chunks.append(chunk)
+            self.slices.append(slices)
+            for slice_ in slices:
+                slice_.slot.chunks.append(chunk)
         self._bundle()
 
     def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
@@ -95,7 +95,7 @@ class Plan:
 
     def _cut(
         self, arena: _Arena, partition_bytes: int
-    ) -> list[tuple[CommTask, torch.Tensor, list[Piece]]]:
+    ) -> list[tuple[CommTask, torch.Tensor, list[Slice]]]:
         memory = arena.memory
         tasks, owner, offset = [], {}, 0
         for position in arena.positions:
@@ -113,14 +113,14 @@ class Plan:
             offset += n
         cut = []
         for chunk in CommTask.merge(tasks).partition(partition_bytes, partition_bytes // _RAMP):
-            pieces = []
+            slices = []
             for task in chunk.members:
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
                 whole = (a, b) == (task.start_at, task.stop_at)
-                pieces.append(
-                    Piece(owner[task], a - task.start_at, b - task.start_at, memory[a:b], whole)
+                slices.append(
+                    Slice(owner[task], a - task.start_at, b - task.start_at, memory[a:b], whole)
                 )
-            cut.append((chunk, memory[chunk.start_at : chunk.stop_at], pieces))
+            cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
 
     def _bundle(self) -> None:

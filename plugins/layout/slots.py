@@ -1,4 +1,4 @@
-"""What the gradients of a model are made of: slots, bundles, pieces; and updates of them."""
+"""Parameters, the slices of them that lie in chunks, and what is updated together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from bytesched.plugins.proxies.pending import LazyGrad
 from bytesched.task import CommTask
 
-__all__ = ["Bundle", "Job", "Piece", "Slot", "Updates"]
+__all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 
 
 @dataclass(eq=False)
@@ -50,12 +50,12 @@ class Slot:
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
     #: what a use of the parameter calls while its update is outstanding
-    settle: Callable[[], None] = field(init=False)
+    synchronize: Callable[[], None] = field(init=False)
 
-    def make_lazy(self, settle: Callable[[], None]) -> None:
-        """A new lazy view; the old one, if there is one, is nobody's any more."""
+    def make_lazy(self, synchronize: Callable[[], None]) -> None:
+        """A new lazy view; the old one, if there is one, is not waited for any more."""
         self.lazy = self.view.as_subclass(LazyGrad)
-        self.lazy.settle = settle
+        self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
 
     def is_taken(self) -> bool:
@@ -88,7 +88,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Slice:
     """The part of one slot that lies in one chunk."""
 
     slot: Slot
@@ -101,8 +101,8 @@ class Piece:
     is_whole: bool
 
 
-class Updates(Protocol):
-    """Whatever updates parameters."""
+class Update(Protocol):
+    """Updates parameters, on their aliases."""
 
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         """Updates the slots of each group under its hyper-parameters."""
@@ -112,6 +112,6 @@ class Updates(Protocol):
 class Job:
     """One update: by what, under the hyper-parameters that held at ``step()``."""
 
-    deferred: Updates
+    by: Update
     hyperparameters: dict[str, Any]
     slots: list[Slot] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 The dependency proxy of ByteScheduler (SOSP'19, sec. 4.2), put where every Python reader has to
 pass: the parameter itself. While its update is outstanding its class is PendingParameter, whose
-first use settles it and gives the class back.
+first use synchronizes it and gives the class back.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
-#: id of a held parameter -> what settles it; the session keeps the parameter alive meanwhile
-_settle: dict[int, Callable[[], None]] = {}
+#: id of a held parameter -> what synchronizes it; the session keeps the parameter alive meanwhile
+_pending: dict[int, Callable[[], None]] = {}
 
 
 class PendingParameter(nn.Parameter):
@@ -93,40 +93,40 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         for tensor in _tensors((args, kwargs)):
             if type(tensor) is PendingParameter:
-                _settle_now(tensor)
+                _synchronize_now(tensor)
         return func(*args, **kwargs)
 
     # These two look at the type before they look at the values.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _settle_now(self)
+        _synchronize_now(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _settle_now(self)
+        _synchronize_now(self)
         return self.__reduce_ex__(protocol)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _settle_now(parameter: nn.Parameter) -> None:
-    settle = _settle.get(id(parameter))
-    if settle is not None:
-        settle()
+def _synchronize_now(parameter: nn.Parameter) -> None:
+    synchronize = _pending.get(id(parameter))
+    if synchronize is not None:
+        synchronize()
     # Else another thread has just released it.
     if type(parameter) is PendingParameter:
         release(parameter)
 
 
-def hold(parameter: nn.Parameter, settle: Callable[[], None]) -> None:
-    """Makes ``parameter`` pending: its next use calls ``settle`` first."""
-    _settle[id(parameter)] = settle
+def hold(parameter: nn.Parameter, synchronize: Callable[[], None]) -> None:
+    """Makes ``parameter`` pending: its next use calls ``synchronize`` first."""
+    _pending[id(parameter)] = synchronize
     parameter.__class__ = PendingParameter
 
 
 def release(parameter: nn.Parameter) -> None:
     """Gives ``parameter`` its class back."""
     parameter.__class__ = nn.Parameter
-    _settle.pop(id(parameter), None)
+    _pending.pop(id(parameter), None)
 
 
 def is_held(parameter: nn.Parameter) -> bool:
@@ -151,7 +151,7 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     """A gradient that is being reduced; the first read of its values waits."""
 
     #: both set by the session that owns the memory
-    settle: Callable[[], None]
+    synchronize: Callable[[], None]
     #: true if ``step()`` has taken the gradient; zeroing then only concerns the next one
     is_taken: Callable[[], bool]
 
@@ -171,9 +171,9 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
         if func not in METADATA:
             for tensor in _tensors((args, kwargs)):
                 if type(tensor) is LazyGrad:
-                    tensor.settle()
+                    tensor.synchronize()
                 elif type(tensor) is PendingParameter:
-                    _settle_now(tensor)
+                    _synchronize_now(tensor)
         if func is torch.Tensor.detach_:
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -191,7 +191,7 @@ def _give_own_memory(grad: LazyGrad) -> None:
 
 def has_own_memory(grad: LazyGrad) -> bool:
     """True if ``grad`` was zeroed while its memory was on the wire, and has other memory now."""
-    return grad.settle is _nothing
+    return grad.synchronize is _nothing
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ def keep_apart(grad: LazyGrad) -> None:
 
 def free(grad: LazyGrad) -> None:
     """Lets go of whoever owned the memory of ``grad``: from now on it never waits."""
-    grad.settle = _nothing
+    grad.synchronize = _nothing
     grad.is_taken = _false
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.optimizer.separable import why_not_deferred
 from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
 from bytesched.plugins.session.session import Session
 

@@ -10,7 +10,7 @@ from torch import nn
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.first_use import FirstUse, gate
-from bytesched.plugins.session.settling import Settling
+from bytesched.plugins.session.synchronizing import Synchronizing
 
 __all__ = ["Gates"]
 
@@ -18,32 +18,34 @@ __all__ = ["Gates"]
 class Gates:
     """Forward pre-hooks, each of which waits for the bundles of the parameters behind it."""
 
-    def __init__(self) -> None:
-        #: what each gate waits for, and the parameters that it stands before
-        self._gated: list[tuple[list[Bundle], list[Slot]]] = []
-
-    def rise(
+    def __init__(
         self,
         root: nn.Module,
         plan: Plan,
         first_use: FirstUse,
-        settling: Settling,
+        synchronizing: Synchronizing,
         inside_compiled: Callable[[], None],
-    ) -> list[Callable[[], None]]:
-        """Puts a gate in front of every module that needs one; returns what takes them off."""
+    ) -> None:
+        #: what each gate waits for, and the parameters that it stands before
+        self._gated: list[tuple[list[Bundle], list[Slot]]] = []
+        self._undo: list[Callable[[], None]] = []
         names = {module: name for name, module in root.named_modules()}
         slots = {id(slot.parameter): slot for slot in plan.slots}
         used = {key for key, slot in slots.items() if slot.used}
-        undo = []
         for module, parameters in first_use.gates(lambda p: id(p) in used).items():
             bundles: list[Bundle] = []
             self._gated.append((bundles, [slots[id(parameter)] for parameter in parameters]))
             name = names.get(module) or type(module).__name__
-            undo.append(gate(module, partial(settling.gate, bundles, name), inside_compiled))
+            passed = partial(synchronizing.gate, bundles, name)
+            self._undo.append(gate(module, passed, inside_compiled))
         self.plan_cut()
-        return undo
 
     def plan_cut(self) -> None:
         """The plan has other bundles now."""
         for bundles, slots in self._gated:
             bundles[:] = sorted({slot.bundle for slot in slots}, key=lambda bundle: bundle.index)
+
+    def remove(self) -> None:
+        """Takes them off."""
+        for undo in reversed(self._undo):
+            undo()

@@ -12,14 +12,11 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.first_use import FirstUse
-from bytesched.plugins.proxies.pending import is_held, release
 from bytesched.plugins.session.backend import Backend
-from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.phase import Life
 from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.streams import streams_for
-from bytesched.plugins.session.updater import Updater
 
 __all__ = ["HookedModel"]
 
@@ -29,8 +26,7 @@ log = logging.getLogger("bytesched")
 class HookedModel(ABC):
     """One wrapped model.
 
-    Who inherits hooks the model and keeps in ``_undo`` what ends that. Its ``plan`` comes
-    last, when the order of first use is known and everything that is closed with it is there.
+    Who inherits hooks the model and keeps in ``_undo`` what ends that.
 
     Args:
         root: the module whose call is a forward pass.
@@ -42,7 +38,6 @@ class HookedModel(ABC):
         self, root: nn.Module, slots: Sequence[Slot], backend: Backend, observers: Observers
     ) -> None:
         self.root = root
-        self.plan: Plan | None = None
         self._backend = backend
         self._observers = observers
         self._closed = False
@@ -51,22 +46,21 @@ class HookedModel(ABC):
         self._progress = Progress(backend)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
-        # - with the plan
-        self._settling: Settling
-        self._updater: Updater
 
     @property
     @abstractmethod
     def mode(self) -> str:
         """In one word, what is done for this model."""
 
+    @property
     @abstractmethod
-    def _stop_sending(self) -> None:
-        """Ends what sends the plan's chunks, and its threads."""
+    def _life(self) -> Life:
+        """What it does at the moment."""
 
-    @abstractmethod
-    def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
-        """Makes the gradient of ``slot`` the user's, for good, if it has a value."""
+    @property
+    def plan(self) -> Plan | None:
+        """What is sent; None while that is not known."""
+        return self._life.plan
 
     @property
     def error(self) -> BaseException | None:
@@ -80,11 +74,7 @@ class HookedModel(ABC):
     def flush(self) -> None:
         """Every step that was taken is applied."""
         self._progress.check()
-        self._settle_all()
-
-    def _settle_all(self) -> None:
-        if self.plan is not None:
-            self._settling.settle_all()
+        self._life.synchronize_all()
 
     def close(self, *, release_parameters: bool = True) -> None:
         """Takes every hook off and stops every thread; does not flush. Idempotent.
@@ -102,32 +92,20 @@ class HookedModel(ABC):
             except Exception:
                 log.exception("a part of this session could not be ended")
         self._streams.close()
-        if self.plan is not None:
-            self._stop_sending()
-            self._updater.close()
-            for slot in self.plan.slots:
-                if release_parameters and is_held(slot.parameter):
-                    release(slot.parameter)
-                self._give_back(slot, is_failed=not release_parameters)
+        self._life.close(release_parameters=release_parameters)
         self._backend.close()
         self._observers.close()
 
-    def _figures(self, traffic: Traffic, order: str) -> dict[str, int | float | str]:
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures since the warm-up: those of `bytesched.figures.Figures`."""
         return {
-            **self._meter.figures(traffic),
+            **self._meter.figures(self._life.traffic),
             "mode": self.mode,
-            "order": order,
+            "order": self._life.order,
             "rank": self._backend.rank,
             "world_size": self._backend.size,
         }
 
     def __repr__(self) -> str:
-        if self.error is not None:
-            state = f"failed: {self.error}"
-        elif self.plan is None:
-            state = "warming up"
-        else:
-            held = sum(bundle.held for bundle in self.plan.bundles)
-            left = self._progress.outstanding
-            state = f"{left} chunks outstanding, {held} bundles held, {self.plan!r}"
+        state = self._life.state() if self.error is None else f"failed: {self.error}"
         return f"<bytesched rank {self._backend.rank} of {self._backend.size}: {state}>"

@@ -18,7 +18,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import why_not_deferred
+from bytesched.plugins.optimizer.separable import why_not_deferred
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.session import Session
 from bytesched.plugins.session.streams import Streams

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from time import perf_counter_ns, process_time_ns
+from time import perf_counter_ns
 
 from bytesched.observe import Observers
-from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.tunable import Setting
 
 __all__ = ["Meter"]
 
@@ -29,42 +29,33 @@ class Meter:
     def __init__(self, observers: Observers, parameters: int) -> None:
         self._observers = observers
         self._parameters = parameters
-        self._plan: Plan | None = None
+        #: of the plan, once there is one
+        self._nbytes = self._chunks = 0
         self._partition_bytes = self._credit_bytes = 0
         self._forward_ns = self._backward_ns = self._step_ns = 0
-        self._forward_cpu_ns = 0
         self._wait_ns: Counter[str] = Counter()
         self._update_ns = 0
         self._crossed_steps = 0
         self._crossed_bytes = 0
         self._steps = 0
-        self._active_ns = 0
         #: time spent in the gradient hooks
         self.hook_ns = 0
         self._rounds = 0
 
-    def active(self, plan: Plan, partition_bytes: int, credit_bytes: int) -> None:
-        """The warm-up is over, and these sizes are in use."""
-        self._plan = plan
-        self._partition_bytes = partition_bytes
-        self._credit_bytes = credit_bytes
-        self._active_ns = perf_counter_ns()
+    def active(self, nbytes: int, chunks: int, setting: Setting) -> None:
+        """The warm-up is over: so many bytes in so many chunks are sent in each round."""
+        self._nbytes = nbytes
+        self.changed(chunks, setting)
 
-    def changed(self, partition_bytes: int, credit_bytes: int) -> None:
+    def changed(self, chunks: int, setting: Setting) -> None:
         """There are other sizes from now on."""
-        self._partition_bytes = partition_bytes
-        self._credit_bytes = credit_bytes
+        self._chunks = chunks
+        self._partition_bytes = setting.partition_bytes
+        self._credit_bytes = setting.credit_bytes
 
     def forward_begins(self) -> None:
         """The model is called."""
         self._forward_ns = perf_counter_ns()
-        if self._plan is None:
-            self._forward_cpu_ns = process_time_ns()
-
-    def cpu_load(self) -> float:
-        """CPU time over time since the model was called; 1 is one core. In the warm-up."""
-        elapsed_ns = perf_counter_ns() - self._forward_ns
-        return (process_time_ns() - self._forward_cpu_ns) / max(elapsed_ns, 1)
 
     def forward_ends(self) -> None:
         """Its call is over; backward is next."""
@@ -74,7 +65,7 @@ class Meter:
 
     def backward_ends(self) -> None:
         """A round is complete."""
-        if self._plan is not None:
+        if self._nbytes:
             self._rounds += 1
         if self._observers and self._backward_ns:
             now_ns = perf_counter_ns()
@@ -89,8 +80,8 @@ class Meter:
         self._steps += 1
         self._crossed_steps += crossing_bytes > 0
         self._crossed_bytes += crossing_bytes
-        if self._steps == _JUDGED_AFTER and self._plan is not None:
-            share = self._crossed_bytes / (self._plan.nbytes * self._steps)
+        if self._steps == _JUDGED_AFTER and self._nbytes:
+            share = self._crossed_bytes / (self._nbytes * self._steps)
             if share < _WORTH_IT:
                 log.info(
                     "communication is hidden behind backward already (%.1f %% of the bytes were "
@@ -126,8 +117,7 @@ class Meter:
     def figures(self, traffic: Traffic) -> dict[str, int | float | str]:
         """The figures of ``bytesched.stats()``, per step where they are times."""
         steps = max(self._steps, 1)
-        plan = self._plan
-        nbytes = plan.nbytes if plan is not None else 0
+        nbytes = self._nbytes
         wait_ms = sum(self._wait_ns.values()) / _MS / steps
         comm_ms = traffic.busy_ns / _MS / steps
         figures: dict[str, int | float | str] = {
@@ -138,7 +128,7 @@ class Meter:
             "comm_ms": comm_ms,
             "overlap_pct": 100 * max(0.0, 1 - wait_ms / comm_ms) if comm_ms else 0.0,
             "bytes_per_step": nbytes,
-            "chunks": len(plan.chunks) if plan is not None else 0,
+            "chunks": self._chunks,
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
             "scheduler_cpu_us_per_chunk": traffic.cpu_ns / 1e3 / max(traffic.chunks, 1),

@@ -1,4 +1,4 @@
-"""Rank 0's word, carried to all ranks: what a session runs with from this step on."""
+"""Rank 0's decisions, carried to all ranks: what a session runs with from this step on."""
 
 from __future__ import annotations
 
@@ -15,85 +15,118 @@ from bytesched.plugins.session.backend import Backend, from_leader
 from bytesched.plugins.session.carrier import Carrier
 from bytesched.plugins.session.changing import Changing
 from bytesched.plugins.session.recording import Recorder
-from bytesched.plugins.session.settling import Settling
 from bytesched.plugins.session.streams import Streams
-from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word
+from bytesched.plugins.session.synchronizing import Synchronizing
+from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
 
-__all__ = ["DECISION", "Retuning"]
+__all__ = ["DECISION", "NEVER", "Decisions", "Retuning"]
 
 log = logging.getLogger("bytesched")
 
 #: the key of the sum that carries a decision
 DECISION = "the decision of rank 0"
 
-#: steps until the next word of a tuner that has failed
-_NEVER = 1 << 40
+#: steps until the next decision where none will be made, or not any more
+NEVER = 1 << 40
 
 #: iterations that are recorded: enough for medians, and few to look through
 _RECORDED = 8
 
 
-class Retuning:
-    """Counts steps between words, measures them on rank 0, and passes the words on.
+class Decisions:
+    """Rank 0's decisions about the setting, carried to all ranks.
 
     Args:
         tuner: who decides; None on the other ranks.
         device: where sums are made.
+    """
+
+    def __init__(self, tuner: Tuner | None, backend: Backend, device: torch.device) -> None:
+        self._tuner = tuner
+        self._backend = backend
+        self.device = device
+
+    @property
+    def are_made_here(self) -> bool:
+        """True on rank 0, as long as tuning has not failed."""
+        return self._tuner is not None
+
+    def first(self, facts: Callable[[], RunFacts], untuned: Setting) -> Decision:
+        """The first one; collective. ``facts`` are asked for where there is a tuner."""
+        return self._carried(lambda tuner: tuner.begin(facts()), untuned)
+
+    def next(self, measured: Callable[[], Steps], setting: Setting) -> Decision:
+        """The one after ``setting``; collective."""
+        return self._carried(lambda tuner: tuner.decide(measured()), setting)
+
+    def close(self) -> None:
+        """No more will be made."""
+        if self._tuner is not None:
+            try:
+                self._tuner.close()
+            except Exception:
+                log.exception("the tuning could not be brought to its end")
+
+    def _carried(self, ask: Callable[[Tuner], Decision], otherwise: Setting) -> Decision:
+        numbers = Decision(otherwise, NEVER).numbers()
+        if self._tuner is not None:
+            try:
+                numbers = ask(self._tuner).numbers()
+            except Exception:
+                log.exception("tuning has failed and ends; training goes on with %s", otherwise)
+                self._tuner = None
+        return Decision.of(from_leader(self._backend, numbers, self.device, DECISION))
+
+
+class Retuning:
+    """Counts steps between decisions, measures them on rank 0, and applies what is decided.
+
+    The first iterations are recorded.
+
+    Args:
+        first: the decision that the session begins with.
         streams: know when what a step has queued is computed.
+        recorded: called when no more is recorded.
     """
 
     def __init__(
         self,
-        tuner: Tuner | None,
-        backend: Backend,
-        device: torch.device,
-        streams: Streams,
+        decisions: Decisions,
+        first: Decision,
         changing: Changing,
+        plan: Plan,
+        synchronizing: Synchronizing,
+        carrier: Carrier,
+        *,
+        streams: Streams,
+        observers: Observers,
+        recorded: Callable[[], None],
     ) -> None:
-        self._tuner = tuner
-        self._backend = backend
-        self._device = device
-        self._streams = streams
+        self._decisions = decisions
+        self._decision = first
+        self._left = first.next_in_steps
         self._changing = changing
-        self._word: Word
-        self._left = 0
+        self._synchronizing = synchronizing
+        self._carrier = carrier
+        self._streams = streams
         #: a step has begun since the warm-up
         self._is_counting = False
         self._steps_seen = 0
-        #: when each step since the last word began, where there is a tuner
+        #: when each step since the last decision began, where they are made
         self._moments: list[Any] = []
         self._before = (0, 0, 0)
         #: while iterations are recorded
         self._stop_recording: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
-        # - after the warm-up
-        self._settling: Settling
-        self._carrier: Carrier
-
-    def begin(self, facts: Callable[[], RunFacts], untuned: Setting) -> Setting:
-        """The first setting; collective. ``facts`` are asked for where there is a tuner."""
-        return self._agreed(lambda tuner: tuner.begin(facts()), untuned)
-
-    def activate(
-        self,
-        plan: Plan,
-        settling: Settling,
-        carrier: Carrier,
-        observers: Observers,
-        recorded: Callable[[], None],
-    ) -> None:
-        """The warm-up is over; the first iterations are recorded, and ``recorded`` called then."""
-        self._settling = settling
-        self._carrier = carrier
         # What a GPU computes is queued long before: the host's times are not those of layers.
-        if self._tuner is not None and self._device.type == "cpu":
+        if decisions.are_made_here and decisions.device.type == "cpu":
             recorder = self._recorder = Recorder(plan)
             observers.add(recorder)
-            settling.passed = recorder.passed
+            synchronizing.passed = recorder.passed
 
             def stop() -> None:
                 observers.remove(recorder)
-                settling.passed = None
+                synchronizing.passed = None
                 recorded()
 
             self._stop_recording = stop
@@ -107,27 +140,20 @@ class Retuning:
             return
         self._steps_seen = steps
         is_due = self._step_begins()
-        if not is_due and self._changing.is_applied(self._word.setting):
+        if not is_due and self._changing.is_applied(self._decision.setting):
             return
-        self._settling.wait_reduced()
-        self._settling.settle_all()
+        self._synchronizing.wait_reduced()
+        self._synchronizing.synchronize_all()
         if is_due:
-            self._agreed(lambda tuner: tuner.word(self._measured()), self._word.setting)
-        self._changing.apply(self._word.setting)
+            self._decision = self._decisions.next(self._measured, self._decision.setting)
+            self._left = self._decision.next_in_steps
+        self._changing.apply(self._decision.setting)
         # Changing is no part of the step.
         self._moments.clear()
         self._step_noted()
 
-    def close(self) -> None:
-        """No more steps will come."""
-        if self._tuner is not None:
-            try:
-                self._tuner.close()
-            except Exception:
-                log.exception("the tuning could not be brought to its end")
-
     def _step_begins(self) -> bool:
-        """Counts; whether a word comes first."""
+        """Counts; whether a decision is due."""
         if self._is_counting:
             self._left -= 1
         self._is_counting = True
@@ -137,7 +163,7 @@ class Retuning:
         return self._left <= 0
 
     def _step_noted(self) -> None:
-        if self._tuner is not None:
+        if self._decisions.are_made_here:
             self._moments.append(self._streams.moment())
 
     def _record_no_more(self) -> None:
@@ -157,15 +183,3 @@ class Retuning:
         recordings = self._recorder.recordings() if self._recorder is not None else ()
         self._recorder = None
         return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks, recordings)
-
-    def _agreed(self, ask: Callable[[Tuner], Word], otherwise: Setting) -> Setting:
-        numbers = Word(otherwise, _NEVER).numbers()
-        if self._tuner is not None:
-            try:
-                numbers = ask(self._tuner).numbers()
-            except Exception:
-                log.exception("tuning has failed and ends; training goes on with %s", otherwise)
-                self._tuner = None
-        self._word = Word.of(from_leader(self._backend, numbers, self._device, DECISION))
-        self._left = self._word.next_in_steps
-        return self._word.setting

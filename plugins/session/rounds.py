@@ -7,9 +7,8 @@ one forward pass). Every parameter takes part in it exactly once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from sys import getrefcount
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any
@@ -20,26 +19,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
-from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import free, has_own_memory, keep_apart, plain
-from bytesched.plugins.session.meter import Meter
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.settling import Settling
-from bytesched.plugins.session.streams import Streams
-from bytesched.task import CommTask
+from bytesched.plugins.session.phase import Context, Phase
+from bytesched.plugins.session.takeover import Takeover
 
 __all__ = ["Rounds"]
-
-
-def _own_references() -> int:
-    """What getrefcount says of a lazy gradient that the slot and a local variable refer to."""
-    holder = [object()]
-    lazy = holder[0]
-    return getrefcount(lazy)
-
-
-_OWN_REFERENCES = _own_references()
 
 #: through which every custom Function's backward is called, also those that run backward again
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
@@ -60,50 +44,39 @@ class Rounds:
 
     Args:
         slots: the parameters.
-        rank: this one, for messages.
-        progress: how far this round is.
-        streams: told where gradients are queued.
-        meter: told about hooks and backward passes.
-        find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
+        takeover: whether gradients are the session's at the moment.
         static_graph: a parameter may be used several times, the same in each round.
-        warm_up: reduces the first round as a whole.
+        phase: that of the first round.
     """
 
     def __init__(
         self,
-        slots: list[Slot],
-        rank: int,
-        progress: Progress,
-        streams: Streams,
-        meter: Meter,
+        slots: Sequence[Slot],
+        context: Context,
+        takeover: Takeover,
         *,
-        find_unused: bool | None,
         static_graph: bool,
-        warm_up: Callable[[], None],
+        phase: Phase,
     ) -> None:
         self.slots = slots
-        self.find_unused = find_unused
+        #: what is done with gradients and steps at the moment
+        self.phase = phase
         #: whether the backward pass of the last forward pass is to be reduced
         self.sync = True
         #: the model was called since the round began
         self.forward_seen = False
-        #: gradients are not the session's at the moment
-        self.off = False
         #: rounds that came to their end
         self.finished = 0
-        self._rank = rank
-        self._progress = progress
-        self._streams = streams
-        self._meter = meter
-        self._static_graph = static_graph
-        self._warm_up = warm_up
+        self._rank = context.backend.rank
+        self._progress = context.progress
+        self._streams = context.streams
+        self._meter = context.meter
+        self._takeover = takeover
+        #: until the first round is over: how often a parameter is used is only counted
+        self._counts_uses = static_graph
         self._open = False
         self._callback_queued = False
         self._missing = 0
-        # - after the warm-up
-        self._plan: Plan | None = None
-        self._settling: Settling
-        self._submit: Callable[[CommTask], None]
 
     def hook(self, slot: Slot) -> Callable[[], None]:
         """Takes part in the gradient of ``slot``; returns what takes the hook off again."""
@@ -111,22 +84,6 @@ class Rounds:
         handle: RemovableHandle = slot.parameter.register_post_accumulate_grad_hook(on_grad)
         slot.hook_id = handle.id
         return handle.remove
-
-    def activate(self, plan: Plan, settling: Settling, submit: Callable[[CommTask], None]) -> None:
-        """The warm-up is over: from the next round on, ready chunks go to ``submit``."""
-        self.slots = plan.slots
-        self._plan = plan
-        self._settling = settling
-        self._submit = submit
-        for slot in plan.slots:
-            # The user's own hooks, which may change the gradient, come before ours. Autograd
-            # reads the dictionary beneath an OrderedDict: move_to_end would not do.
-            hooks: Any = slot.parameter._post_accumulate_grad_hooks
-            if slot.hook_id != -1:
-                hooks[slot.hook_id] = hooks.pop(slot.hook_id)
-        if self._static_graph:
-            for slot in plan.slots:
-                slot.expected = max(1, slot.fired)
 
     @property
     def incomplete(self) -> bool:
@@ -159,7 +116,7 @@ class Rounds:
     # -- a gradient --------------------------------------------------------------------
 
     def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
-        if self.off:
+        if self._takeover.off:
             return
         if self.sync:
             self.backward_gradient(slot)
@@ -184,25 +141,8 @@ class Rounds:
         self._missing -= 1
         slot.used = True
         self._streams.gradient()
-        if self._plan is not None:
-            self._take(slot)
-            self._source_ready(slot)
+        self.phase.gradient(slot)
         self._meter.hook_ns += perf_counter_ns() - began_ns
-
-    def _take(self, slot: Slot) -> None:
-        assert slot.parameter.grad is not None
-        grad = plain(slot.parameter.grad)
-        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
-            raise PluginError(
-                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
-                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
-            )
-        slot.grad = grad.detach() if grad.requires_grad else grad
-
-    def _source_ready(self, slot: Slot) -> None:
-        for chunk in slot.chunks:
-            if chunk.notify_ready():
-                self._submit(chunk)
 
     def _check_gradient(self, slot: Slot) -> None:
         if slot.unguarded:
@@ -211,7 +151,7 @@ class Rounds:
                 "it since step(): it is read by code that cannot be seen from Python, or the "
                 "forward pass ran before step(). Wrap with cross_barrier=False"
             )
-        if slot.fired > slot.expected and not (self._plan is None and self._static_graph):
+        if slot.fired > slot.expected and not self._counts_uses:
             raise PluginError(
                 f"parameter {slot.name!r} got a second gradient in one round on rank "
                 f"{self._rank}. Either it is used in several reentrant checkpoints, or "
@@ -223,56 +163,19 @@ class Rounds:
 
     def _begin(self) -> None:
         self._progress.check()
-        if self._plan is not None:
-            self._reuse(self._plan)
+        self.phase.begin_round(forward_seen=self.forward_seen)
         for slot in self.slots:
             slot.fired = 0
             slot.used = slot.taken = False
-            slot.sending = len(slot.chunks)
         self._missing = len(self.slots)
         self._open = True
         self.forward_seen = False
-
-    def _reuse(self, plan: Plan) -> None:
-        """Makes the arena free for the gradients of a new round."""
-        if not self.forward_seen and any(slot.used for slot in self.slots):
-            raise PluginError(
-                f"backward() ran again on rank {self._rank} without a forward pass of the "
-                "wrapped model or a step() in between: gradients of the first may still be on "
-                "the wire"
-            )
-        for bundle in plan.bundles:
-            for slot in bundle.slots:
-                slot.unguarded = slot.taken and bundle.held
-        self._settling.wait_reduced()
-        self._settling.apply_all()
-        for slot in self.slots:
-            if self._is_kept(slot):
-                keep_apart(slot.lazy)
-                self._settling.make_lazy(slot)
-        for bundle in plan.bundles:
-            bundle.sending = len(bundle.chunks)
-        plan.flags_reduced = False
-        self._progress.outstanding = len(plan.chunks)
-
-    def _is_kept(self, slot: Slot) -> bool:
-        """True if the user has put the lazy gradient aside: it is to keep its values."""
-        lazy = slot.lazy
-        return getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy
-
-    def give_back(self, slot: Slot) -> None:
-        """Makes the gradient of ``slot`` an ordinary tensor, for good."""
-        if self._is_kept(slot):
-            keep_apart(slot.lazy)
-        if slot.parameter.grad is slot.lazy:
-            slot.parameter.grad = plain(slot.lazy)
-        free(slot.lazy)
 
     # -- end ---------------------------------------------------------------------------
 
     def _after_backward(self) -> None:
         self._callback_queued = False
-        if self._missing and (self.find_unused is False or _is_nested()):
+        if self._missing and (not self.phase.find_unused or _is_nested()):
             # The pass around this one, or that of another loss, may bring the rest.
             return
         self._finish()
@@ -280,7 +183,7 @@ class Rounds:
     def finish(self) -> None:
         """Ends the round, at the latest, when ``step()`` is called."""
         self.complain_if_interrupted()
-        if self._open and self._missing and self.find_unused is not False:
+        if self._open and self._missing and self.phase.find_unused:
             self._finish()
         self._complain_if_incomplete()
 
@@ -304,36 +207,20 @@ class Rounds:
 
     def _finish(self) -> None:
         self.finished += 1
-        if self._plan is None:
-            self._warm_up()
-        elif self.find_unused:
-            self._close(self._plan)
-        for slot in self.slots:
-            if slot.used:
-                if has_own_memory(slot.lazy):
-                    self._settling.make_lazy(slot)
-                slot.parameter.grad = slot.lazy
+        phase = self.phase.end_round()
+        if phase is not self.phase:
+            self._enter(phase)
         self._open = False
         self._meter.backward_ends()
 
-    def _close(self, plan: Plan) -> None:
-        """Sends zeros for parameters without a gradient; finds out who got one elsewhere."""
-        missing = [slot for slot in self.slots if not slot.used]
-        assert plan.used_flags is not None
-        assert plan.flags_chunk is not None
-        plan.used_flags.copy_(
-            torch.tensor([int(s.used or s.used_alone) for s in plan.slots], dtype=torch.int32)
-        )
-        if plan.flags_chunk.notify_ready():
-            self._submit(plan.flags_chunk)
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
         for slot in self.slots:
-            slot.used_alone = False
-        for slot in missing:
-            # It may have a gradient from passes under no_sync(), which DDP reduces now.
-            if slot.parameter.grad is not None:
-                self._take(slot)
-            self._source_ready(slot)
-        if missing:
-            self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
-            for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
-                slot.used = ranks > 0
+            # The user's own hooks, which may change the gradient, come before ours. Autograd
+            # reads the dictionary beneath an OrderedDict: move_to_end would not do.
+            hooks: Any = slot.parameter._post_accumulate_grad_hooks
+            if slot.hook_id != -1:
+                hooks[slot.hook_id] = hooks.pop(slot.hook_id)
+            if self._counts_uses:
+                slot.expected = max(1, slot.fired)
+        self._counts_uses = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +14,15 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
-from bytesched.plugins.session.carrier import Carrier, Traffic
-from bytesched.plugins.session.changing import Changing, Parts
-from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.hooked import HookedModel
-from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.phase import Context, Life
+from bytesched.plugins.session.retuning import Decisions
 from bytesched.plugins.session.rounds import Rounds
-from bytesched.plugins.session.sending import Sending
-from bytesched.plugins.session.settling import Settling
+from bytesched.plugins.session.running import Running
 from bytesched.plugins.session.stepping import Stepping
-from bytesched.plugins.session.updater import Updater
-from bytesched.plugins.session.warmup import WarmUp
-from bytesched.tunable import Setting, find_tuner
+from bytesched.plugins.session.takeover import Takeover
+from bytesched.plugins.session.warming import WarmingUp
+from bytesched.tunable import find_tuner
 
 __all__ = ["Session"]
 
@@ -36,10 +32,10 @@ log = logging.getLogger("bytesched")
 class Session(HookedModel):
     """The life of one wrapped model.
 
-    The first round is the warm-up: it is reduced as a whole, while the order of first use and
-    the link are learned. From the second on, chunks are sent as their gradients arrive (Rounds,
-    Sending), ``step()`` arms their updates (Stepping, Updater), and parameters guard themselves
-    (Settling).
+    The first round is the warm-up (WarmingUp): it is reduced as a whole, while the order of
+    first use and the link are learned. From the second on (Running), chunks are submitted to the
+    carrier as their gradients come, ``step()`` arms their updates (Arming, Updater), and
+    parameters guard themselves (Synchronizing). Hooks stay the same (Rounds, Stepping).
 
     Args:
         root: the module whose call is a forward pass (the DDP object, if there is one).
@@ -48,7 +44,7 @@ class Session(HookedModel):
         backend: the ranks, and what they reduce with.
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
             None if ``backward_gradient`` is called for every gradient that is.
-        find_unused: True if parameters may get no gradient; None if the warm-up shall tell.
+        find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
     """
 
@@ -65,31 +61,37 @@ class Session(HookedModel):
         observers: Observers,
     ) -> None:
         super().__init__(root, slots, backend, observers)
-        self._config = config
         self._sync = sync
-        self._rounds = Rounds(
-            list(slots),
-            backend.rank,
-            self._progress,
-            self._streams,
-            self._meter,
-            find_unused=find_unused,
-            static_graph=static_graph,
-            warm_up=self._warm_up,
-        )
-        self._stepping = Stepping(self._rounds, self._progress, self._streams, self._meter)
-        self._changing = Changing(self._rounds, self._stepping, self._meter)
-        self._retuning: Retuning | None = None
+        self._takeover = Takeover()
+        decisions = None
         if config.tune and backend.knobs:
             tuner = find_tuner(config) if backend.rank == 0 else None
-            device = slots[0].parameter.device
-            self._retuning = Retuning(tuner, backend, device, self._streams, self._changing)
-            self._undo.append(self._retuning.close)
+            decisions = Decisions(tuner, backend, slots[0].parameter.device)
+            self._undo.append(decisions.close)
         elif config.tune and backend.rank == 0:
             log.warning("tune is on, but nothing can change at run time over %s", backend.wire)
-        # - after the warm-up
-        self._sending: Sending
-        self._carrier: Carrier
+        context = Context(backend, self._progress, self._streams, self._meter, observers)
+        warming_up = WarmingUp(
+            root,
+            slots,
+            config,
+            context,
+            first_use=self._first_use,
+            takeover=self._takeover,
+            decisions=decisions,
+            find_unused=find_unused,
+            inside_compiled=self._inside_compiled,
+            recorded=self._drop_forward_hook,
+            ended=self._warmed_up,
+        )
+        self._rounds = Rounds(
+            list(slots),
+            context,
+            self._takeover,
+            static_graph=static_graph,
+            phase=warming_up,
+        )
+        self._stepping = Stepping(self._rounds, self._takeover, context)
         try:
             self._hook()
         except BaseException:
@@ -120,8 +122,8 @@ class Session(HookedModel):
 
         Called last of all. With ``can_stop``, both may happen several times.
         """
-        self._changing.take_over(take, can_stop=can_stop)
-        self.on_close(self._changing.give_back)
+        self._takeover.use(take, can_stop=can_stop)
+        self.on_close(self._takeover.give_back)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""
@@ -133,28 +135,22 @@ class Session(HookedModel):
         """The root is called; its own hook calls this."""
         if not torch.is_grad_enabled():
             if not module.training:
-                self._settle_all()
+                self._life.synchronize_all()
             return
         self._progress.check()
         self._rounds.complain_if_interrupted()
         self._streams.begin()
-        if self._retuning is not None and self.plan is not None:
-            self._retuning.before_forward(self._stepping.steps)
+        self._rounds.phase.before_forward(self._stepping.steps)
         if self._sync is not None:
             self._rounds.sync = self._sync()
             if self._rounds.sync:
                 self._rounds.finish()
         self._rounds.forward_seen = True
         self._meter.forward_begins()
-        if self.plan is None:
-            self._first_use.begin()
-        else:
-            # Backward would add to gradients on the wire.
-            self._settling.wait_unstepped()
+        self._rounds.phase.forward_begins()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.plan is None:
-            self._first_use.end()
+        self._rounds.phase.forward_ends()
         if torch.is_grad_enabled():
             self._meter.forward_ends()
 
@@ -168,64 +164,18 @@ class Session(HookedModel):
                 "stepping whole; wrap the compiled model to cross the barrier"
             )
 
-    # -- the warm-up, in the user's thread at the end of the first round ---------------
-
-    def _warm_up(self) -> None:
-        self._first_use.close()
-        warm = WarmUp(
-            self._backend,
-            self._config,
-            self._rounds.slots,
-            cpu_load=self._meter.cpu_load(),
-            retuning=self._retuning,
-            knobs=self._backend.knobs | self._changing.knobs,
-        )
-        plan = warm.reduce(self._first_use.order(), find_unused=self._rounds.find_unused)
-        config = self._config
-        if self._retuning is not None:
-            config = replace(config, policy=warm.setting.policy, order=warm.setting.order)
-        if self._rounds.find_unused is None:
-            self._rounds.find_unused = warm.unused
-        self._settling = Settling(plan, self._progress, self._streams, self._meter)
-        self._updater = Updater(self._progress, self._streams, self._meter)
-        self._sending = Sending(plan, self._progress, self._updater, self._streams)
-        self._carrier = self._sending.carrier = self._backend.carrier(
-            plan,
-            warm.packer,
-            self._streams,
-            Setting(warm.partition_bytes, warm.credit_bytes, config.policy, config.order),
-            reduced=self._sending.reduced,
-            failed=self._progress.fail,
-            observers=self._observers,
-        )
-        self._progress.story = self._carrier.story
-        self._rounds.activate(plan, self._settling, self._sending.submit)
-        self._stepping.activate(self._settling, self._updater)
-        gates = Gates()
-        self._undo.extend(
-            gates.rise(self.root, plan, self._first_use, self._settling, self._inside_compiled)
-        )
-        self._meter.active(plan, warm.partition_bytes, warm.credit_bytes)
-        if self._retuning is not None:
-            parts = Parts(plan, warm.packer, self._settling, gates, self._carrier)
-            self._changing.activate(parts, warm.setting)
-            self._retuning.activate(
-                plan,
-                self._settling,
-                self._carrier,
-                self._observers,
-                self._drop_forward_hook,
-            )
-        self.plan = plan
+    def _warmed_up(self, running: Running) -> None:
+        """The user's thread, at the end of the first round."""
         self._drop_forward_hook()
         if self._backend.rank == 0:
+            setting = running.setting
             log.info(
                 "%d ranks, %r, partition %.0f KiB, credit %.0f KiB, policy %s, mode %s",
                 self._backend.size,
-                plan,
-                warm.partition_bytes / 1024,
-                warm.credit_bytes / 1024,
-                config.policy,
+                running.plan,
+                setting.partition_bytes / 1024,
+                setting.credit_bytes / 1024,
+                setting.policy,
                 self.mode,
             )
 
@@ -252,19 +202,18 @@ class Session(HookedModel):
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
         self._progress.check()
-        if self.plan is not None:
-            self._settling.wait_reduced()
+        self._rounds.phase.wait_reduced()
 
     @property
     def mode(self) -> str:
         """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
-        if self._stepping.off:
+        if self._takeover.off:
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 
     @property
     def observers(self) -> Observers:
-        """What is told about this session, and may be told about what runs inside it."""
+        """What watches this session, and may watch what runs inside it."""
         return self._observers
 
     def flush(self) -> None:
@@ -273,15 +222,6 @@ class Session(HookedModel):
             self.wait_reduced()
         super().flush()
 
-    def _stop_sending(self) -> None:
-        self._carrier.close()
-
-    def _give_back(self, slot: Slot, *, is_failed: bool) -> None:
-        if not is_failed:
-            self._rounds.give_back(slot)
-
-    def stats(self) -> dict[str, int | float | str]:
-        """Figures since the warm-up: those of `bytesched.figures.Figures`."""
-        if self.plan is None:
-            return self._figures(Traffic(), "leader")
-        return self._figures(self._carrier.traffic, self._carrier.order)
+    @property
+    def _life(self) -> Life:
+        return self._rounds.phase

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from bytesched.plugins.layout.slots import Bundle, Job, Slot, Updates
+from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -84,10 +84,10 @@ class Updater:
 
 
 def _update(jobs: list[Job]) -> None:
-    calls: dict[int, tuple[Updates, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
+    calls: dict[int, tuple[Update, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
     for job in jobs:
-        _, groups = calls.setdefault(id(job.deferred), (job.deferred, {}))
+        _, groups = calls.setdefault(id(job.by), (job.by, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
         group[1].extend(job.slots)
-    for deferred, groups in calls.values():
-        deferred.update(list(groups.values()))
+    for by, groups in calls.values():
+        by.update(list(groups.values()))

@@ -6,6 +6,7 @@ import hashlib
 import socket
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -19,10 +20,10 @@ from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.backend import Backend, from_leader
-from bytesched.plugins.session.retuning import Retuning
-from bytesched.tunable import RunFacts, Setting
+from bytesched.plugins.session.retuning import NEVER, Decisions
+from bytesched.tunable import Decision, RunFacts, Setting
 
-__all__ = ["WARM_UP", "WarmUp"]
+__all__ = ["WARM_UP", "WarmUp", "WarmedUp"]
 
 #: the key of all sums of whole numbers here, of which there is at least one
 WARM_UP = "warm-up"
@@ -34,14 +35,27 @@ _COUNT = 6
 _TRIES = 2
 
 
+@dataclass(frozen=True, eq=False)
+class WarmedUp:
+    """What the first round has shown, on all ranks the same."""
+
+    #: with all gradients averaged in its arenas
+    plan: Plan
+    packer: Packer
+    #: some parameter got no gradient on some rank
+    unused: bool
+    #: what training begins with, and until when if it is tuned
+    decision: Decision
+
+
 class WarmUp:
     """Agrees on the order, measures the link, chooses sizes, builds the plan and reduces it.
 
     Everything here happens in the user's thread, in the same order on all ranks.
 
     Args:
-        cpu_load: CPU time of the step over its time.
-        retuning: who has the word about sizes, if they are tuned.
+        cpu_load: CPU time of the step over its time; 1 is one core.
+        decisions: of rank 0 about the setting, if it is tuned.
         knobs: what can be changed at run time.
     """
 
@@ -52,96 +66,94 @@ class WarmUp:
         slots: Sequence[Slot],
         *,
         cpu_load: float,
-        retuning: Retuning | None = None,
+        decisions: Decisions | None = None,
         knobs: frozenset[str] = frozenset(),
     ) -> None:
-        self._retuning = retuning
-        self._knobs = knobs
         self._backend = backend
         self._config = config
         self._slots = slots
+        self._decisions = decisions
+        self._knobs = knobs
         self._device = slots[0].parameter.device
         # A model on a GPU does not compute on the cores that chunks cost time on.
         self._cpu_load = cpu_load if self._device.type == "cpu" else 0.0
-        #: True if some parameter got no gradient on any rank
-        self.unused = False
-        self.partition_bytes = config.partition_bytes
-        self.credit_bytes = config.credit_bytes
-        #: what training begins with, if sizes had to be chosen
-        self.setting: Setting
-        #: for the chunks of the plan that ``reduce`` built
-        self.packer: Packer
-        #: what was measured, if sizes had to be chosen
-        self.probes: list[Probe] = []
 
-    def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> Plan:
-        """The plan, with all gradients averaged in its arenas; collective."""
+    def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> WarmedUp:
+        """The plan, with all gradients averaged in its arenas; collective.
+
+        Args:
+            order: of first use, as indices of slots; that of rank 0 is taken.
+            find_unused: whether parameters may get no gradient; None if this round is to show it.
+        """
         present, *fired = self._sum([1, *(int(s.used or s.used_alone) for s in self._slots)])
         if present < self._backend.size:
             raise PluginError(
                 f"{self._backend.size - present} of {self._backend.size} ranks have joined "
                 "(hvd.join) in the first step: every rank needs one batch at least"
             )
-        self.unused = any(count < self._backend.size for count in fired)
+        unused = any(count < self._backend.size for count in fired)
         for slot, count in zip(self._slots, fired, strict=True):
             slot.grad = slot.parameter.grad
             slot.used = count > 0
             slot.used_alone = False
         agreed = self._from_leader(list(order))
         ordered = [self._slots[index] for index in agreed]
-        self._choose_sizes(ordered)
+        decision = self._choose_sizes(ordered)
         plan = Plan(
             ordered,
-            partition_bytes=self.partition_bytes,
-            find_unused=self.unused if find_unused is None else find_unused,
+            partition_bytes=decision.setting.partition_bytes,
+            find_unused=unused if find_unused is None else find_unused,
         )
         for slot in plan.slots:
             slot.sending = len(slot.chunks)
-        self.packer = Packer(plan, self._backend.divisor, self._config.compression)
+        packer = Packer(plan, self._backend.divisor, self._config.compression)
         for chunk in plan.chunks:
             if chunk is not plan.flags_chunk:
-                work = self._backend.reduce(chunk, self.packer.pack(chunk))
+                work = self._backend.reduce(chunk, packer.pack(chunk))
                 self._backend.wait(work, task=_TASK)
-                self.packer.receive(chunk)
-                self.packer.let_go(chunk)
+                packer.receive(chunk)
+                packer.let_go(chunk)
         # Gradients of another stream are let go of next, and must have been read by then.
         self._synchronize()
-        return plan
+        return WarmedUp(plan, packer, unused, decision)
 
-    def _choose_sizes(self, ordered: Sequence[Slot]) -> None:
-        if self._retuning is None and self.partition_bytes and self.credit_bytes:
-            return
-        if self._retuning is not None or not self.partition_bytes:
-            self.probes = probe_sizes(self._probe)
+    def _choose_sizes(self, ordered: Sequence[Slot]) -> Decision:
+        partition_bytes = self._config.partition_bytes
+        credit_bytes = self._config.credit_bytes
+        policy, order = self._config.policy, self._config.order
+        if self._decisions is None and partition_bytes and credit_bytes:
+            return Decision(Setting(partition_bytes, credit_bytes, policy, order), NEVER)
+        probes: list[Probe] = []
+        if self._decisions is not None or not partition_bytes:
+            probes = probe_sizes(self._probe)
         model_bytes = sum(s.parameter.numel() * s.parameter.element_size() for s in ordered)
         sizes = chosen_sizes(
-            self.probes,
+            probes,
             model_bytes=model_bytes,
             cpu_load=self._cpu_load,
             hides_overhead=self._backend.hides_overhead,
-            partition_bytes=self.partition_bytes,
-            credit_bytes=self.credit_bytes,
+            partition_bytes=partition_bytes,
+            credit_bytes=credit_bytes,
         )
-        self.partition_bytes, self.credit_bytes = self._from_leader(list(sizes))
-        sizes = self.partition_bytes, self.credit_bytes
-        self.setting = Setting(*sizes, self._config.policy, self._config.order)
-        if self._retuning is not None:
-            hosts = self._ranks_per_host()
-            facts = partial(self._facts, ordered, model_bytes, hosts, self.setting)
-            self.setting = self._retuning.begin(facts, self.setting)
-            self.partition_bytes = self.setting.partition_bytes
-            self.credit_bytes = self.setting.credit_bytes
+        partition_bytes, credit_bytes = self._from_leader(list(sizes))
+        untuned = Setting(partition_bytes, credit_bytes, policy, order)
+        if self._decisions is None:
+            return Decision(untuned, NEVER)
+        hosts = self._ranks_per_host()
+        facts = partial(self._facts, ordered, model_bytes, hosts, probes, untuned)
+        return self._decisions.first(facts, untuned)
 
     def _facts(
         self,
         ordered: Sequence[Slot],
         model_bytes: int,
         ranks_per_host: tuple[int, ...],
+        probes: Sequence[Probe],
         untuned: Setting,
     ) -> RunFacts:
         shapes = [(tuple(s.parameter.shape), str(s.parameter.dtype)) for s in ordered]
         # What else decides how much is sent, and when it is needed.
-        said = shapes, self._config.compression, self._config.cross_barrier
+        sent = shapes, self._config.compression, self._config.cross_barrier
         cuda = self._device.type == "cuda"
         return RunFacts(
             backend=self._backend.wire,
@@ -149,8 +161,8 @@ class WarmUp:
             device=torch.cuda.get_device_name(self._device) if cuda else self._device.type,
             framework=f"torch {torch.__version__}",
             model_bytes=model_bytes,
-            signature=hashlib.sha256(repr(said).encode()).hexdigest()[:16],
-            probes=tuple(self.probes),
+            signature=hashlib.sha256(repr(sent).encode()).hexdigest()[:16],
+            probes=tuple(probes),
             cpu_load=self._cpu_load,
             untuned=untuned,
             knobs=self._knobs,

@@ -11,7 +11,7 @@ from training import Job
 import bytesched.plugins as plugins
 from bytesched.config import Config
 from bytesched.plugins.session import session as sessions
-from bytesched.tunable import RunFacts, Setting, Steps, Tuner, Word, find_tuner
+from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
 
 SIZES = (64, 96, 256, 1000, 4096)
 
@@ -26,13 +26,13 @@ class Restless:
         self.recordings = 0
         self.durations_s: list[float] = []
 
-    def begin(self, facts: RunFacts) -> Word:
+    def begin(self, facts: RunFacts) -> Decision:
         assert facts.probes
         assert facts.world_size > 1
         self._facts = facts
         return self._next()
 
-    def word(self, steps: Steps) -> Word:
+    def decide(self, steps: Steps) -> Decision:
         assert len(steps.durations_s) == self._word.next_in_steps
         self.recordings += len(steps.recordings)
         self.durations_s.extend(steps.durations_s)
@@ -41,7 +41,7 @@ class Restless:
     def close(self) -> None:
         pass
 
-    def _next(self) -> Word:
+    def _next(self) -> Decision:
         choose = self._random.choice
         knobs, untuned = self._facts.knobs, self._facts.untuned
         partition = choose(SIZES) if "partition_bytes" in knobs else untuned.partition_bytes
@@ -53,7 +53,7 @@ class Restless:
             choose((True, True, False)) if "enabled" in knobs else True,
         )
         self.settings.append(setting)
-        self._word = Word(setting, choose((1, 1, 2)))
+        self._word = Decision(setting, choose((1, 1, 2)))
         return self._word
 
 
@@ -63,18 +63,18 @@ class Scripted:
     def __init__(self, turns: Sequence[tuple[Setting, int]]) -> None:
         self._turns = list(turns)
 
-    def begin(self, facts: RunFacts) -> Word:
+    def begin(self, facts: RunFacts) -> Decision:
         return self._next()
 
-    def word(self, steps: Steps) -> Word:
+    def decide(self, steps: Steps) -> Decision:
         return self._next()
 
     def close(self) -> None:
         pass
 
-    def _next(self) -> Word:
+    def _next(self) -> Decision:
         setting, steps = self._turns.pop(0)
-        return Word(setting, steps if self._turns else 1 << 30)
+        return Decision(setting, steps if self._turns else 1 << 30)
 
 
 class TunedJob(Job):

@@ -134,7 +134,7 @@ class PlacedStreams(CudaStreams):
         with super().communication(task):
             yield
             place = CUDA.current().queue()
-        for piece in self.session.plan.pieces[task.index]:
+        for piece in self.session.plan.slices[task.index]:
             self.expect(place, self.made.get(piece.slot.name), f"{task.name} sent too early")
 
     @contextlib.contextmanager

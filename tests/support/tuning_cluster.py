@@ -13,7 +13,7 @@ from bytesched.link.bound import gradients
 from bytesched.link.simulation import ManualClock, simulate
 from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
 from bytesched.policy import Fifo, named_policy
-from bytesched.tunable import KNOBS, Recording, RunFacts, Send, Setting, Steps, Tuner, Word
+from bytesched.tunable import KNOBS, Decision, Recording, RunFacts, Send, Setting, Steps, Tuner
 from bytesched.tuning.controller import Controller, Turn
 from bytesched.tuning.fit import Link
 from bytesched.tuning.memory import Memory
@@ -95,14 +95,14 @@ class Cluster:
         while self.steps < until:
             controller.observe(self.run(controller.turn), self.link.bytes_per_s)
 
-    def turns(self, tuner: Tuner, word: Word) -> Iterator[Word]:
+    def turns(self, tuner: Tuner, word: Decision) -> Iterator[Decision]:
         """The words of a tuner, each after its steps."""
         while True:
             durations_s = tuple(self.step_s(word.setting) for _ in range(word.next_in_steps))
             recordings = (self.recording(word.setting),)
             sent_bytes = len(durations_s) * profile(self.model).nbytes
             busy_s = sent_bytes / self.link.bytes_per_s
-            word = tuner.word(Steps(durations_s, busy_s, sent_bytes, recordings=recordings))
+            word = tuner.decide(Steps(durations_s, busy_s, sent_bytes, recordings=recordings))
             yield word
 
     def best_step_s(self, settings: tuple[Setting, ...]) -> float:
@@ -168,7 +168,7 @@ def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> On
     )
 
 
-def train(cluster: Cluster, tuner: Tuner, steps: int, **facts: object) -> Word:
+def train(cluster: Cluster, tuner: Tuner, steps: int, **facts: object) -> Decision:
     word = tuner.begin(cluster.facts(**facts))
     turns = cluster.turns(tuner, word)
     while cluster.steps < steps:

@@ -33,17 +33,17 @@ def gathered_state(
         state = store.get_state(chunk.key)
         del state["value"]
         start_at = 0
-        for piece in plan.pieces[index]:
-            count = piece.stop_at - piece.start_at
-            entry = entries[piece.slot]
+        for slice_ in plan.slices[index]:
+            count = slice_.stop_at - slice_.start_at
+            entry = entries[slice_.slot]
             for name, tensor in state.items():
                 if tensor.numel() != size or tensor.dim() == 0:
                     entry[name] = tensor.clone()
                     continue
                 if name not in entry:
-                    entry[name] = torch.empty_like(piece.slot.view, dtype=tensor.dtype)
+                    entry[name] = torch.empty_like(slice_.slot.view, dtype=tensor.dtype)
                 flat = _flat(entry[name])
-                flat[piece.start_at : piece.stop_at] = tensor[start_at : start_at + count]
+                flat[slice_.start_at : slice_.stop_at] = tensor[start_at : start_at + count]
             start_at += count
     return entries
 
@@ -53,25 +53,25 @@ def scatter_state(
 ) -> None:
     """Gives the store the state, and the values, of worker 0; collective."""
     for chunk in chunks:
-        pieces = plan.pieces[chunk.push_task.index]
+        slices = plan.slices[chunk.push_task.index]
         entries: dict[str, torch.Tensor] = {"value": _value(plan, chunk)}
-        for name, first in state.get(pieces[0].slot.parameter, {}).items():
-            slot = pieces[0].slot
+        for name, first in state.get(slices[0].slot.parameter, {}).items():
+            slot = slices[0].slot
             first = torch.as_tensor(first)
             if first.dim() == 0 or first.numel() != slot.view.numel():
                 entries[name] = first
                 continue
             parts = []
-            for piece in pieces:
-                same = torch.empty_like(piece.slot.view, dtype=first.dtype)
-                same.copy_(torch.as_tensor(state[piece.slot.parameter][name]))
-                parts.append(_flat(same)[piece.start_at : piece.stop_at])
+            for slice_ in slices:
+                same = torch.empty_like(slice_.slot.view, dtype=first.dtype)
+                same.copy_(torch.as_tensor(state[slice_.slot.parameter][name]))
+                parts.append(_flat(same)[slice_.start_at : slice_.stop_at])
             entries[name] = torch.cat(parts)
         store.set_state(chunk.key, entries)
 
 
 def send_values(store: Any, plan: Plan, chunks: Sequence[Chunk]) -> None:
-    """Gives the store the parameters of worker 0, which somebody has changed; collective."""
+    """Gives the store the parameters of worker 0, which were changed there; collective."""
     for chunk in chunks:
         store.set_state(chunk.key, {"value": _value(plan, chunk)})
 
@@ -79,9 +79,9 @@ def send_values(store: Any, plan: Plan, chunks: Sequence[Chunk]) -> None:
 def _value(plan: Plan, chunk: Chunk) -> torch.Tensor:
     """The parameters in a chunk, in the order of its memory."""
     parts = []
-    for piece in plan.pieces[chunk.push_task.index]:
-        same = torch.empty_like(piece.slot.view).copy_(piece.slot.parameter.detach())
-        parts.append(_flat(same)[piece.start_at : piece.stop_at])
+    for slice_ in plan.slices[chunk.push_task.index]:
+        same = torch.empty_like(slice_.slot.view).copy_(slice_.slot.parameter.detach())
+        parts.append(_flat(same)[slice_.start_at : slice_.stop_at])
     return torch.cat(parts)
 
 

@@ -138,7 +138,7 @@ def test_gradients_take_the_fast_paths_of_plain_ones() -> None:
     """Torch looks at types before it looks at values, and the paths round differently on a GPU."""
     waits: list[int] = []
     grad = torch.randn(3).as_subclass(LazyGrad)
-    grad.settle = lambda: waits.append(1)
+    grad.synchronize = lambda: waits.append(1)
     grad.is_taken = lambda: False
     assert _has_foreach_support([grad], torch.device("cuda"))
     assert not waits

@@ -21,7 +21,7 @@ from training import Job, compare, sgd
 
 import bytesched
 from bytesched.plugins.session import session as sessions
-from bytesched.tunable import Recording, RunFacts, Steps, Word
+from bytesched.tunable import Decision, Recording, RunFacts, Steps
 from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile
 from bytesched.tuning.online import OnlineTuner, tuner_of
@@ -108,17 +108,17 @@ class Spy(OnlineTuner):
     busy_s = 0.0
     sent_bytes = 0
 
-    def begin(self, facts: RunFacts) -> Word:
+    def begin(self, facts: RunFacts) -> Decision:
         # On a busy machine the loopback is never twice the same.
         link = tuple(replace(probe, bytes_per_s=1e9) for probe in facts.probes)
         return super().begin(replace(facts, probes=link))
 
-    def word(self, steps: Steps) -> Word:
+    def decide(self, steps: Steps) -> Decision:
         type(self).recordings += steps.recordings
         type(self).durations_s += steps.durations_s
         type(self).busy_s += steps.busy_s
         type(self).sent_bytes += steps.sent_bytes
-        return super().word(steps)
+        return super().decide(steps)
 
 
 def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
@@ -216,14 +216,14 @@ class Failing:
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
 
-    def begin(self, facts: RunFacts) -> Word:
+    def begin(self, facts: RunFacts) -> Decision:
         self._untuned = facts.untuned
-        return Word(facts.untuned, 2)
+        return Decision(facts.untuned, 2)
 
-    def word(self, steps: Steps) -> Word:
+    def decide(self, steps: Steps) -> Decision:
         if self._silent:
             raise ArithmeticError("no idea")
-        return Word(replace(self._untuned, policy="hurry"), 2)
+        return Decision(replace(self._untuned, policy="hurry"), 2)
 
     def close(self) -> None:
         raise ArithmeticError("nor at the end")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from bytesched.observe import Observers
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
+from bytesched.tunable import Setting
 
 
 def steps(crossing_bytes: int, count: int) -> Meter:
     """A meter after so many steps of a model with 1000 bytes of gradients."""
     meter = Meter(Observers(), parameters=1)
-    plan: Any = SimpleNamespace(nbytes=1000, chunks=[])
-    meter.active(plan, partition_bytes=100, credit_bytes=200)
+    meter.active(1000, 10, Setting(100, 200))
     for _ in range(count):
         meter.stepped(crossing_bytes)
     return meter

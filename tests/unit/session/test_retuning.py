@@ -10,9 +10,9 @@ from fake_cuda import WORK_S, fake_cuda
 
 from bytesched.observe import Observers
 from bytesched.plugins.session.carrier import Traffic
-from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.retuning import Decisions, Retuning
 from bytesched.plugins.session.streams import CudaStreams, Streams
-from bytesched.tunable import RunFacts, Setting, Steps, Word
+from bytesched.tunable import Decision, RunFacts, Setting, Steps
 
 UNTUNED = Setting(1 << 20, 2 << 20)
 
@@ -21,13 +21,13 @@ class Asked:
     """A tuner that remembers what it was told, and speaks after so many steps."""
 
     def __init__(self, steps: int) -> None:
-        self._word = Word(UNTUNED, steps)
+        self._word = Decision(UNTUNED, steps)
         self.told: list[Steps] = []
 
-    def begin(self, facts: RunFacts) -> Word:
+    def begin(self, facts: RunFacts) -> Decision:
         return self._word
 
-    def word(self, steps: Steps) -> Word:
+    def decide(self, steps: Steps) -> Decision:
         self.told.append(steps)
         return self._word
 
@@ -38,11 +38,18 @@ class Asked:
 def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
     """One that is alone in its world, after the warm-up."""
     changing = mock.Mock(is_applied=lambda setting: True)
-    alone = Retuning(tuner, mock.Mock(rank=0), torch.device("cpu"), streams, changing)
-    alone.begin(mock.Mock(), UNTUNED)
-    carrier = mock.Mock(traffic=Traffic())
-    alone.activate(mock.Mock(chunks=[]), mock.Mock(), carrier, observers, lambda: None)
-    return alone
+    decisions = Decisions(tuner, mock.Mock(rank=0), torch.device("cpu"))
+    return Retuning(
+        decisions,
+        decisions.first(mock.Mock(), UNTUNED),
+        changing,
+        mock.Mock(chunks=[]),
+        mock.Mock(),
+        mock.Mock(traffic=Traffic()),
+        streams=streams,
+        observers=observers,
+        recorded=lambda: None,
+    )
 
 
 def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:

@@ -17,7 +17,7 @@ from tuning_cluster import Cluster, exact_step_s, train, tuner_on
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.tunable import Setting, Steps, Word, find_tuner
+from bytesched.tunable import Decision, Setting, Steps, find_tuner
 from bytesched.tuning.fit import Link
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner, tuner_of
@@ -216,7 +216,7 @@ class Model:
         if len(self._durations_s) == self.word.next_in_steps:
             steps = Steps(tuple(self._durations_s), 0.0, 0, 0)
             self._durations_s.clear()
-            self.word = self.tuner.word(steps)
+            self.word = self.tuner.decide(steps)
 
 
 @pytest.mark.parametrize("stops_after", [1000, 20])
@@ -244,7 +244,7 @@ def test_two_models_are_tuned_one_after_the_other(stops_after: int, tmp_path: Pa
 
 
 def test_words_keep_to_the_seed(tmp_path: Path) -> None:
-    def words(folder: Path) -> list[Word]:
+    def words(folder: Path) -> list[Decision]:
         cluster = Cluster(noise=0.02, seed=7)
         tuner = tuner_on(cluster, folder)
         first = tuner.begin(cluster.facts())
@@ -273,7 +273,7 @@ def test_steps_that_were_not_measured_do_not_end_it(tmp_path: Path) -> None:
     tuner = tuner_on(cluster, tmp_path)
     tuner.begin(cluster.facts())
     for _ in range(50):
-        assert tuner.word(Steps(())).next_in_steps >= 1
+        assert tuner.decide(Steps(())).next_in_steps >= 1
 
 
 def test_whoever_does_not_ask_gets_none() -> None:

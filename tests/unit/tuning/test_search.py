@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.tunable import Setting, Word
+from bytesched.tunable import Decision, Setting
 from bytesched.tuning.contract import SearcherContract
 from bytesched.tuning.search import BayesianSearch, GridSearch, RandomSearch, Searcher
 from bytesched.tuning.space import Limits, Range, Space
@@ -185,5 +185,5 @@ def test_a_word_survives_the_wire() -> None:
         Setting(96 * KIB, 3 * MIB, "fifo", "replay"),
         Setting(MIB, MIB, enabled=False),
     ):
-        word = Word(setting, 7)
-        assert Word.of(word.numbers()) == word
+        word = Decision(setting, 7)
+        assert Decision.of(word.numbers()) == word

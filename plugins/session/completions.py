@@ -1,19 +1,17 @@
-"""From a complete gradient to a reduced one: what is submitted, and what is waiting for it."""
+"""From a reduced chunk to the updates and waits that it was missing for."""
 
 from __future__ import annotations
 
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.session.carrier import Carrier
 from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.streams import Streams
 from bytesched.plugins.session.updater import Updater
 from bytesched.task import CommTask
 
-__all__ = ["Sending"]
+__all__ = ["Completions"]
 
 
-class Sending:
-    """One rank's chunks on their way.
+class Completions:
+    """What a carrier reports to.
 
     Args:
         plan: the chunks.
@@ -21,17 +19,10 @@ class Sending:
         updater: given the bundles that were only waiting for a chunk.
     """
 
-    def __init__(self, plan: Plan, progress: Progress, updater: Updater, streams: Streams) -> None:
+    def __init__(self, plan: Plan, progress: Progress, updater: Updater) -> None:
         self._plan = plan
         self._progress = progress
         self._updater = updater
-        self._streams = streams
-        #: set once, right after it was made
-        self.carrier: Carrier
-
-    def submit(self, chunk: CommTask) -> None:
-        """All gradients of ``chunk`` are queued. The user's thread, in backward."""
-        self._streams.backward_done(chunk, self.carrier.submit)
 
     def reduced(self, chunk: CommTask) -> None:
         """The sum of ``chunk`` is in the arena. A thread of the carrier."""

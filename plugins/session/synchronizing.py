@@ -1,4 +1,4 @@
-"""Settling: waiting for exactly what is needed, a gradient or an update."""
+"""Synchronizing: waiting for exactly what is needed, a gradient or an update."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
 
-__all__ = ["Settling"]
+__all__ = ["Synchronizing"]
 
 
-class Settling:
+class Synchronizing:
     """What the gates of one model call, in the thread of forward, backward or step."""
 
     def __init__(self, plan: Plan, progress: Progress, streams: Streams, meter: Meter) -> None:
@@ -29,7 +29,7 @@ class Settling:
         self._progress = progress
         self._streams = streams
         self._meter = meter
-        #: told which bundles the forward pass has come to, while iterations are recorded
+        #: called with the bundles that the forward pass has come to, while iterations are recorded
         self.passed: Callable[[Sequence[Bundle]], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
@@ -38,13 +38,13 @@ class Settling:
     def plan_cut(self) -> None:
         """The plan has other bundles now."""
         for slot in self._plan.slots:
-            slot.settle = partial(self.settle, slot.bundle, slot.name)
+            slot.synchronize = partial(self.synchronize, slot.bundle, slot.name)
 
     def make_lazy(self, slot: Slot) -> None:
-        """A new lazy gradient; the old one, if there is one, is nobody's any more."""
-        slot.make_lazy(partial(self._settle_grad, slot))
+        """A new lazy gradient; the old one, if there is one, is not waited for any more."""
+        slot.make_lazy(partial(self._synchronize_grad, slot))
 
-    def settle(self, bundle: Bundle, by: str) -> None:
+    def synchronize(self, bundle: Bundle, by: str) -> None:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
         self._wait_applied(bundle, by)
         if bundle.held:
@@ -67,18 +67,18 @@ class Settling:
         """In front of every call of ``module``: on the critical path of the forward pass."""
         for bundle in bundles:
             if bundle.held:
-                self.settle(bundle, name)
+                self.synchronize(bundle, name)
         if self.passed is not None:
             self.passed(bundles)
         if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
-            self.settle_all()
+            self.synchronize_all()
 
-    def settle_all(self) -> None:
+    def synchronize_all(self) -> None:
         """Applies every armed update."""
         for bundle in self._plan.bundles:
             if bundle.held:
-                self.settle(bundle, "flush")
+                self.synchronize(bundle, "flush")
 
     def apply_all(self) -> None:
         """Applies every armed update; parameters that nothing has read yet remain pending."""
@@ -102,12 +102,18 @@ class Settling:
         ):
             self.wait_reduced()
 
-    def _settle_grad(self, slot: Slot) -> None:
+    def _synchronize_grad(self, slot: Slot) -> None:
         bundle = slot.bundle
         if bundle.armed or bundle.held:
             # Held alone costs no wait of the host, but a write must come after the update.
-            self.settle(bundle, f"{slot.name}.grad")
+            self.synchronize(bundle, f"{slot.name}.grad")
         elif bundle.sending:
             began_ns = perf_counter_ns()
             self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
             self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
+
+    def state(self) -> str:
+        """In a few words, for ``repr()``."""
+        held = sum(bundle.held for bundle in self._plan.bundles)
+        left = self._progress.outstanding
+        return f"{left} chunks outstanding, {held} bundles held, {self._plan!r}"

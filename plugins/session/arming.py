@@ -1,0 +1,123 @@
+"""What a step does while gradients are on the wire: it arms their updates, and does the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bytesched.plugins.layout.slots import Bundle, Job, Slot
+from bytesched.plugins.optimizer.deferred import Deferred, snapshot
+from bytesched.plugins.proxies.pending import hold
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.synchronizing import Synchronizing
+from bytesched.plugins.session.updater import Updater
+
+__all__ = ["Arming"]
+
+
+class Arming:
+    """The steps of all optimizers of one model."""
+
+    def __init__(
+        self, slots: list[Slot], synchronizing: Synchronizing, updater: Updater, context: Context
+    ) -> None:
+        self._slots = {id(slot.parameter): slot for slot in slots}
+        self._synchronizing = synchronizing
+        self._updater = updater
+        self._progress = context.progress
+        self._streams = context.streams
+        self._meter = context.meter
+        #: slots whose gradient is a plain tensor for the length of one whole step
+        self._stepped_plain: list[Slot] = []
+
+    def introduce(self, deferred: Deferred) -> None:
+        """``deferred`` is one of the optimizers from now on."""
+        for slot in self._slots.values():
+            deferred.know(slot)
+
+    def step(
+        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """``step()`` is called; returns the arguments that it is to have instead, if any."""
+        optimizer = deferred.optimizer
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        # A closure evaluates the model again; a fused step under GradScaler finds the scale in
+        # an attribute that is taken away after step().
+        whole = closure is not None or hasattr(optimizer, "grad_scale")
+        # A hook that runs after ours may still change gradients or hyper-parameters.
+        whole = whole or next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
+        if not self._progress.outstanding or not deferred.cross or whole:
+            self._synchronizing.wait_reduced()
+            self._synchronizing.synchronize_all()
+            self._plain_grads(optimizer)
+            self._meter.stepped(0)
+            return None
+        deferred.guard()
+        eager, armed = self._sort(deferred)
+        self._arm(armed)
+        return (deferred.copy(eager), *args[1:]), kwargs
+
+    def stepped(self) -> None:
+        """The step is over: gradients are lazy again."""
+        for slot in self._stepped_plain:
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.lazy
+        self._stepped_plain.clear()
+
+    def _sort(self, deferred: Deferred) -> tuple[list[dict[str, Any]], dict[Bundle, list[Job]]]:
+        """Groups of what must be stepped right now, and by bundle what can be armed."""
+        eager: list[dict[str, Any]] = []
+        armed: dict[Bundle, list[Job]] = {}
+        for group in deferred.optimizer.param_groups:
+            taken: dict[str, Any] | None = None
+            now = []
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is not None and slot.used and parameter.grad is slot.lazy:
+                    if taken is None:
+                        taken = snapshot(group)
+                        self._streams.lend(taken.values())
+                    if slot.alias.data_ptr() != parameter.data_ptr():
+                        slot.realias()
+                        deferred.know(slot)
+                    slot.used, slot.taken = False, True
+                    jobs = armed.setdefault(slot.bundle, [])
+                    if not jobs or jobs[-1].hyperparameters is not taken:
+                        jobs.append(Job(deferred, taken))
+                    jobs[-1].slots.append(slot)
+                elif parameter.grad is not None:
+                    if slot is not None:
+                        self._synchronizing.synchronize(slot.bundle, slot.name)
+                    now.append(parameter)
+            if now:
+                eager.append({**group, "params": now})
+        return eager, armed
+
+    def _arm(self, armed: dict[Bundle, list[Job]]) -> None:
+        self._streams.stepped()
+        # Before any update can be applied: a parameter is free only after it was held.
+        for jobs in armed.values():
+            for job in jobs:
+                for slot in job.slots:
+                    hold(slot.parameter, slot.synchronize)
+        crossing_bytes = 0
+        with self._progress.changed:
+            for bundle, jobs in armed.items():
+                bundle.jobs.extend(jobs)
+                bundle.armed = bundle.held = True
+                if bundle.sending:
+                    crossing_bytes += bundle.nbytes
+            self._updater.push(bundle for bundle in armed if not bundle.sending)
+        self._meter.stepped(crossing_bytes)
+
+    def _plain_grads(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is reduced needs no lazy view: torch's fast paths want plain tensors."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is not None:
+                    slot.used = False
+                    if parameter.grad is slot.lazy:
+                        parameter.grad = slot.view
+                        self._stepped_plain.append(slot)

@@ -1,0 +1,193 @@
+"""A session after its warm-up: gradients are submitted as they come, and steps are armed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bytesched.errors import PluginError
+from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.proxies.pending import has_own_memory, is_held, keep_apart, plain, release
+from bytesched.plugins.session.arming import Arming
+from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.lazy import give_back, is_kept
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.updater import Updater
+from bytesched.tunable import Setting
+
+__all__ = ["Running"]
+
+
+class Running:
+    """The life of a session from its second round on (see phase.Phase).
+
+    Args:
+        setting: what training begins with.
+        find_unused: whether parameters may get no gradient.
+        retuning: changes the setting between two steps, if it is tuned.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        arming: Arming,
+        updater: Updater,
+        context: Context,
+        *,
+        setting: Setting,
+        find_unused: bool,
+        retuning: Retuning | None,
+    ) -> None:
+        self.plan = parts.plan
+        self.setting = setting
+        self.find_unused = find_unused
+        self._gates = parts.gates
+        self._synchronizing = parts.synchronizing
+        self._carrier = parts.carrier
+        self._arming = arming
+        self._updater = updater
+        self._progress = context.progress
+        self._streams = context.streams
+        self._rank = context.backend.rank
+        self._retuning = retuning
+
+    # -- forward -----------------------------------------------------------------------
+
+    def before_forward(self, steps: int) -> None:
+        if self._retuning is not None:
+            self._retuning.before_forward(steps)
+
+    def forward_begins(self) -> None:
+        # Backward would add to gradients on the wire.
+        self._synchronizing.wait_unstepped()
+
+    def forward_ends(self) -> None:
+        pass
+
+    # -- a round -----------------------------------------------------------------------
+
+    def begin_round(self, *, forward_seen: bool) -> None:
+        """Makes the arena free for the gradients of a new round."""
+        plan = self.plan
+        if not forward_seen and any(slot.used for slot in plan.slots):
+            raise PluginError(
+                f"backward() ran again on rank {self._rank} without a forward pass of the "
+                "wrapped model or a step() in between: gradients of the first may still be on "
+                "the wire"
+            )
+        for bundle in plan.bundles:
+            for slot in bundle.slots:
+                slot.unguarded = slot.taken and bundle.held
+        self._synchronizing.wait_reduced()
+        self._synchronizing.apply_all()
+        for slot in plan.slots:
+            if is_kept(slot):
+                keep_apart(slot.lazy)
+                self._synchronizing.make_lazy(slot)
+            slot.sending = len(slot.chunks)
+        for bundle in plan.bundles:
+            bundle.sending = len(bundle.chunks)
+        plan.flags_reduced = False
+        self._progress.outstanding = len(plan.chunks)
+
+    def gradient(self, slot: Slot) -> None:
+        self._take(slot)
+        self._source_ready(slot)
+
+    def _take(self, slot: Slot) -> None:
+        assert slot.parameter.grad is not None
+        grad = plain(slot.parameter.grad)
+        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+            raise PluginError(
+                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
+            )
+        slot.grad = grad.detach() if grad.requires_grad else grad
+
+    def _source_ready(self, slot: Slot) -> None:
+        for chunk in slot.chunks:
+            if chunk.notify_ready():
+                self._streams.backward_done(chunk, self._carrier.submit)
+
+    def end_round(self) -> Running:
+        if self.find_unused:
+            self._complete()
+        self.hand_out()
+        return self
+
+    def _complete(self) -> None:
+        """Sends zeros for parameters without a gradient; finds out who got one elsewhere."""
+        plan = self.plan
+        missing = [slot for slot in plan.slots if not slot.used]
+        assert plan.used_flags is not None
+        assert plan.flags_chunk is not None
+        plan.used_flags.copy_(
+            torch.tensor([int(s.used or s.used_alone) for s in plan.slots], dtype=torch.int32)
+        )
+        if plan.flags_chunk.notify_ready():
+            self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
+        for slot in plan.slots:
+            slot.used_alone = False
+        for slot in missing:
+            # It may have a gradient from passes under no_sync(), which DDP reduces now.
+            if slot.parameter.grad is not None:
+                self._take(slot)
+            self._source_ready(slot)
+        if missing:
+            self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
+            for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
+                slot.used = ranks > 0
+
+    def hand_out(self) -> None:
+        """Gradients of this round become lazy views of what is reduced."""
+        for slot in self.plan.slots:
+            if slot.used:
+                if has_own_memory(slot.lazy):
+                    self._synchronizing.make_lazy(slot)
+                slot.parameter.grad = slot.lazy
+
+    def wait_reduced(self) -> None:
+        self._synchronizing.wait_reduced()
+
+    # -- step --------------------------------------------------------------------------
+
+    def introduce(self, deferred: Deferred) -> None:
+        self._arming.introduce(deferred)
+
+    def step(
+        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        return self._arming.step(deferred, args, kwargs)
+
+    def stepped(self) -> None:
+        self._arming.stepped()
+
+    def synchronize_all(self) -> None:
+        self._synchronizing.synchronize_all()
+
+    # -- from outside ------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._carrier.traffic
+
+    @property
+    def order(self) -> str:
+        return self._carrier.order
+
+    def state(self) -> str:
+        return self._synchronizing.state()
+
+    def close(self, *, release_parameters: bool) -> None:
+        self._gates.remove()
+        self._carrier.close()
+        self._updater.close()
+        for slot in self.plan.slots:
+            if release_parameters:
+                if is_held(slot.parameter):
+                    release(slot.parameter)
+                give_back(slot)

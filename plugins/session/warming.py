@@ -1,0 +1,177 @@
+"""A session until its first round has been reduced: it learns, and nothing is sent early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns, process_time_ns
+from typing import Any
+
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.proxies.first_use import FirstUse
+from bytesched.plugins.session.arming import Arming
+from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.changing import Changing, Parts
+from bytesched.plugins.session.completions import Completions
+from bytesched.plugins.session.gates import Gates
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.retuning import Decisions, Retuning
+from bytesched.plugins.session.running import Running
+from bytesched.plugins.session.synchronizing import Synchronizing
+from bytesched.plugins.session.takeover import Takeover
+from bytesched.plugins.session.updater import Updater
+from bytesched.plugins.session.warmup import WarmedUp, WarmUp
+
+__all__ = ["WarmingUp"]
+
+
+class WarmingUp:
+    """The life of a session up to the end of its first round (see phase.Phase).
+
+    Args:
+        root: the module whose call is a forward pass.
+        first_use: learns which parameters it uses first.
+        decisions: of rank 0 about the setting, if it is tuned.
+        find_unused: whether parameters may get no gradient; None if the first round is to show it.
+        inside_compiled: called when a gate turns out to be inside compiled code.
+        recorded: called when no more iterations are recorded for a tuner.
+        ended: called with the life that follows.
+    """
+
+    plan = None
+    traffic = Traffic()
+    order = "leader"
+
+    def __init__(
+        self,
+        root: nn.Module,
+        slots: Sequence[Slot],
+        config: Config,
+        context: Context,
+        *,
+        first_use: FirstUse,
+        takeover: Takeover,
+        decisions: Decisions | None,
+        find_unused: bool | None,
+        inside_compiled: Callable[[], None],
+        recorded: Callable[[], None],
+        ended: Callable[[Running], None],
+    ) -> None:
+        #: where it is not known, what is missing at the end of backward is unused
+        self.find_unused = find_unused is not False
+        self._root = root
+        self._slots = slots
+        self._config = config
+        self._context = context
+        self._first_use = first_use
+        self._takeover = takeover
+        self._decisions = decisions
+        self._asked_to_find = find_unused
+        self._inside_compiled = inside_compiled
+        self._recorded = recorded
+        self._ended = ended
+        self._deferred: list[Deferred] = []
+        self._began_ns = self._began_cpu_ns = 0
+
+    def before_forward(self, steps: int) -> None:
+        pass
+
+    def forward_begins(self) -> None:
+        self._began_ns, self._began_cpu_ns = perf_counter_ns(), process_time_ns()
+        self._first_use.begin()
+
+    def forward_ends(self) -> None:
+        self._first_use.end()
+
+    def begin_round(self, *, forward_seen: bool) -> None:
+        pass
+
+    def gradient(self, slot: Slot) -> None:
+        pass
+
+    def end_round(self) -> Running:
+        """Reduces the round as a whole; collective."""
+        self._first_use.close()
+        cpu_ns = process_time_ns() - self._began_cpu_ns
+        warm_up = WarmUp(
+            self._context.backend,
+            self._config,
+            self._slots,
+            cpu_load=cpu_ns / max(perf_counter_ns() - self._began_ns, 1),
+            decisions=self._decisions,
+            knobs=self._context.backend.knobs | self._takeover.knobs,
+        )
+        warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
+        running = self._running(warm)
+        for deferred in self._deferred:
+            running.introduce(deferred)
+        running.hand_out()
+        self._ended(running)
+        return running
+
+    def _running(self, warm: WarmedUp) -> Running:
+        context, plan, setting = self._context, warm.plan, warm.decision.setting
+        progress, streams, meter = context.progress, context.streams, context.meter
+        synchronizing = Synchronizing(plan, progress, streams, meter)
+        updater = Updater(progress, streams, meter)
+        carrier = context.backend.carrier(
+            plan,
+            warm.packer,
+            streams,
+            setting,
+            reduced=Completions(plan, progress, updater).reduced,
+            failed=progress.fail,
+            observers=context.observers,
+        )
+        progress.story = carrier.story
+        gates = Gates(self._root, plan, self._first_use, synchronizing, self._inside_compiled)
+        meter.active(plan.nbytes, len(plan.chunks), setting)
+        parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
+        retuning = None
+        if self._decisions is not None:
+            retuning = Retuning(
+                self._decisions,
+                warm.decision,
+                Changing(parts, self._takeover, meter, setting),
+                plan,
+                synchronizing,
+                carrier,
+                streams=streams,
+                observers=context.observers,
+                recorded=self._recorded,
+            )
+        return Running(
+            parts,
+            Arming(plan.slots, synchronizing, updater, context),
+            updater,
+            context,
+            setting=setting,
+            find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
+            retuning=retuning,
+        )
+
+    def wait_reduced(self) -> None:
+        pass
+
+    def introduce(self, deferred: Deferred) -> None:
+        self._deferred.append(deferred)
+
+    def step(
+        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        return None
+
+    def stepped(self) -> None:
+        pass
+
+    def synchronize_all(self) -> None:
+        pass
+
+    def state(self) -> str:
+        return "warming up"
+
+    def close(self, *, release_parameters: bool) -> None:
+        pass
