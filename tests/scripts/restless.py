@@ -8,7 +8,7 @@ from typing import Any
 
 from training import Job
 
-import bytesched.plugins as plugins
+import bytesched.plugins.wrapping as wrapping
 from bytesched.config import Config
 from bytesched.plugins.session import session as sessions
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
@@ -128,5 +128,5 @@ class RestlessJob(TunedJob):
 
 def _replace(checked: Callable[[Config], object], made: Callable[[Config], object]) -> None:
     """Who is asked for a tuner when an optimizer is wrapped, and when its session begins."""
-    vars(plugins)["find_tuner"] = checked
+    vars(wrapping)["find_tuner"] = checked
     vars(sessions)["find_tuner"] = made

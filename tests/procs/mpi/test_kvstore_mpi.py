@@ -169,7 +169,7 @@ def figures_of(output: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("options", [(), ("--updates",)])
 def test_torch_example_trains_and_crosses_the_barrier(options: tuple[str, ...]) -> None:
-    code, output = mpirun(3, "../examples/kvstore_torch.py", *options)
+    code, output = mpirun(3, "../../examples/kvstore_torch.py", *options)
     assert code == 0, output
     assert "loss " in output
     figures = figures_of(output)
@@ -178,6 +178,6 @@ def test_torch_example_trains_and_crosses_the_barrier(options: tuple[str, ...]) 
 
 
 def test_pushpull_example() -> None:
-    code, output = mpirun(3, "../examples/kvstore_pushpull.py")
+    code, output = mpirun(3, "../../examples/kvstore_pushpull.py")
     assert code == 0, output
     assert figures_of(output)["steps"] == "5"
