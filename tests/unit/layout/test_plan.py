@@ -22,21 +22,21 @@ def check(plan: Plan) -> None:
     assert [chunk.index for chunk in plan.chunks] == list(range(len(plan.chunks)))
     assert [chunk.priority for chunk in plan.chunks] == list(range(len(plan.chunks)))
     covered: dict[str, list[tuple[int, int]]] = {slot.name: [] for slot in plan.slots}
-    for chunk, buffer, pieces in zip(plan.chunks, plan.buffers, plan.pieces, strict=True):
+    for chunk, buffer, slices in zip(plan.chunks, plan.buffers, plan.slices, strict=True):
         if chunk is plan.flags_chunk:
-            assert pieces == []
+            assert slices == []
             continue
-        # What the pieces are is what is sent, in the same order.
-        assert [piece.target.data_ptr() for piece in pieces] == list(
+        # What the slices are is what is sent, in the same order.
+        assert [slice_.target.data_ptr() for slice_ in slices] == list(
             itertools.accumulate(
-                (piece.target.nbytes for piece in pieces[:-1]), initial=buffer.data_ptr()
+                (slice_.target.nbytes for slice_ in slices[:-1]), initial=buffer.data_ptr()
             )
         )
-        assert sum(piece.target.nbytes for piece in pieces) == buffer.nbytes == chunk.nbytes
-        for piece in pieces:
-            assert chunk in piece.slot.chunks
-            assert piece.is_whole == (piece.target.numel() == piece.slot.parameter.numel())
-            covered[piece.slot.name].append((piece.start_at, piece.stop_at))
+        assert sum(slice_.target.nbytes for slice_ in slices) == buffer.nbytes == chunk.nbytes
+        for slice_ in slices:
+            assert chunk in slice_.slot.chunks
+            assert slice_.is_whole == (slice_.target.numel() == slice_.slot.parameter.numel())
+            covered[slice_.slot.name].append((slice_.start_at, slice_.stop_at))
     for slot in plan.slots:
         ends = [0, *itertools.chain.from_iterable(sorted(covered[slot.name]))]
         assert ends[0::2] == [*ends[1::2], slot.parameter.numel()][: len(ends[0::2])]
@@ -73,7 +73,7 @@ def test_cutting_again_leaves_gradients_where_they_are(
     sizes: list[int], first: int, second: int
 ) -> None:
     plan = plan_of(parameters(*((n,) for n in sizes)), first)
-    lists = (plan.chunks, plan.pieces, plan.buffers, plan.bundles, plan.bundles_of)
+    lists = (plan.chunks, plan.slices, plan.buffers, plan.bundles, plan.bundles_of)
     places = [slot.view.data_ptr() for slot in plan.slots]
     for slot in plan.slots:
         slot.view.copy_(slot.parameter.detach())
@@ -81,7 +81,7 @@ def test_cutting_again_leaves_gradients_where_they_are(
     check(plan)
     assert [slot.view.data_ptr() for slot in plan.slots] == places
     assert all(torch.equal(slot.view, slot.parameter) for slot in plan.slots)
-    now = (plan.chunks, plan.pieces, plan.buffers, plan.bundles, plan.bundles_of)
+    now = (plan.chunks, plan.slices, plan.buffers, plan.bundles, plan.bundles_of)
     assert all(ours is theirs for ours, theirs in zip(lists, now, strict=True))
     fresh = plan_of([slot.parameter for slot in plan.slots], second)
     assert [chunk.nbytes for chunk in plan.chunks] == [chunk.nbytes for chunk in fresh.chunks]
@@ -100,7 +100,7 @@ def test_dtypes_do_not_share_memory_and_priorities_are_of_the_forward_order() ->
     check(plan)
     assert [buffer.dtype for buffer in plan.buffers] == [torch.float32, torch.float64]
     # The first arena holds the first parameter, although it holds the last one, too.
-    assert [piece.slot.name for pieces in plan.pieces for piece in pieces] == ["p0", "p2", "p1"]
+    assert [slice_.slot.name for slices in plan.slices for slice_ in slices] == ["p0", "p2", "p1"]
 
 
 def test_flags_of_used_parameters_go_first() -> None:

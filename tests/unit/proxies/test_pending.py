@@ -48,7 +48,7 @@ def parameter() -> Iterator[nn.Parameter]:
 @pytest.fixture
 def update(parameter: nn.Parameter) -> Update:
     update = Update(parameter.detach())
-    hold(parameter, update.settle)
+    hold(parameter, update.synchronize)
     return update
 
 
@@ -124,14 +124,14 @@ def test_a_look_that_needs_no_value_does_not_wait(
 
 def test_a_copy_is_no_pending_parameter(parameter: nn.Parameter, update: Update) -> None:
     assert type(copy.deepcopy(parameter)) is nn.Parameter
-    hold(parameter, update.settle)
+    hold(parameter, update.synchronize)
     assert type(unpickled(parameter)) is nn.Parameter
 
 
 def test_all_parameters_of_a_call_are_settled(parameter: nn.Parameter, update: Update) -> None:
     other = nn.Parameter(torch.zeros(2, 3))
     theirs = Update(other.detach())
-    hold(other, theirs.settle)
+    hold(other, theirs.synchronize)
     assert torch.equal(parameter, other)
     assert (update.calls, theirs.calls) == (1, 1)
     assert not is_held(other)
@@ -159,7 +159,7 @@ def test_released_it_is_a_parameter(parameter: nn.Parameter, update: Update) -> 
 def lazy_of(memory: Tensor, *, taken: bool = False) -> tuple[LazyGrad, Update]:
     update = Update(memory)
     grad = memory.as_subclass(LazyGrad)
-    grad.settle = update.settle
+    grad.synchronize = update.settle
     grad.is_taken = lambda: taken
     return grad, update
 
