@@ -1,4 +1,4 @@
-"""Tensors that wait: any use of the values settles them, and nothing else does."""
+"""Tensors that wait: any use of the values synchronizes them, and nothing else does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Update:
         self.values = values
         self.calls = 0
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.calls += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.values.fill_(1.0)
@@ -104,7 +104,9 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_of_the_values_settles(parameter: nn.Parameter, update: Update, use: str) -> None:
+def test_a_use_of_the_values_synchronizes(
+    parameter: nn.Parameter, update: Update, use: str
+) -> None:
     assert is_held(parameter)
     assert USES[use](parameter)
     assert update.calls == 1
@@ -159,7 +161,7 @@ def test_released_it_is_a_parameter(parameter: nn.Parameter, update: Update) -> 
 def lazy_of(memory: Tensor, *, taken: bool = False) -> tuple[LazyGrad, Update]:
     update = Update(memory)
     grad = memory.as_subclass(LazyGrad)
-    grad.synchronize = update.settle
+    grad.synchronize = update.synchronize
     grad.is_taken = lambda: taken
     return grad, update
 
