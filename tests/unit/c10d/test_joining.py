@@ -1,0 +1,100 @@
+"""Groups of one session: opened in turn, compared over Gloo, closed together on an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bytesched.config import Config
+from bytesched.errors import MismatchError, PeerLost
+from bytesched.plugins.c10d.joining import Joining
+
+
+class FakeGroup:
+    """Two ranks, of which the other one has made ``statements``."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name = name
+        self.rank = 0
+        self.others_text: str | None = None
+        self._calls = calls
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        self._calls.append(f"{self.name} gathers {key}")
+        return [text, text if self.others_text is None else self.others_text]
+
+    def leave_note(self, text: str) -> None:
+        self._calls.append(f"{self.name} notes {text}")
+
+    def abort(self) -> None:
+        self._calls.append(f"{self.name} breaks")
+
+    def close(self) -> None:
+        self._calls.append(f"{self.name} closes")
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ranks(calls: list[str]) -> Joining:
+    def opened(kind: str, purpose: str) -> Any:
+        if purpose == "never":
+            raise OSError("no connection")
+        calls.append(f"open {purpose} on {kind}")
+        return FakeGroup(purpose, calls)
+
+    return Joining(opened, Config())
+
+
+def test_what_was_joined_stays_open(ranks: Joining, calls: list[str]) -> None:
+    with ranks:
+        ranks.open("data", "nccl")
+        ranks.open("control")
+        ranks.agree(["one model"])
+        assert not ranks.observers()
+    assert calls == ["open data on nccl", "open control on gloo", "control gathers plan"]
+
+
+def test_a_group_that_cannot_be_opened_closes_the_others(ranks: Joining, calls: list[str]) -> None:
+    def join() -> None:
+        with ranks:
+            ranks.open("data", "nccl")
+            ranks.open("never")
+
+    with pytest.raises(OSError, match="no connection"):
+        join()
+    assert calls == [
+        "open data on nccl",
+        "data notes OSError: no connection",
+        "data breaks",
+        "data closes",
+    ]
+
+
+def test_an_error_closes_all_groups(ranks: Joining, calls: list[str]) -> None:
+    def join() -> None:
+        with ranks:
+            ranks.open("data")
+            ranks.open("control")
+            raise PeerLost("rank 1 is gone", rank=0)
+
+    with pytest.raises(PeerLost):
+        join()
+    # The note of a rank that only lost another one would hide the reason.
+    assert calls[2:] == ["control breaks", "control closes", "data breaks", "data closes"]
+
+
+def test_ranks_that_differ_do_not_begin(ranks: Joining, calls: list[str]) -> None:
+    def join() -> None:
+        with ranks:
+            control: Any = ranks.open("control")
+            control.others_text = '["theirs"]'
+            ranks.agree(["mine"])
+
+    with pytest.raises(MismatchError, match="rank 0 has 'mine', rank 1 has 'theirs'"):
+        join()
+    assert calls[-1] == "control closes"
