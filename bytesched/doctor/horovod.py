@@ -1,4 +1,4 @@
-"""What `bytesched doctor` reads of Horovod: its launchers, and its settings as they will be used.
+"""What `bytesched doctor` reads of Horovod: its launchers, and settings that are in the way.
 
 Horovod takes its settings from the environment when it starts, and cuts a value off where it stops
 being a number.
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from bytesched.doctor.checks import Check
@@ -29,9 +30,14 @@ __all__ = ["AS_ROOT", "launcher", "launchers", "search_path", "settings", "versi
 
 LAUNCHERS = ("horovodrun", "mpirun")
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-FUSION_BYTES = 128 << 20
-CYCLE_MS = 1.0
-STALL_WARNING_S = 60
+#: settings that are numbers
+NUMBERS = (
+    "CACHE_CAPACITY",
+    "CYCLE_TIME",
+    "FUSION_THRESHOLD",
+    "STALL_CHECK_TIME_SECONDS",
+    "STALL_SHUTDOWN_TIME_SECONDS",
+)
 #: what mpirun gets to tell its version
 TIMEOUT_S = 10.0
 
@@ -76,85 +82,46 @@ def launchers() -> list[Check]:
 
 
 def settings() -> list[Check]:
-    """Say what Horovod will do with its settings, and what bytesched makes of each."""
-    return [_autotune(), _fusion(), _cycle(), _cache(), _timeline(), _stalls(), *_restarts()]
+    """Say which of Horovod's settings are read otherwise than written, or are in the way."""
+    found = [
+        Check("horovod settings", "warn", *words)
+        for words in (*_cut_off(), *_autotune(), *_cache(), *_restart())
+    ]
+    return found or [Check("horovod settings", "ok", "none stands in bytesched's way")]
 
 
-def _autotune() -> Check:
-    if not horovod_autotunes():
-        return Check("horovod autotune", "ok", "off; bytesched chooses its own sizes")
-    fix = "unset HOROVOD_AUTOTUNE to have bytesched schedule"
-    return Check("horovod autotune", "warn", "on: bytesched leaves the optimizer as it is", fix)
+def _cut_off() -> Iterator[tuple[str, str]]:
+    for name in NUMBERS:
+        if not is_horovod_number(name):
+            text = f"HOROVOD_{name}={horovod_variable(name)}"
+            yield f"{text} is read as {horovod_number(name, 0):g}", "write a plain number"
 
 
-def _fusion() -> Check:
-    size_bytes = int(horovod_number("FUSION_THRESHOLD", FUSION_BYTES))
-    size = f"{size_bytes / (1 << 20):g} MiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"
-    what = f"up to {size}" if size_bytes > 0 else "off"
-    detail = f"{what}{_origin('FUSION_THRESHOLD')}; bytesched's chunks stay apart at any threshold"
-    return _read_as("FUSION_THRESHOLD", f"{size_bytes} bytes", "horovod fusion", detail)
+def _autotune() -> Iterator[tuple[str, str]]:
+    if horovod_autotunes():
+        yield (
+            "HOROVOD_AUTOTUNE is on: bytesched leaves the optimizer as it is",
+            "unset HOROVOD_AUTOTUNE to have bytesched schedule",
+        )
 
 
-def _cycle() -> Check:
-    cycle_ms = horovod_number("CYCLE_TIME", CYCLE_MS)
-    detail = f"every {cycle_ms:g} ms{_origin('CYCLE_TIME')}; bytesched leaves it"
-    return _read_as("CYCLE_TIME", f"{cycle_ms:g} ms", "horovod cycle", detail)
-
-
-def _cache() -> Check:
+def _cache() -> Iterator[tuple[str, str]]:
     capacity = horovod_cache_capacity()
-    if capacity <= 0:
-        detail = f"off{_origin('CACHE_CAPACITY')}: chunks go in the order of their submission"
-        return _read_as("CACHE_CAPACITY", "0", "horovod cache", detail)
-    detail = (
-        f"{capacity} tensors{_origin('CACHE_CAPACITY')}; chunks go in the order of the warm-up, "
-        "which is that of their priority"
-    )
-    if capacity >= HOROVOD_CACHE_CAPACITY:
-        return _read_as("CACHE_CAPACITY", str(capacity), "horovod cache", detail)
-    fix = (
-        f"unset HOROVOD_CACHE_CAPACITY, or set it to the number of chunks, if that is above "
-        f"{capacity}: beyond it, every tensor is negotiated again in every step"
-    )
-    return Check("horovod cache", "warn", detail, fix)
+    if 0 < capacity < HOROVOD_CACHE_CAPACITY:
+        yield (
+            f"HOROVOD_CACHE_CAPACITY={capacity}: beyond so many chunks, every tensor is negotiated "
+            "again in every step",
+            "unset it, or set it to the number of chunks, if that is higher",
+        )
 
 
-def _timeline() -> Check:
-    path = horovod_variable("TIMELINE")
-    detail = f"rank 0 writes {path}" if path else "off"
-    return Check("horovod timeline", "ok", f"{detail}; bytesched writes its own (timeline=FOLDER)")
-
-
-def _stalls() -> Check:
-    if horovod_number("STALL_CHECK_DISABLE", 0) > 0:
-        return Check("horovod stall check", "ok", "off; bytesched's timeout_s stands")
-    warning_s = horovod_number("STALL_CHECK_TIME_SECONDS", STALL_WARNING_S)
-    shutdown_s = horovod_number("STALL_SHUTDOWN_TIME_SECONDS", 0)
-    end = f"ends after {shutdown_s:g} s" if shutdown_s >= warning_s else "does not end"
-    detail = f"warns after {warning_s:g} s, {end}; bytesched's timeout_s stands beside it"
-    return Check("horovod stall check", "ok", detail)
-
-
-def _restarts() -> list[Check]:
-    if not (horovod_variable("FUSION_THRESHOLD") and horovod_variable("CYCLE_TIME")):
-        return []
-    detail = (
-        "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set: Horovod then crashes in a "
-        "second hvd.init(), as in an elastic run"
-    )
-    return [Check("horovod restart", "warn", detail, "unset one of them if ranks come and go")]
-
-
-def _read_as(name: str, value: str, check: str, detail: str) -> Check:
-    """A warning if what is set is not the number that Horovod takes it for."""
-    if is_horovod_number(name):
-        return Check(check, "ok", detail)
-    fix = f"HOROVOD_{name}={horovod_variable(name)} is read as {value}: write a plain number"
-    return Check(check, "warn", detail, fix)
-
-
-def _origin(name: str) -> str:
-    return f" (HOROVOD_{name})" if horovod_variable(name) else ""
+def _restart() -> Iterator[tuple[str, str]]:
+    if horovod_variable("FUSION_THRESHOLD") and horovod_variable("CYCLE_TIME"):
+        yield (
+            "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set: Horovod then crashes in "
+            "a second hvd.init(), as in an elastic run",
+            "unset one of them if ranks come and go",
+        )
 
 
 def _open_mpi_release() -> int:
