@@ -105,9 +105,9 @@ class SchedulerCore:
     def story(self, task: CommTask | None = None) -> str:
         """The last transitions, of one task or of all, one line each."""
         lines = [
-            f"  {number:>6} {event:<7} {told.name}"
-            for number, event, told in self._story
-            if task is None or told is task
+            f"  {number:>6} {event:<7} {noted.name}"
+            for number, event, noted in self._story
+            if task is None or noted is task
         ]
         return "\n".join(lines[-20:]) or "  (no events)"
 

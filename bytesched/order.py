@@ -1,7 +1,7 @@
 """One order on all ranks: the leader's choice, following it, and learning one to replay.
 
 Collectives must be issued in the same order on every rank. Rank 0 leads: it picks by policy
-among *its* ready tasks and tells the others, who follow. An order that has settled can be
+among *its* ready tasks and announces them; the others follow. An order that has converged can be
 replayed by all without messages. All of it is pure: what is sent, and how, is the plugin's.
 """
 
@@ -101,7 +101,7 @@ class OrderLearner:
     """Learns from the leader's choices of several iterations an order worth replaying.
 
     The order is by mean position over the last ``window`` iterations: one iteration is too
-    little (it cost 10 % on one shape of three). It has *settled* when no task strays from its
+    little (it cost 10 % on one shape of three). It has *converged* when no task strays from its
     mean position by more than ``tolerance`` places.
     """
 
@@ -120,8 +120,8 @@ class OrderLearner:
             position[index] = place
         self._seen.append(position)
 
-    def settled(self) -> list[int] | None:
-        """The order to replay, or None while it has not settled."""
+    def converged(self) -> list[int] | None:
+        """The order to replay, or None while it has not converged."""
         if len(self._seen) < (self._seen.maxlen or 1):
             return None
         columns = list(zip(*self._seen, strict=True))

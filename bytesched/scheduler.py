@@ -60,10 +60,11 @@ class Scheduler:
     Args:
         core: the decisions.
         transport: what sends; its ``start`` is called from this thread only.
-        announce: told which tasks start now, before they do (a leader tells the other ranks).
+        announce: called with the tasks that start now, before they do (a leader sends them to the
+            other ranks).
         on_finish: called on this thread for every finished task, which is re-armed already.
         on_error: called once, with the first error; nothing is started after it.
-        observers: told about queue and send spans, and the flow from ready to send.
+        observers: of queue and send spans, and of the flow from ready to send.
         thread: shared with other schedulers, all of which are closed together; its own if None.
     """
 
@@ -125,7 +126,7 @@ class Scheduler:
         self._put(swap)
 
     def fail(self, error: BaseException) -> None:
-        """Something outside the transport went wrong: stop starting, tell everyone."""
+        """Something outside the transport went wrong: nothing is started any more."""
 
         def stop() -> Sequence[CommTask]:
             self._give_up(error)

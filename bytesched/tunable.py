@@ -76,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What rank 0 says: this setting, from this step on, and when it will speak again."""
+    """What rank 0 has decided: this setting, from this step on, up to the next decision."""
 
     setting: Setting
     #: the number of steps until the next decision, at least 1
@@ -185,7 +185,7 @@ class Tuner(Protocol):
         """The first decision, before anything was scheduled."""
 
     def decide(self, steps: Steps) -> Decision:
-        """The next decision, asked for when the last one said."""
+        """The next decision, asked for after as many steps as the last one named."""
 
     def close(self) -> None:
         """Training is over, at any moment of the tuning."""

@@ -1,8 +1,8 @@
-"""The leader's word: which chunk is next, from rank 0 to the others, over a group of its own.
+"""The leader's protocol: which chunk is next, from rank 0 to the others, over a group of its own.
 
 Per iteration the leader either sends the chunks it starts, in batches, or, when an order has
-settled, one message saying that the order known to all goes on. Every iteration's last message
-says how the *next* one is ordered, so that a replayed iteration begins without waiting.
+converged, one message: the order known to all goes on. Every iteration's last message holds how
+the *next* one is ordered, so that a replayed iteration begins without waiting.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Leader:
     Args:
         group: the control group.
         chunks: how many there are in an iteration.
-        replay: whether a settled order may be replayed.
+        replay: whether an order that has converged may be replayed.
         blocked_ns: for how long, in all, nothing was on the wire because the head of the order
             was not ready while other chunks were.
     """
@@ -75,12 +75,12 @@ class Leader:
         whole = len(self._order) == self._chunks
         if self._mode == _LEAD:
             indices = self._order[-len(tasks) :]
-            following, settled = self._next() if whole else (_LEAD, None)
+            following, converged = self._next() if whole else (_LEAD, None)
             for first in range(0, len(indices), _BATCH):
                 self._send(following, indices[first : first + _BATCH])
-            if settled is not None:
-                self._broadcast(torch.tensor(settled, dtype=torch.int64, device="cpu"))
-                self.replayed = settled
+            if converged is not None:
+                self._broadcast(torch.tensor(converged, dtype=torch.int64, device="cpu"))
+                self.replayed = converged
         elif whole:
             following = _LEAD if self._drift.seen() else _REPLAY
             self._send(following, [])
@@ -95,8 +95,8 @@ class Leader:
         if self._learner is None:
             return _LEAD, None
         self._learner.observe(self._order)
-        settled = self._learner.settled()
-        return (_LEAD, None) if settled is None else (_REPLAY_NEW, settled)
+        converged = self._learner.converged()
+        return (_LEAD, None) if converged is None else (_REPLAY_NEW, converged)
 
     def _send(self, following: int, indices: Sequence[int]) -> None:
         message = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
@@ -143,7 +143,7 @@ class Drift:
 
 
 class Follower:
-    """The other ranks' side: a thread that hears the leader while an iteration is under way.
+    """The other ranks' side: a thread that receives the order while an iteration goes on.
 
     It listens only between the first ready chunk of an iteration and the last message about it,
     so that an hour of evaluation between two iterations is not a timeout.
@@ -163,7 +163,7 @@ class Follower:
         self._on_error = on_error
         self._iterations = threading.Semaphore(0)
         #: iterations, each counted by one thread
-        self._begun = self._heard = 0
+        self._begun = self._ended = 0
         #: chunks of this iteration
         self._ready = 0
         self._mode = _LEAD
@@ -184,12 +184,12 @@ class Follower:
     def change(self, chunks: int) -> None:
         """Between two rounds: so many chunks from now on, led by rank 0."""
         with self._idle:
-            # The leader's word about a replayed round may come after its last chunk.
-            heard = self._idle.wait_for(
-                lambda: self._heard == self._begun or not self._thread.is_alive(),
+            # The leader's message about a replayed round may come after its last chunk.
+            has_ended = self._idle.wait_for(
+                lambda: self._ended == self._begun or not self._thread.is_alive(),
                 self._group.timeout_s,
             )
-        if not heard:
+        if not has_ended:
             raise self._group.error(TimeoutError("timed out"), task=_TASK)
         self._chunks = chunks
         self._mode = _LEAD
@@ -199,7 +199,7 @@ class Follower:
         """Ends the thread; a message that it waits for will not come any more."""
         self._closed = True
         self._iterations.release()
-        if self._heard != self._begun:
+        if self._ended != self._begun:
             self._group.abort()
         self._thread.join(5.0)
 
@@ -208,9 +208,9 @@ class Follower:
             while self._iterations.acquire() and not self._closed:
                 self._mode = self._led() if self._mode == _LEAD else self._replay()
                 with self._idle:
-                    self._heard += 1
+                    self._ended += 1
                     self._idle.notify_all()
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for it
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
             self._on_error(error)
 
     def _led(self) -> int:

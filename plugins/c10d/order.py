@@ -28,7 +28,7 @@ def replayed_orders(ranks: int) -> frozenset[str]:
 
 
 class LeadingOrder:
-    """Rank 0 chooses by policy and tells the others; what has converged is replayed by all.
+    """Rank 0 chooses by policy, and the others follow; what has converged is replayed by all.
 
     See scheduled.Ordering.
 

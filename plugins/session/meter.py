@@ -16,7 +16,7 @@ __all__ = ["Meter"]
 _MS = 1e6
 _WORST = 8
 
-#: After so many steps it is said, once, if less than this share of the bytes crossed the barrier.
+#: After so many steps it is logged, once, if less than this share of the bytes crossed the barrier.
 _JUDGED_AFTER = 50
 _WORTH_IT = 0.02
 

@@ -20,7 +20,7 @@ class Progress:
     """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
 
     Args:
-        backend: told when something goes wrong, so that every rank learns of it.
+        backend: aborted when something goes wrong, so that every rank fails.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -78,7 +78,7 @@ class CudaStreams(Streams):
 
     Args:
         device: where parameters and gradients are.
-        fail: told about an error of the device.
+        fail: called with an error of the device.
     """
 
     def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
@@ -153,7 +153,7 @@ class CudaStreams(Streams):
                 value.record_stream(self._updating)
 
     def moment(self) -> Any:
-        # The host queues plain steps long before they run: its clock would tell how fast it is.
+        # The host queues plain steps long before they run: its clock would show how fast it is.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -195,5 +195,5 @@ class CudaStreams(Streams):
 
 
 def streams_for(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:
-    """The streams for gradients on ``device``; ``fail`` is told if the device has an error."""
+    """The streams for gradients on ``device``; ``fail`` is called with an error of it."""
     return CudaStreams(device, fail) if device.type == "cuda" else Streams()

@@ -152,13 +152,13 @@ def test_a_leader_is_not_led() -> None:
         Leading(Priority()).extend([0])
 
 
-def test_an_order_settles_after_a_window_of_iterations() -> None:
+def test_an_order_converges_after_a_window_of_iterations() -> None:
     learner = OrderLearner(window=3)
     for _ in range(2):
         learner.observe([2, 0, 1])
-        assert learner.settled() is None
+        assert learner.converged() is None
     learner.observe([2, 0, 1])
-    assert learner.settled() == [2, 0, 1]
+    assert learner.converged() == [2, 0, 1]
 
 
 def test_the_order_learned_is_that_of_the_mean_places() -> None:
@@ -166,7 +166,7 @@ def test_the_order_learned_is_that_of_the_mean_places() -> None:
     learner.observe([0, 1, 2, 3])
     learner.observe([1, 0, 2, 3])
     learner.observe([1, 0, 3, 2])
-    assert learner.settled() == [1, 0, 2, 3]
+    assert learner.converged() == [1, 0, 2, 3]
 
 
 @pytest.mark.parametrize("order", [[0, 0], [0, 2], [1, 2], [-1, 0]])
@@ -174,38 +174,38 @@ def test_only_whole_iterations_are_learned(order: list[int]) -> None:
     learner = OrderLearner(window=1)
     with pytest.raises(ValueError, match="every task once"):
         learner.observe(order)
-    assert learner.settled() is None
+    assert learner.converged() is None
 
 
-def test_an_order_that_strays_has_not_settled_until_the_odd_one_leaves_the_window() -> None:
+def test_an_order_that_strays_has_not_converged_until_the_odd_one_leaves_the_window() -> None:
     learner = OrderLearner(window=3, tolerance=2)
     forward = list(range(10))
     learner.observe(forward[::-1])
     learner.observe(forward)
     learner.observe(forward)
-    assert learner.settled() is None
+    assert learner.converged() is None
     learner.observe(forward)
-    assert learner.settled() == forward
+    assert learner.converged() == forward
 
 
 def test_the_tolerance_is_in_places() -> None:
-    def settled(tolerance: float) -> bool:
+    def converged(tolerance: float) -> bool:
         learner = OrderLearner(window=2, tolerance=tolerance)
         learner.observe([0, 1, 2, 3])
         learner.observe([3, 0, 1, 2])
-        return learner.settled() is not None
+        return learner.converged() is not None
 
-    assert settled(1.5)
-    assert not settled(1.4)
+    assert converged(1.5)
+    assert not converged(1.4)
 
 
 def test_a_new_plan_begins_a_new_window() -> None:
     learner = OrderLearner(window=2)
     learner.observe([0, 1])
     learner.observe([2, 1, 0])
-    assert learner.settled() is None
+    assert learner.converged() is None
     learner.observe([2, 1, 0])
-    assert learner.settled() == [2, 1, 0]
+    assert learner.converged() == [2, 1, 0]
 
 
 @settings(deadline=None)
@@ -217,7 +217,7 @@ def test_whatever_is_learned_is_a_whole_order_and_the_same_everywhere(
     for order in orders:
         for learner in learners:
             learner.observe(order)
-    learned = learners[0].settled()
+    learned = learners[0].converged()
     assert learned is not None
     assert sorted(learned) == list(range(8))
-    assert learners[1].settled() == learned
+    assert learners[1].converged() == learned
