@@ -7,75 +7,23 @@ short time while transfers are under way and for a longer one when they are not.
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from bytesched.errors import MismatchError, PeerLost, TransportError
+from bytesched.plugins.mpi_kvstore.messages import LONGEST_BYTES, Message
 
-__all__ = ["TO_SERVER", "TO_WORKER", "Loop", "Message", "Op", "pull_tag", "push_tag"]
-
-TO_SERVER = 1
-TO_WORKER = 2
-_FIRST_DATA_TAG = 16
-
-_HEADER = struct.Struct("<8q")
-_LONGEST_BYTES = 16384
+__all__ = ["Loop", "Role"]
 
 _SHORTEST_NAP_S = 2e-5
 _LONGEST_NAP_S = 3e-4
 _TICK_S = 0.05
-
-
-class Op:
-    """What a message is about."""
-
-    # to a server
-    MEET, INIT, DELETE, PUSH, PULL, OPTIMIZER, GET_STATE, SET_STATE, ALIVE, BYE = range(10)
-    # to a worker
-    MET, DONE, PUSHED, READY, STATE = range(10, 15)
-    # to both
-    FAILED = 15
-
-
-class Message(NamedTuple):
-    """A short message; its numbers mean what its op says."""
-
-    op: int
-    key: int = -1
-    step: int = 0
-    nbytes: int = 0
-    priority: int = 0
-    offset: int = 0
-    text: str = ""
-
-    def packed(self, source: int) -> bytes:
-        """Its bytes on the wire, from rank ``source``."""
-        text = self.text.encode()[: _LONGEST_BYTES - _HEADER.size]
-        return _HEADER.pack(*self[:6], source, len(text)) + text
-
-    @classmethod
-    def unpacked(cls, data: bytearray) -> tuple[int, Message]:
-        """The source, and the message."""
-        op, key, step, nbytes, priority, offset, source, length = _HEADER.unpack_from(data)
-        text = data[_HEADER.size : _HEADER.size + length].decode(errors="replace")
-        return source, cls(op, key, step, nbytes, priority, offset, text)
-
-
-def push_tag(key: int) -> int:
-    """The tag under which a worker sends values of ``key``."""
-    return _FIRST_DATA_TAG + 2 * key
-
-
-def pull_tag(key: int) -> int:
-    """The tag under which a server sends values of ``key``."""
-    return _FIRST_DATA_TAG + 2 * key + 1
 
 
 @dataclass
@@ -94,33 +42,35 @@ class _Expected:
     what: str
 
 
+class Role(Protocol):
+    """What a rank is to the store, a worker or a server. Everything is called by the loop."""
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """A message of ``rank`` is here."""
+
+    def on_tick(self) -> None:
+        """Called about every 50 ms, to look for what has waited too long."""
+
+    def awaits(self) -> bool:
+        """True while an answer is to come, so that the loop looks for it more often."""
+
+    def fail(self, error: BaseException) -> None:
+        """MPI or a callback raised ``error``; the first one is final."""
+
+
 class Loop:
-    """Makes the MPI calls of one process; only `call` and `stop` may be used from other threads.
+    """Makes the MPI calls of one process.
+
+    Only `call`, `stop` and `has_ended` may be used from other threads, once it runs.
 
     Args:
-        comm: nobody else uses it.
-        on_message: called with source and message, by tag (TO_SERVER, TO_WORKER).
-        on_tick: called about every 50 ms.
-        on_error: called with errors of MPI and of callbacks.
-        awaits: true while an answer is to come.
+        comm: a communicator that is used here alone.
         idle_nap_s: how long to sleep when nothing is under way.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        on_message: dict[int, Callable[[int, Message], None]],
-        *,
-        on_tick: Callable[[], None],
-        on_error: Callable[[BaseException], None],
-        awaits: Callable[[], object],
-        idle_nap_s: float,
-    ) -> None:
+    def __init__(self, comm: Any, *, idle_nap_s: float) -> None:
         self.comm = comm
         self.rank: int = comm.Get_rank()
-        self._on_tick = on_tick
-        self._on_error = on_error
-        self._awaits = awaits
         self._idle_nap_s = idle_nap_s
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: list[Any] = []
@@ -128,10 +78,13 @@ class Loop:
         self._expected: list[_Expected] = []
         self._sends = 0
         self._stop_at_s = 0.0
-        self._thread: threading.Thread | None = None
-        for tag, heard in on_message.items():
-            self._listen(tag, heard, bytearray(_LONGEST_BYTES))
-        self._listening = len(on_message)
+        self._roles: list[Role] = []
+        self._thread = threading.Thread(target=self.run, name="bytesched-mpi", daemon=True)
+
+    def add(self, role: Role, tag: int) -> None:
+        """``role`` gets the messages under ``tag``; before the loop runs."""
+        self._roles.append(role)
+        self._listen(role, tag, bytearray(LONGEST_BYTES))
 
     # -- any thread --------------------------------------------------------------------
 
@@ -141,7 +94,6 @@ class Loop:
 
     def start(self) -> None:
         """Runs in a thread of its own."""
-        self._thread = threading.Thread(target=self.run, name="bytesched-mpi", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -151,17 +103,17 @@ class Loop:
             self._stop_at_s = monotonic() + timeout_s
 
         self._inbox.put(begin)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s + 5.0)
 
     @property
     def has_ended(self) -> bool:
         """Whether MPI is free for other threads."""
-        return self._thread is not None and not self._thread.is_alive()
+        return not self._thread.is_alive()
 
     # -- the loop's thread -------------------------------------------------------------
 
-    def tell(self, rank: int, tag: int, message: Message) -> None:
+    def send_message(self, rank: int, tag: int, message: Message) -> None:
         """Sends a short message."""
         self.send(message.packed(self.rank), rank, tag)
 
@@ -202,12 +154,12 @@ class Loop:
             now_s = monotonic()
             if now_s >= tick_at_s:
                 tick_at_s = now_s + _TICK_S
-                self._guarded(self._on_tick)
+                for role in self._roles:
+                    self._guarded(role.on_tick)
             if progressed:
                 nap_s = _SHORTEST_NAP_S
             else:
-                busy = self._awaits() or self._expected or len(self._requests) > self._listening
-                nap_s = min(1.5 * nap_s, _LONGEST_NAP_S if busy else self._idle_nap_s)
+                nap_s = min(1.5 * nap_s, _LONGEST_NAP_S if self._is_busy() else self._idle_nap_s)
             try:
                 self._guarded(self._inbox.get(timeout=nap_s))
                 while True:
@@ -221,11 +173,20 @@ class Loop:
     def _has_stopped(self) -> bool:
         return bool(self._stop_at_s) and (not self._sends or monotonic() > self._stop_at_s)
 
+    def _is_busy(self) -> bool:
+        # One request of each role only listens.
+        under_way = self._expected or len(self._requests) > len(self._roles)
+        return bool(under_way) or any(role.awaits() for role in self._roles)
+
+    def _fail(self, error: BaseException) -> None:
+        for role in self._roles:
+            role.fail(error)
+
     def _guarded(self, what: Callable[[], bool | None]) -> bool | None:
         try:
             return what()
-        except Exception as error:  # noqa: BLE001 - it must reach whoever waits
-            self._on_error(error)
+        except Exception as error:  # noqa: BLE001 - it must reach those that wait
+            self._fail(error)
             return None
 
     def _test(self) -> bool:
@@ -244,7 +205,7 @@ class Loop:
         return progressed
 
     def _probe(self) -> bool:
-        """Receives what has come; before that, its size is known."""
+        """Receives what has come, whose size is looked at before."""
         status = MPI.Status()
         waiting = []
         for expected in self._expected:
@@ -254,7 +215,7 @@ class Loop:
                 continue
             nbytes, room = status.Get_count(MPI.BYTE), expected.buffer.nbytes
             if nbytes != room:
-                self._on_error(
+                self._fail(
                     MismatchError(
                         f"{expected.what}: rank {expected.rank} sent {nbytes} bytes instead of "
                         f"{room}"
@@ -287,10 +248,10 @@ class Loop:
             return PeerLost(f"rank {ranks} of the store is gone ({text})", rank=self.rank)
         return TransportError(f"MPI reports: {text}", rank=self.rank)
 
-    def _listen(self, tag: int, heard: Callable[[int, Message], None], buffer: bytearray) -> None:
+    def _listen(self, role: Role, tag: int, buffer: bytearray) -> None:
         def arrived() -> None:
             source, message = Message.unpacked(buffer)
-            self._listen(tag, heard, buffer)
-            heard(source, message)
+            self._listen(role, tag, buffer)
+            role.on_message(source, message)
 
         self.receive(buffer, MPI.ANY_SOURCE, tag, arrived)

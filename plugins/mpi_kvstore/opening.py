@@ -20,13 +20,14 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
 from bytesched.errors import ConfigError, MismatchError, PeerLost, PluginError, SchedulerTimeout
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, TO_WORKER, Loop
+from bytesched.plugins.mpi_kvstore.loop import Loop
+from bytesched.plugins.mpi_kvstore.messages import TO_SERVER
 from bytesched.plugins.mpi_kvstore.server.server import Server
 from bytesched.plugins.mpi_kvstore.transfer import OneSided, Transfer, TwoSided
 from bytesched.plugins.mpi_kvstore.worker.store import MPIKVStore
@@ -35,12 +36,12 @@ __all__ = ["MPIKVStore", "open_store"]
 
 log = logging.getLogger("bytesched")
 
-#: A server gives up before the workers that wait for it, so that they are told the reason.
+#: A server gives up before the workers that wait for it, so that they get its reason.
 _SERVERS_SHARE = 0.75
 _WORKER_NAP_S = 0.02
 _SERVER_NAP_S = 0.0005
 _SETTINGS_BYTES = 256
-#: for the other ranks to say what they know before the job is ended
+#: for the errors of other ranks to be shown before the job is ended
 _GRACE_S = 1.0
 #: for MPI to end this process
 _ABORT_S = 5
@@ -87,21 +88,23 @@ def open_store(
     workers = list(range(size - servers))
     serving = list(range(size - servers, size)) if servers else workers
     rank = own.Get_rank()
-    server = Server(workers, _SERVERS_SHARE * timeout_s) if rank in serving else None
-    worker = (
-        MPIKVStore(rank, len(workers), serving, timeout_s, updates=updates)
-        if rank in workers
-        else None
-    )
-    loop = _loop(own, worker, server)
+    loop = Loop(own, idle_nap_s=_SERVER_NAP_S if rank in serving else _WORKER_NAP_S)
     moving = _one_sided(loop, settings) if transfer == "one-sided" else TwoSided(loop)
-    if server is not None:
-        server.serve(loop, moving)
-    if worker is None:
-        assert server is not None
-        _serve(loop, server, moving)
-    assert worker is not None
-    worker.use(loop, moving, server)
+    server: Server | None = None
+    if rank in serving:
+        server = Server(loop, moving, workers, _SERVERS_SHARE * timeout_s)
+        loop.add(server, TO_SERVER)
+        if rank not in workers:
+            _serve(loop, server, moving)
+    worker = MPIKVStore(
+        loop,
+        moving,
+        server,
+        num_workers=len(workers),
+        servers=serving,
+        timeout_s=timeout_s,
+        updates=updates,
+    )
     atexit.register(_at_exit, worker, loop, moving)
     loop.start()
     return worker
@@ -169,33 +172,8 @@ def _never_came(timeout_s: float, what: str) -> SchedulerTimeout:
     return SchedulerTimeout(f"waited {timeout_s:g} s for {what}")
 
 
-def _loop(comm: Any, worker: MPIKVStore | None, server: Server | None) -> Loop:
-    roles: list[tuple[int, Any]] = []
-    if worker is not None:
-        roles.append((TO_WORKER, worker))
-    if server is not None:
-        roles.append((TO_SERVER, server))
-
-    def on_tick() -> None:
-        for _, role in roles:
-            role.on_tick()
-
-    def on_error(error: BaseException) -> None:
-        for _, role in roles:
-            role.fail(error)
-
-    return Loop(
-        comm,
-        {tag: role.on_message for tag, role in roles},
-        on_tick=on_tick,
-        on_error=on_error,
-        awaits=(lambda: False) if worker is None else worker.awaits,
-        idle_nap_s=_WORKER_NAP_S if server is None else _SERVER_NAP_S,
-    )
-
-
-def _serve(loop: Loop, server: Server, moving: Transfer) -> None:
-    """Never returns."""
+def _serve(loop: Loop, server: Server, moving: Transfer) -> NoReturn:
+    """Serves until every worker has left, then ends the process."""
     server.on_empty = lambda: loop.stop(_GRACE_S)
     loop.run()
     if server.error is None:
@@ -220,7 +198,7 @@ def _at_exit(worker: MPIKVStore, loop: Loop, moving: Transfer) -> None:
         worker.fail_with(PeerLost(f"worker {worker.rank} ended with {reason}"))
     if worker.error is not None:
         worker.close()
-    # Also if it could not be said, because the loop is stuck in MPI: MPI's end would be, too.
+    # Also if the loop is stuck in MPI and sent nothing: MPI's end would be stuck, too.
     if worker.error is not None or died is not None or not loop.has_ended:
         _abort()
     moving.release()
@@ -238,6 +216,6 @@ def _abort() -> None:
     signal.alarm(_ABORT_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    # What was to be said to the others has been given to MPI; they hear it meanwhile.
+    # The messages to the others have been given to MPI, which delivers them meanwhile.
     time.sleep(_GRACE_S)
     MPI.COMM_WORLD.Abort(1)

@@ -13,7 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from bytesched.errors import PluginError
-from bytesched.plugins.mpi_kvstore.loop import TO_WORKER, Loop, Message, Op, pull_tag, push_tag
+from bytesched.plugins.mpi_kvstore.loop import Loop
+from bytesched.plugins.mpi_kvstore.messages import TO_WORKER, Message, Op, pull_tag, push_tag
 
 __all__ = ["OneSided", "Transfer", "TwoSided"]
 
@@ -36,7 +37,7 @@ class Transfer(Protocol):
         """Gets ready for the answer of ``server``, which fills ``memory``."""
 
     def ready(self, server: int, message: Message) -> None:
-        """``server`` says that the answer can be read."""
+        """The answer of ``server`` can be read."""
 
     def forget(self, key: int) -> None:
         """``key`` is not used any more."""
@@ -112,7 +113,7 @@ class OneSided:
     def give(self, worker: int, key: int, memory: Any, then: Callable[[], None]) -> None:
         offset = self._put(key, worker, memory)
         then()
-        self._loop.tell(worker, TO_WORKER, Message(Op.READY, key, offset=offset))
+        self._loop.send_message(worker, TO_WORKER, Message(Op.READY, key, offset=offset))
 
     def ask(self, server: int, key: int, memory: Any, then: Callable[[], None]) -> None:
         self._asked[key] = (memory, then)

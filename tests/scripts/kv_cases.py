@@ -23,7 +23,7 @@ from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.kvstore.training import begin as kvstore_training
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore import opening as mpi_kvstore
-from bytesched.plugins.mpi_kvstore.loop import Message, Op
+from bytesched.plugins.mpi_kvstore.messages import Message, Op
 from bytesched.plugins.mpi_kvstore.server.server import Server
 from bytesched.plugins.mpi_kvstore.server.service import Answers
 
@@ -175,7 +175,7 @@ class _Silent:
         self.taken: list[tuple[int, int]] = []
         self.ends: list[Callable[[], None]] = []
 
-    def tell(self, rank: int, tag: int, message: Message) -> None:
+    def send_message(self, rank: int, tag: int, message: Message) -> None:
         pass
 
     def receive(self, buffer: Any, rank: int, tag: int, then: Callable[[], None]) -> None:
@@ -190,9 +190,9 @@ class _Silent:
 
 
 def most_complete_keys_are_served_first() -> None:
-    server, silent = Server([0, 1, 2], TIMEOUT_S), _Silent()
+    silent = _Silent()
     fake: Any = silent
-    server.serve(fake, fake)
+    server = Server(fake, fake, [0, 1, 2], TIMEOUT_S)
     for key in range(6):
         what = '{"name": "k", "dtype": "float32", "shape": [2]}'
         server.on_message(0, Message(Op.INIT, key, text=what))

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from bytesched.config import Config
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Message, Op, push_tag
+from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, Message, Op, push_tag
 
 TIMEOUT_S = 3.0
 RANK = MPI.COMM_WORLD.Get_rank()
@@ -107,7 +107,7 @@ def worker_leaves() -> None:
 def announced_wrong_size() -> None:
     kv = open_here()
     if kv.rank == 1:
-        kv._loop.call(lambda: kv._loop.tell(2, TO_SERVER, Message(Op.PUSH, 0, 1, nbytes=8)))
+        kv._loop.call(lambda: kv._loop.send_message(2, TO_SERVER, Message(Op.PUSH, 0, 1, nbytes=8)))
     train(kv, 10_000)
 
 
@@ -117,7 +117,7 @@ def sent_more_than_announced() -> None:
         data = bytearray(800_000)
 
         def begin() -> None:
-            kv._loop.tell(2, TO_SERVER, Message(Op.PUSH, 0, 1, nbytes=400_000))
+            kv._loop.send_message(2, TO_SERVER, Message(Op.PUSH, 0, 1, nbytes=400_000))
             kv._loop.send(data, 2, push_tag(0))
 
         kv._loop.call(begin)

@@ -1,4 +1,4 @@
-"""One key at its server: what was pushed and is summed, and who waits for the sum."""
+"""One key at its server: what was pushed and is summed, and the pulls that wait for the sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytesched.errors import InvalidTransition, MismatchError, PeerLost
-from bytesched.plugins.mpi_kvstore.loop import Message
+from bytesched.plugins.mpi_kvstore.messages import Message
 from bytesched.plugins.mpi_kvstore.server.meetings import listed
 from bytesched.plugins.mpi_kvstore.server.optimizer import ServerOptimizer
 
@@ -17,7 +17,7 @@ __all__ = ["Entry", "Pull", "Spare"]
 
 
 class Pull(NamedTuple):
-    """A worker waits for the value, after so many pushes of its own."""
+    """A worker's request for the value, after so many pushes of its own."""
 
     worker: int
     pushes: int
@@ -90,7 +90,7 @@ class Entry:
         self._pulls: list[Pull] = []
 
     def announce(self, worker: int, message: Message) -> None:
-        """``worker`` is about to push. MismatchError, InvalidTransition."""
+        """``worker`` is about to push. Raises MismatchError and InvalidTransition."""
         if message.nbytes != self.value.nbytes:
             raise MismatchError(
                 f"worker {worker} pushed {message.nbytes} bytes of key {self.name!r}, which has "
@@ -144,14 +144,14 @@ class Entry:
         self._spare.keep(total)
 
     def answerable(self, left: set[int]) -> list[Pull]:
-        """Takes the pulls whose turn it is; workers that have ``left`` hold nobody up."""
+        """Takes the pulls whose step is complete. PeerLost if one waits for a worker that left."""
         ready = [pull for pull in self._pulls if pull.pushes <= self._completed]
         self._pulls = [pull for pull in self._pulls if pull.pushes > self._completed]
         self.note_wait()
-        self.complain_of(left)
+        self.check(left)
         return ready
 
-    def complain_of(self, left: Iterable[int]) -> None:
+    def check(self, left: Iterable[int]) -> None:
         """Raises PeerLost if a pull waits for a worker that has left."""
         for pull in self._pulls:
             for other in left:
@@ -162,12 +162,12 @@ class Entry:
                     )
 
     def note_wait(self) -> None:
-        """Whether somebody waits for this key, and since when."""
+        """Notes since when a worker waits for this key, if one does."""
         waits = self._pulls or self.announced or self.taken
         self.since_s = (self.since_s or monotonic()) if waits else 0.0
 
     def overdue(self, oldest_s: float) -> str:
-        """Who is missing where others have waited since ``oldest_s``; empty if nobody is."""
+        """Which workers are missing if others wait since before ``oldest_s``; else empty."""
         if not self.since_s or self.since_s >= oldest_s:
             return ""
         slowest = min(self.counts)

@@ -11,11 +11,11 @@ __all__ = ["Meetings", "listed"]
 
 
 class Meetings:
-    """Who has come to which meeting, and to do what.
+    """Which workers have come to which meeting, and with which call.
 
     Args:
         workers: how many have to come.
-        left: workers that will never come again; others add to it.
+        left: workers that will never come again; the server adds to it.
     """
 
     def __init__(self, workers: int, left: set[int]) -> None:
@@ -33,7 +33,7 @@ class Meetings:
         here = self._here.setdefault(number, {})
         self._since_s.setdefault(number, monotonic())
         here[worker] = what
-        self.complain_of_those_who_left()
+        self.check()
         if len(here) < self._workers:
             return None
         del self._here[number], self._since_s[number]
@@ -42,7 +42,7 @@ class Meetings:
             return ""
         return f"worker 0 called {here[0]}, and worker {different} called {here[different]}"
 
-    def complain_of_those_who_left(self) -> None:
+    def check(self) -> None:
         """Raises PeerLost if a meeting waits for one of them."""
         for here in self._here.values():
             if absent := self._left - here.keys():
@@ -50,7 +50,7 @@ class Meetings:
                 raise PeerLost(f"worker {listed(absent)} left; others are at: {what}")
 
     def overdue(self, oldest_s: float) -> str:
-        """Who is missing where others have waited since ``oldest_s``; empty if nobody is."""
+        """Which workers are missing if others wait since before ``oldest_s``; else empty."""
         for number, since_s in self._since_s.items():
             if since_s < oldest_s:
                 here = self._here[number]

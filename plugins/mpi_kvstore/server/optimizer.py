@@ -9,7 +9,7 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["ServerOptimizer", "packed_state", "unpacked_state"]
+__all__ = ["ServerOptimizer"]
 
 
 class ServerOptimizer:
@@ -57,25 +57,6 @@ class ServerOptimizer:
         self._optimizer.state[self._parameter] = {k: v.clone() for k, v in state.items()}
 
 
-def packed_state(state: dict[str, torch.Tensor]) -> tuple[list[list[Any]], torch.Tensor]:
-    """What the entries are, as JSON takes it, and their bytes one after the other."""
-    what = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.items()]
-    parts = [t.contiguous().reshape(-1).view(torch.uint8) for t in state.values() if t.numel()]
-    return what, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def unpacked_state(what: list[list[Any]], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The entries again."""
-    state, offset = {}, 0
-    for name, dtype_name, shape in what:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
-        raw = tensor.reshape(-1).view(torch.uint8)
-        raw.copy_(data[offset : offset + raw.numel()])
-        offset += raw.numel()
-        state[name] = tensor
-    return state
-
-
 def _from_json(value: Any) -> Any:
-    """JSON knows no tuples, and optimizers check for them."""
+    """JSON has no tuples, and optimizers check for them."""
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The server's side of the store over MPI: who says what, who is still there, and the state."""
+"""The server's side of the store over MPI: its keys, and the workers that use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from bytesched import errors
 from bytesched.errors import (
     BytesschedError,
     InvalidTransition,
@@ -17,45 +16,45 @@ from bytesched.errors import (
     PluginError,
     SchedulerTimeout,
 )
-from bytesched.plugins.mpi_kvstore.loop import TO_WORKER, Loop, Message, Op, pull_tag, push_tag
-from bytesched.plugins.mpi_kvstore.memory import memory_of
+from bytesched.plugins.mpi_kvstore.loop import Loop
+from bytesched.plugins.mpi_kvstore.memory import memory_of, packed_state, unpacked_state
+from bytesched.plugins.mpi_kvstore.messages import TO_WORKER, Message, Op, pull_tag, push_tag
 from bytesched.plugins.mpi_kvstore.server.entry import Entry, Pull, Spare
 from bytesched.plugins.mpi_kvstore.server.meetings import Meetings
-from bytesched.plugins.mpi_kvstore.server.optimizer import (
-    ServerOptimizer,
-    packed_state,
-    unpacked_state,
-)
+from bytesched.plugins.mpi_kvstore.server.optimizer import ServerOptimizer
 from bytesched.plugins.mpi_kvstore.server.service import Answers, Arrivals, Push
 from bytesched.plugins.mpi_kvstore.transfer import Transfer
 
-__all__ = ["Server", "error_of"]
+__all__ = ["Server"]
 
 
 class Server:
-    """Serves the keys of one rank. Everything runs in the loop's thread.
+    """Serves the keys of one rank (see loop.Role).
 
     Args:
         workers: ranks of the communicator, by number of the worker.
         timeout_s: how long a step may stay incomplete.
     """
 
-    def __init__(self, workers: list[int], timeout_s: float) -> None:
+    def __init__(
+        self, loop: Loop, transfer: Transfer, workers: list[int], timeout_s: float
+    ) -> None:
         self.error: BaseException | None = None
         #: some worker has not left, and nothing has failed
         self.is_serving = True
         self._workers = workers
         self._number = {rank: number for number, rank in enumerate(workers)}
         self._timeout_s = timeout_s
-        self._loop: Loop
-        self._arrivals: Arrivals
-        #: by number of the worker
-        self._answers: list[Answers] = []
+        self._loop = loop
+        self._forget = transfer.forget
         self._spare = Spare()
+        self._arrivals = Arrivals(workers, transfer, self._spare, self._received)
+        #: by number of the worker
+        self._answers = [Answers(rank, transfer) for rank in workers]
         self._entries: dict[int, Entry] = {}
         self._optimizer: dict[str, Any] | None = None
         self._hyperparameters: dict[str, Any] = {}
-        self._heard_s = [monotonic()] * len(workers)
+        self._seen_s = [monotonic()] * len(workers)
         self._left: set[int] = set()
         self._meetings = Meetings(len(workers), self._left)
         #: called when every worker has left
@@ -73,21 +72,14 @@ class Server:
             Op.BYE: self._bye,
         }
 
-    def serve(self, loop: Loop, transfer: Transfer) -> None:
-        """What to answer through."""
-        self._loop = loop
-        self._forget = transfer.forget
-        self._arrivals = Arrivals(self._workers, transfer, self._spare, self._received)
-        self._answers = [Answers(rank, transfer) for rank in self._workers]
-
     def on_message(self, rank: int, message: Message) -> None:
-        """A worker, or another server, says something."""
+        """A message of a worker, or of another server, is here."""
         if message.op == Op.FAILED:
-            self.fail(error_of(message))
+            self.fail(message.error)
         if self.error is not None or rank not in self._number:
             return
         worker = self._number[rank]
-        self._heard_s[worker] = monotonic()
+        self._seen_s[worker] = monotonic()
         try:
             self._by_op[message.op](worker, message)
         except BytesschedError as error:
@@ -104,22 +96,24 @@ class Server:
             if missing := place.overdue(oldest_s):
                 self.fail(SchedulerTimeout(f"waited {self._timeout_s:g} s for {missing}"))
                 return
-        for worker, heard_s in enumerate(self._heard_s):
-            if worker not in self._left and heard_s < oldest_s:
-                self.fail(
-                    PeerLost(f"nothing was heard of worker {worker} for {self._timeout_s:g} s")
-                )
+        for worker, seen_s in enumerate(self._seen_s):
+            if worker not in self._left and seen_s < oldest_s:
+                self.fail(PeerLost(f"nothing came from worker {worker} for {self._timeout_s:g} s"))
                 return
 
+    def awaits(self) -> bool:
+        """A server only answers."""
+        return False
+
     def fail(self, error: BaseException) -> None:
-        """The first error is final, and every worker is told."""
+        """The first error is final, and is sent to every worker."""
         if self.error is not None:
             return
         self.error = error
-        message = Message(Op.FAILED, text=f"{type(error).__name__}\n{error}")
+        message = Message.failed(error)
         for worker, rank in enumerate(self._workers):
             if worker not in self._left:
-                self._loop.tell(rank, TO_WORKER, message)
+                self._loop.send_message(rank, TO_WORKER, message)
         self._end()
 
     # -- what workers agree on ---------------------------------------------------------
@@ -129,13 +123,15 @@ class Server:
         if different is None:
             return
         for rank in self._workers:
-            self._loop.tell(rank, TO_WORKER, Message(Op.MET, step=message.step, text=different))
+            self._loop.send_message(
+                rank, TO_WORKER, Message(Op.MET, step=message.step, text=different)
+            )
 
     def _bye(self, worker: int, message: Message) -> None:
         self._left.add(worker)
         for entry in self._entries.values():
-            entry.complain_of(self._left)
-        self._meetings.complain_of_those_who_left()
+            entry.check(self._left)
+        self._meetings.check()
         if len(self._left) == len(self._workers):
             self._end()
 
@@ -191,7 +187,7 @@ class Server:
 
     def _done(self, worker: int, message: Message) -> None:
         answer = Message(Op.DONE, step=message.step)
-        self._loop.tell(self._workers[worker], TO_WORKER, answer)
+        self._loop.send_message(self._workers[worker], TO_WORKER, answer)
 
     def _known(self, message: Message, worker: int) -> Entry:
         entry = self._entries.get(message.key)
@@ -208,7 +204,7 @@ class Server:
 
     def _received(self, push: Push, value: torch.Tensor) -> None:
         entry, message = push.entry, push.message
-        self._loop.tell(
+        self._loop.send_message(
             self._workers[push.worker],
             TO_WORKER,
             Message(Op.PUSHED, entry.number, message.step, offset=message.offset),
@@ -237,7 +233,7 @@ class Server:
         what, data = packed_state(state)
         rank = self._workers[worker]
         text = json.dumps(what)
-        self._loop.tell(
+        self._loop.send_message(
             rank,
             TO_WORKER,
             Message(Op.STATE, entry.number, message.step, nbytes=data.nbytes, text=text),
@@ -259,12 +255,3 @@ class Server:
             self._done(worker, message)
 
         self._loop.receive(memory_of(data), self._workers[worker], push_tag(entry.number), arrived)
-
-
-def error_of(message: Message) -> BaseException:
-    """The error that another rank has reported."""
-    name, _, text = message.text.partition("\n")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.BytesschedError):
-        return kind(text)
-    return PeerLost(f"{name}: {text}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from bytesched.plugins.mpi_kvstore.loop import Message
 from bytesched.plugins.mpi_kvstore.memory import memory_of
+from bytesched.plugins.mpi_kvstore.messages import Message
 from bytesched.plugins.mpi_kvstore.server.entry import Entry, Spare
 from bytesched.plugins.mpi_kvstore.transfer import Transfer
 

@@ -12,15 +12,18 @@ from typing import Any
 
 from bytesched.errors import (
     InvalidTransition,
+    MismatchError,
     SchedulerClosed,
     SchedulerTimeout,
 )
 from bytesched.kvstore.protocol import Ended
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Loop, Message, Op, push_tag
+from bytesched.plugins.mpi_kvstore.loop import Loop
+from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, Message, Op, push_tag
+from bytesched.plugins.mpi_kvstore.server.server import Server
 
 __all__ = ["Calls"]
 
-#: Workers say that they live so often per timeout.
+#: How often, per timeout, a worker sends a sign of life.
 _BEATS = 4
 
 
@@ -37,79 +40,74 @@ class _Pending:
 
 
 class Calls:
-    """One worker's questions, and its one sticky error.
+    """One worker's open calls, and its one sticky error (see loop.Role).
 
-    Methods are for the loop's thread, except those that wait.
+    Methods are for the loop's thread, unless a heading says otherwise.
 
     Args:
         servers: ranks; the first one is where workers meet.
         timeout_s: how long an answer may take.
     """
 
-    def __init__(self, rank: int, servers: list[int], timeout_s: float) -> None:
-        self.closed = False
+    def __init__(self, loop: Loop, servers: list[int], timeout_s: float) -> None:
+        self.is_closed = False
         #: the first error, which is final
         self.error: BaseException | None = None
-        self._rank = rank
+        self._loop = loop
         self._servers = servers
         self._timeout_s = timeout_s
-        self._loop: Loop
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._asked = 0
         self._meetings = 0
         self._beat_at_s = 0.0
+        self._by_op: dict[int, Callable[[int, Message], None]] = {
+            Op.FAILED: lambda server, message: self.fail(message.error),
+            Op.MET: self._met,
+            Op.DONE: lambda server, message: self.came("call", message.step),
+            Op.PUSHED: lambda server, message: self.came("push", message.key),
+        }
 
-    def use(self, loop: Loop) -> None:
-        """What to ask through."""
-        self._loop = loop
+    # -- what the loop calls -----------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Whoever waits gets the first error, which is final, and every server is told.
+    def on(self, op: int, call: Callable[[int, Message], None]) -> None:
+        """Messages of that kind go to ``call``, with the server's rank; before the loop runs."""
+        self._by_op[op] = call
 
-        Called in the loop's thread.
-        """
-        if self.error is not None or self.closed:
-            return
-        self.error = error
-        for pending in self.take_pending():
-            pending.ended(error)
-        message = Message(Op.FAILED, text=f"{type(error).__name__}\n{error.args[0]}")
-        for server in self._servers:
-            self._loop.tell(server, TO_SERVER, message)
-
-    def fail_with(self, error: BaseException) -> None:
-        """This worker will not go on; returns when that has been said. Any other thread."""
-        said = threading.Event()
-
-        def say() -> None:
-            self.fail(error)
-            said.set()
-
-        self._loop.call(say)
-        said.wait(self._timeout_s)
-
-    def awaits(self) -> bool:
-        """True while an answer is to come."""
-        return bool(self._pending)
+    def on_message(self, rank: int, message: Message) -> None:
+        """A message of a server is here."""
+        self._by_op[message.op](rank, message)
 
     def on_tick(self) -> None:
-        """Looks for what has waited too long, and says that this worker lives."""
+        """Looks for what has waited too long, and sends a sign of life."""
         now_s = monotonic()
-        if self.closed or self.error is not None:
+        if self.is_closed or self.error is not None:
             return
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self._timeout_s / _BEATS
-            for server in self._servers:
-                self._loop.tell(server, TO_SERVER, Message(Op.ALIVE))
+            self.send_to_all(Message(Op.ALIVE))
         late = next((p for p in self._pending.values() if p.deadline_s < now_s), None)
         if late is not None:
             self.fail(
                 SchedulerTimeout(
                     f"the server on rank {late.server} has not answered the {late.what} within "
                     f"{self._timeout_s:g} s: it is stopped, stuck or gone",
-                    rank=self._rank,
+                    rank=self._loop.rank,
                 )
             )
+
+    def awaits(self) -> bool:
+        """True while an answer is to come."""
+        return bool(self._pending)
+
+    def fail(self, error: BaseException) -> None:
+        """Every open call ends with the first error, which is final; servers get it as well."""
+        if self.error is not None or self.is_closed:
+            return
+        self.error = error
+        self._end_pending(lambda pending: error)
+        self.send_to_all(Message.failed(error))
+
+    # -- calls under way ---------------------------------------------------------------
 
     def expect(
         self, kind: str, number: int, what: str, server: int, ended: Ended, missing: int = 1
@@ -127,6 +125,7 @@ class Calls:
         return True
 
     def came(self, kind: str, number: int, error: BaseException | None = None) -> None:
+        """One of the events that a call waits for; the last one ends it."""
         pending = self._pending.get((kind, number))
         if pending is None:
             return
@@ -135,26 +134,27 @@ class Calls:
             del self._pending[kind, number]
             pending.ended(error)
 
-    def take_pending(self) -> list[_Pending]:
-        pending, self._pending = list(self._pending.values()), {}
-        return pending
+    def send_to_all(self, message: Message) -> None:
+        """Sends ``message`` to every server."""
+        for server in self._servers:
+            self._loop.send_message(server, TO_SERVER, message)
 
-    # -- calls that wait, in any other thread ------------------------------------------
+    def _met(self, server: int, message: Message) -> None:
+        error = MismatchError(message.text) if message.text else None
+        self.came("meet", message.step, error)
+
+    def _end_pending(self, error_of: Callable[[_Pending], BaseException]) -> None:
+        ending, self._pending = list(self._pending.values()), {}
+        for pending in ending:
+            pending.ended(error_of(pending))
+
+    # -- any other thread; most of these wait ------------------------------------------
 
     def meet(self, what: str) -> None:
         """Returns when every worker has come here, to do the same."""
         number = self._meetings
         self._meetings += 1
-        server = self._servers[0]
-
-        def ask(ended: Ended) -> None:
-            def begin() -> None:
-                if self.expect("meet", number, what, server, ended):
-                    self._loop.tell(server, TO_SERVER, Message(Op.MEET, step=number, text=what))
-
-            self._loop.call(begin)
-
-        self.wait(what, ask)
+        self._send(Message(Op.MEET, step=number, text=what), "meet", self._servers[0], what)
 
     def ask(
         self, op: int, server: int, what: str, key: int = -1, text: Any = None, memory: Any = None
@@ -163,35 +163,75 @@ class Calls:
         number = self._asked
         self._asked += 1
         nbytes = 0 if memory is None else memory.nbytes
+        message = Message(op, key, number, nbytes, text=json.dumps(text))
+        self._send(message, "call", server, what, memory)
 
-        def ask(ended: Ended) -> None:
-            def begin() -> None:
-                if self.expect("call", number, what, server, ended):
-                    message = Message(op, key, number, nbytes, text=json.dumps(text))
-                    self._loop.tell(server, TO_SERVER, message)
-                    if memory is not None:
-                        self._loop.send(memory, server, push_tag(key))
+    def _send(
+        self, message: Message, kind: str, server: int, what: str, memory: Any = None
+    ) -> None:
+        def begin(ended: Ended) -> None:
+            if self.expect(kind, message.step, what, server, ended):
+                self._loop.send_message(server, TO_SERVER, message)
+                if memory is not None:
+                    self._loop.send(memory, server, push_tag(message.key))
 
-            self._loop.call(begin)
-
-        self.wait(what, ask)
+        self.wait(what, begin)
 
     def wait(self, what: str, begin: Callable[[Ended], None]) -> None:
+        """Calls ``begin`` in the loop's thread; returns when what it began has ended."""
         self.check(what)
         ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        begin(ends.put)
+        self._loop.call(lambda: begin(ends.put))
         try:
             # The loop has a deadline of its own, which comes first unless it is dead.
             error = ends.get(timeout=2 * self._timeout_s)
         except Empty:
             raise SchedulerTimeout(
-                f"the {what} has not ended within {2 * self._timeout_s:g} s", rank=self._rank
+                f"the {what} has not ended within {2 * self._timeout_s:g} s", rank=self._loop.rank
             ) from None
         if error is not None:
             raise error.with_traceback(None)
 
     def check(self, what: str) -> None:
-        if self.closed:
+        """Raises SchedulerClosed after `close`, and the first error; ``what`` is refused then."""
+        if self.is_closed:
             raise SchedulerClosed(f"{what} on a closed store")
         if self.error is not None:
             raise self.error.with_traceback(None)
+
+    def fail_with(self, error: BaseException) -> None:
+        """As `fail`; returns when that was done, or cannot be."""
+        done = threading.Event()
+
+        def fail() -> None:
+            self.fail(error)
+            done.set()
+
+        self._loop.call(fail)
+        done.wait(self._timeout_s)
+
+    def close(self, server: Server | None) -> None:
+        """Ends every call, and the loop when all workers have left ``server``, if there is one."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        left: SimpleQueue[None] = SimpleQueue()
+
+        def leave() -> None:
+            self._end_pending(lambda p: SchedulerClosed(f"closed during the {p.what}"))
+            if self.error is None:
+                self.send_to_all(Message(Op.BYE))
+            if server is not None and server.is_serving:
+                server.on_empty = lambda: left.put(None)
+            else:
+                left.put(None)
+
+        self._loop.call(leave)
+        try:
+            left.get(timeout=self._timeout_s)
+        except Empty:
+            self.error = self.error or SchedulerTimeout(
+                f"waited {self._timeout_s:g} s for the other workers to close the store",
+                rank=self._loop.rank,
+            )
+        self._loop.stop(1.0)

@@ -1,4 +1,4 @@
-"""Which keys a worker knows, on which server each is, and how far it is in its step."""
+"""The keys of a worker: on which server each is, and how far it is in its step."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bytesched.kvstore.protocol import Ended
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Loop, Message, Op, pull_tag
-from bytesched.plugins.mpi_kvstore.memory import memory_of
-from bytesched.plugins.mpi_kvstore.server.optimizer import packed_state, unpacked_state
+from bytesched.plugins.mpi_kvstore.loop import Loop
+from bytesched.plugins.mpi_kvstore.memory import memory_of, packed_state, unpacked_state
+from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, Message, Op, pull_tag
 from bytesched.plugins.mpi_kvstore.worker.calls import Calls
 from bytesched.plugins.mpi_kvstore.worker.keys import Remote
 
@@ -23,6 +23,7 @@ class States:
     def __init__(self, calls: Calls, loop: Loop) -> None:
         self._calls = calls
         self._loop = loop
+        calls.on(Op.STATE, self._receive)
         #: what was asked for, by number of the key
         self._asked: dict[int, list[Any]] = {}
 
@@ -30,16 +31,14 @@ class States:
         """The value, named "value", and the optimizer's state."""
         received: list[Any] = []
 
-        def ask(ended: Ended) -> None:
-            def begin() -> None:
-                what = f"state of key {remote.key!r}"
-                if self._calls.expect("state", remote.number, what, remote.server, ended):
-                    self._asked[remote.number] = received
-                    self._loop.tell(remote.server, TO_SERVER, Message(Op.GET_STATE, remote.number))
+        def begin(ended: Ended) -> None:
+            what = f"state of key {remote.key!r}"
+            if self._calls.expect("state", remote.number, what, remote.server, ended):
+                self._asked[remote.number] = received
+                message = Message(Op.GET_STATE, remote.number)
+                self._loop.send_message(remote.server, TO_SERVER, message)
 
-            self._loop.call(begin)
-
-        self._calls.wait(f"get_state of key {remote.key!r}", ask)
+        self._calls.wait(f"get_state of key {remote.key!r}", begin)
         what, data = received
         return unpacked_state(what, data)
 
@@ -50,7 +49,7 @@ class States:
         memory = memory_of(data)
         self._calls.ask(Op.SET_STATE, remote.server, call, remote.number, what, memory)
 
-    def receive(self, rank: int, message: Message) -> None:
+    def _receive(self, rank: int, message: Message) -> None:
         """A state is about to come; the loop's thread."""
         data = torch.empty(message.nbytes, dtype=torch.uint8)
 

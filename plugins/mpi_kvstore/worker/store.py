@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bytesched.errors import (
-    InvalidTransition,
-    MismatchError,
-    SchedulerClosed,
-    SchedulerTimeout,
-)
+from bytesched.errors import InvalidTransition
 from bytesched.kvstore.protocol import Ended, Key, describe
-from bytesched.plugins.mpi_kvstore.loop import TO_SERVER, Loop, Message, Op
+from bytesched.plugins.mpi_kvstore.loop import Loop
 from bytesched.plugins.mpi_kvstore.memory import flat_of, memory_of, tensor_of
-from bytesched.plugins.mpi_kvstore.server.server import Server, error_of
+from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, TO_WORKER, Message, Op
+from bytesched.plugins.mpi_kvstore.server.server import Server
 from bytesched.plugins.mpi_kvstore.transfer import Transfer
 from bytesched.plugins.mpi_kvstore.worker.calls import Calls
 from bytesched.plugins.mpi_kvstore.worker.keys import Keys, Remote
@@ -31,6 +27,11 @@ class MPIKVStore:
     """One worker's view of the store; see `open_store`, which makes it.
 
     Transfers are carried out by a thread of its own, which alone calls MPI.
+
+    Args:
+        loop: of this rank; it does not run yet.
+        server: the one on this very rank, if there is one.
+        servers: the ranks of all servers.
     """
 
     #: see `AsyncKVStore`
@@ -38,39 +39,33 @@ class MPIKVStore:
 
     def __init__(
         self,
-        rank: int,
+        loop: Loop,
+        transfer: Transfer,
+        server: Server | None,
+        *,
         num_workers: int,
         servers: list[int],
         timeout_s: float,
-        *,
-        updates: bool = False,
+        updates: bool,
     ) -> None:
         #: bytesched.wrap gives the optimizer to this store
         self.updates = updates
-        self._rank = rank
         self._num_workers = num_workers
         self._servers = servers
-        self._timeout_s = timeout_s
         self._keys = Keys(servers)
-        self._calls = Calls(rank, servers, timeout_s)
-        self._optimizer = ""
-        self._states: States
-        self._loop: Loop
-        self._transfer: Transfer
-        self._server: Server | None = None
-
-    def use(self, loop: Loop, transfer: Transfer, server: Server | None) -> None:
-        """What to work with; ``server`` is the one on this very rank, if there is one."""
+        self._has_optimizer = False
         self._loop = loop
-        self._calls.use(loop)
-        self._states = States(self._calls, loop)
         self._transfer = transfer
         self._server = server
+        self._calls = Calls(loop, servers, timeout_s)
+        self._calls.on(Op.READY, transfer.ready)
+        self._states = States(self._calls, loop)
+        loop.add(self._calls, TO_WORKER)
 
     @property
     def rank(self) -> int:
         """This worker's number, from 0."""
-        return self._rank
+        return self._loop.rank
 
     @property
     def num_workers(self) -> int:
@@ -85,17 +80,12 @@ class MPIKVStore:
     @property
     def is_stateful(self) -> bool:
         """True if the store has an optimizer: keys must stay what they are."""
-        return bool(self._optimizer)
-
-    @property
-    def may_cut(self) -> bool:
-        """True if parts of a parameter can be updated on their own."""
-        return not self._optimizer or is_elementwise(self._optimizer)
+        return self._has_optimizer
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._calls.closed
+        return self._calls.is_closed
 
     @property
     def error(self) -> BaseException | None:
@@ -112,7 +102,7 @@ class MPIKVStore:
         self._calls.meet(f"init {key!r} as {describe(value)}")
         flat = flat_of(value)
         remote = self._keys.place(key, value, flat.nbytes)
-        if self._rank == 0:
+        if self.rank == 0:
             dtype = str(value.dtype).removeprefix("torch.")
             what = {"name": str(key), "dtype": dtype, "shape": list(value.shape)}
             call = f"init of key {key!r}"
@@ -124,18 +114,20 @@ class MPIKVStore:
         """Forgets ``key``; every worker calls it."""
         remote = self._known(key, "delete")
         self._calls.meet(f"delete {key!r}")
-        if self._rank == 0:
+        if self.rank == 0:
             self._calls.ask(Op.DELETE, remote.server, f"delete of key {key!r}", remote.number)
         self._loop.call(lambda: self._transfer.forget(remote.number))
         self._keys.remove(remote)
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
         """Adds ``value`` to this step of ``key``; returns when the server has it."""
-        self._calls.wait(f"push of key {key!r}", lambda e: self.start_push(key, value, e, priority))
+        begin = self._push(key, value, priority)
+        self._calls.wait(f"push of key {key!r}", begin)
 
     def pull(self, key: Key, out: Any, priority: int = 0) -> None:
         """Fills ``out`` with the value of ``key``."""
-        self._calls.wait(f"pull of key {key!r}", lambda e: self.start_pull(key, out, e, priority))
+        begin = self._pull(key, out, priority)
+        self._calls.wait(f"pull of key {key!r}", begin)
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, then pull into ``out``, or into ``value`` if that is None."""
@@ -144,50 +136,13 @@ class MPIKVStore:
 
     def start_push(self, key: Key, value: Any, ended: Ended, priority: int = 0) -> None:
         """Begins a push; it has ended when the server has the value."""
-        remote = self._known(key, "push", value)
-        count = remote.begin_push(self._rank)
-        memory = memory_of(flat_of(value))
-
-        def begin() -> None:
-            # The memory is free when it has left and the server has it.
-            what = f"push of key {key!r}"
-            if self._calls.expect("push", remote.number, what, remote.server, ended, 2):
-                offset = self._transfer.offer(
-                    remote.server,
-                    remote.number,
-                    memory,
-                    lambda: self._calls.came("push", remote.number),
-                )
-                message = Message(
-                    Op.PUSH, remote.number, count, memory.nbytes, priority, offset=offset
-                )
-                self._loop.tell(remote.server, TO_SERVER, message)
-
-        self._loop.call(begin)
+        begin = self._push(key, value, priority)
+        self._loop.call(lambda: begin(ended))
 
     def start_pull(self, key: Key, out: Any, ended: Ended, priority: int = 0) -> None:
         """Begins a pull; it has ended when ``out`` is filled."""
-        remote = self._known(key, "pull", out)
-        flat = flat_of(out)
-        is_direct = flat.data_ptr() == tensor_of(out).data_ptr()
-
-        def filled(error: BaseException | None) -> None:
-            if error is None:
-                remote.is_pushed = False
-                if not is_direct:
-                    tensor_of(out).copy_(flat.reshape(out.shape))
-            ended(error)
-
-        def begin() -> None:
-            number = remote.number
-            if self._calls.expect("pull", number, f"pull of key {key!r}", remote.server, filled):
-                self._transfer.ask(
-                    remote.server, number, memory_of(flat), lambda: self._calls.came("pull", number)
-                )
-                message = Message(Op.PULL, number, remote.count, priority=priority)
-                self._loop.tell(remote.server, TO_SERVER, message)
-
-        self._loop.call(begin)
+        begin = self._pull(key, out, priority)
+        self._loop.call(lambda: begin(ended))
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -196,31 +151,7 @@ class MPIKVStore:
 
     def close(self) -> None:
         """Leaves the store; waits for the other workers if this rank serves them. Idempotent."""
-        if self._calls.closed:
-            return
-        self._calls.closed = True
-        left: SimpleQueue[None] = SimpleQueue()
-
-        def leave() -> None:
-            for pending in self._calls.take_pending():
-                pending.ended(SchedulerClosed(f"closed during the {pending.what}"))
-            if self.error is None:
-                for server in self._servers:
-                    self._loop.tell(server, TO_SERVER, Message(Op.BYE))
-            if self._server is not None and self._server.is_serving:
-                self._server.on_empty = lambda: left.put(None)
-            else:
-                left.put(None)
-
-        self._loop.call(leave)
-        try:
-            left.get(timeout=self._timeout_s)
-        except Empty:
-            self._calls.error = self.error or SchedulerTimeout(
-                f"waited {self._timeout_s:g} s for the other workers to close the store",
-                rank=self._rank,
-            )
-        self._loop.stop(1.0)
+        self._calls.close(self._server)
 
     # -- more --------------------------------------------------------------------------
 
@@ -236,8 +167,8 @@ class MPIKVStore:
         """
         what = {"name": name, "average": average, "hyperparameters": hyperparameters}
         self._calls.meet(f"set_optimizer {json.dumps(what, sort_keys=True)}")
-        self._optimizer = name
-        if self._rank == 0:
+        self._has_optimizer = True
+        if self.rank == 0:
             for server in self._servers:
                 self._calls.ask(Op.OPTIMIZER, server, "set_optimizer", text=what)
         self._calls.meet("set_optimizer: done")
@@ -245,15 +176,11 @@ class MPIKVStore:
     def set_hyperparameters(self, **hyperparameters: Any) -> None:
         """Those of all steps that worker 0 pulls from now on; the others' calls do nothing."""
         self._calls.check("set_hyperparameters")
-        if self._rank == 0:
+        if self.rank == 0:
             text = json.dumps({"hyperparameters": hyperparameters})
             message = Message(Op.OPTIMIZER, step=-1, text=text)
 
-            def tell() -> None:
-                for server in self._servers:
-                    self._loop.tell(server, TO_SERVER, message)
-
-            self._loop.call(tell)
+            self._loop.call(lambda: self._calls.send_to_all(message))
 
     def get_state(self, key: Key) -> dict[str, torch.Tensor]:
         """The value of ``key``, named "value", and the optimizer's state of it."""
@@ -263,44 +190,56 @@ class MPIKVStore:
         """Gives ``key`` the state that ``get_state`` returned, as worker 0 has it; collective."""
         remote = self._known(key, "set_state")
         self._calls.meet(f"set_state {key!r}")
-        if self._rank == 0:
+        if self.rank == 0:
             self._states.send(remote, state)
         self._calls.meet(f"set_state {key!r}: done")
 
     def fail_with(self, error: BaseException) -> None:
-        """This worker will not go on; returns when that has been said. Any other thread."""
+        """Ends this worker's part in the store with ``error``; returns when servers have it."""
         self._calls.fail_with(error)
 
-    # -- the loop's thread -------------------------------------------------------------
+    # -- what begins in the loop's thread ----------------------------------------------
 
-    def on_message(self, rank: int, message: Message) -> None:
-        """A server says something."""
-        if message.op == Op.FAILED:
-            self._calls.fail(error_of(message))
-        elif message.op == Op.MET:
-            self._calls.came(
-                "meet", message.step, MismatchError(message.text) if message.text else None
-            )
-        elif message.op == Op.DONE:
-            self._calls.came("call", message.step)
-        elif message.op == Op.PUSHED:
-            self._calls.came("push", message.key)
-        elif message.op == Op.READY:
-            self._transfer.ready(rank, message)
-        elif message.op == Op.STATE:
-            self._states.receive(rank, message)
+    def _push(self, key: Key, value: Any, priority: int) -> Callable[[Ended], None]:
+        remote = self._known(key, "push", value)
+        number = remote.number
+        count = remote.begin_push(self.rank)
+        memory = memory_of(flat_of(value))
 
-    def awaits(self) -> bool:
-        """True while an answer is to come."""
-        return self._calls.awaits()
+        def begin(ended: Ended) -> None:
+            # Two events, and only then the memory is free: it has left, and the server has it.
+            what = f"push of key {key!r}"
+            if self._calls.expect("push", number, what, remote.server, ended, 2):
+                offset = self._transfer.offer(
+                    remote.server, number, memory, lambda: self._calls.came("push", number)
+                )
+                message = Message(Op.PUSH, number, count, memory.nbytes, priority, offset=offset)
+                self._loop.send_message(remote.server, TO_SERVER, message)
 
-    def on_tick(self) -> None:
-        """Looks for what has waited too long, and says that this worker lives."""
-        self._calls.on_tick()
+        return begin
 
-    def fail(self, error: BaseException) -> None:
-        """Whoever waits gets the first error, which is final, and every server is told."""
-        self._calls.fail(error)
+    def _pull(self, key: Key, out: Any, priority: int) -> Callable[[Ended], None]:
+        remote = self._known(key, "pull", out)
+        number = remote.number
+        flat = flat_of(out)
+        is_direct = flat.data_ptr() == tensor_of(out).data_ptr()
+
+        def begin(ended: Ended) -> None:
+            def filled(error: BaseException | None) -> None:
+                if error is None:
+                    remote.is_pushed = False
+                    if not is_direct:
+                        tensor_of(out).copy_(flat.reshape(out.shape))
+                ended(error)
+
+            if self._calls.expect("pull", number, f"pull of key {key!r}", remote.server, filled):
+                self._transfer.ask(
+                    remote.server, number, memory_of(flat), lambda: self._calls.came("pull", number)
+                )
+                message = Message(Op.PULL, number, remote.count, priority=priority)
+                self._loop.send_message(remote.server, TO_SERVER, message)
+
+        return begin
 
     def _known(self, key: Key, call: str, value: Any = None) -> Remote:
         self._calls.check(f"{call} of key {key!r}")
@@ -308,6 +247,6 @@ class MPIKVStore:
 
     def __repr__(self) -> str:
         return (
-            f"<MPIKVStore worker {self._rank} of {self._num_workers}, servers {self._servers}, "
+            f"<MPIKVStore worker {self.rank} of {self._num_workers}, servers {self._servers}, "
             f"{len(self._keys)} keys>"
         )

@@ -41,7 +41,7 @@ def test_who_left_is_not_waited_for() -> None:
     meetings.come(0, 0, "barrier")
     left.add(2)
     with pytest.raises(PeerLost, match="worker 2 left; others are at: barrier"):
-        meetings.complain_of_those_who_left()
+        meetings.check()
     with pytest.raises(PeerLost, match="worker 2 left"):
         Meetings(3, left).come(0, 0, "barrier")
 
@@ -52,4 +52,4 @@ def test_who_leaves_after_a_meeting_is_not_missed() -> None:
     meetings.come(0, 0, "barrier")
     meetings.come(0, 1, "barrier")
     left.add(0)
-    meetings.complain_of_those_who_left()
+    meetings.check()
