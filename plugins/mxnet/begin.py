@@ -94,4 +94,4 @@ def _at_exit() -> None:
             atexit.unregister(mx.base._notify_shutdown)
         elif not store.is_closed and not hasattr(sys, "last_value"):
             store.flush()
-        store.close()
+        store.stop()

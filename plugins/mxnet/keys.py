@@ -1,9 +1,10 @@
-"""Keys of an MXNet store, cut into pieces that are keys of their own on its servers."""
+"""Keys of an MXNet store, cut into chunks that are keys of their own on its servers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
@@ -15,7 +16,7 @@ from bytesched.kvstore.protocol import Key
 from bytesched.plugins.mxnet.engine import Held, alias
 from bytesched.task import CommTask
 
-__all__ = ["KeySlot", "Piece", "ServerKeys", "pairs", "published"]
+__all__ = ["Chunk", "KeySlot", "ServerKeys", "pairs", "published"]
 
 #: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
 #: bits, so there is an end as well.
@@ -28,7 +29,7 @@ _numbers = itertools.count(_FIRST)
 
 
 class ServerKeys:
-    """The integers that the servers know keys by, and which of the servers that is."""
+    """The integers by which keys are on the servers, and on which server each is."""
 
     def __init__(self, num_servers: int) -> None:
         self.num_servers = num_servers
@@ -44,7 +45,7 @@ class ServerKeys:
         number = next(_numbers)
         if number > _LAST:
             raise PluginError(
-                f"more than {_LAST - _FIRST} pieces, which MXNet cannot number: raise "
+                f"more than {_LAST - _FIRST} chunks, which MXNet cannot number: raise "
                 "partition_bytes"
             )
         return number
@@ -54,8 +55,8 @@ class ServerKeys:
         return number * 9973 % self.num_servers
 
 
-class Piece:
-    """A range of a key: a key on the servers, and a task for its way there and for that back."""
+class Chunk:
+    """A range of a key: a key on the servers, and a task for its push and one for its pull."""
 
     __slots__ = ("buffers", "number", "pull_task", "push_task", "slot")
 
@@ -74,16 +75,20 @@ class Piece:
 
 
 class KeySlot:
-    """A key of the user: its pieces, and buffers between them and the user's arrays.
+    """A key of the user: its chunks, and buffers between them and the user's arrays.
 
     There is a buffer for each device that the key's values are on; a store sums over devices.
+
+    Args:
+        value: what the key is made with; the engine will copy it.
     """
 
     def __init__(self, key: Key, value: Any) -> None:
         self.key = key
         self.shape = tuple(value.shape)
         self.dtype = value.dtype
-        self.pieces: list[Piece] = []
+        #: none before `cut`
+        self.chunks: list[Chunk] = []
         self.buffers: list[Any] = []
         self._contexts: list[Any] = []
         #: what goes on with it now, if anything does
@@ -91,24 +96,26 @@ class KeySlot:
         self.held: Held | None = None
         #: ends of its tasks that this waits for
         self.missing = 0
+        self.place([value])
+        self.take([value])
 
     @property
     def nbytes(self) -> int:
         """Size of a value, in bytes."""
-        return sum(piece.push_task.nbytes for piece in self.pieces)
+        return self._size * self._itemsize
 
-    def cut(self, partition_bytes: int, number: Callable[[], int], own: int) -> list[Piece]:
-        """Makes its pieces, of about ``partition_bytes``; one alone keeps the number ``own``."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        whole = CommTask(
-            str(self.key), start_at=0, stop_at=size, itemsize=np.dtype(self.dtype).itemsize
-        )
-        parts = whole.partition(partition_bytes) if partition_bytes else (whole,)
-        for part in parts:
-            self.pieces.append(Piece(self, own if len(parts) == 1 else number(), part))
-        return self.pieces
+    def cut(self, partition_bytes: int, numbers: ServerKeys) -> list[Chunk]:
+        """Makes its chunks, of about ``partition_bytes``, or one if that is 0.
+
+        A key that stays whole keeps the number that it would have without us.
+        """
+        whole = CommTask(str(self.key), start_at=0, stop_at=self._size, itemsize=self._itemsize)
+        tasks = whole.partition(partition_bytes) if partition_bytes else (whole,)
+        for task in tasks:
+            number = numbers.of(self.key) if len(tasks) == 1 else numbers.new()
+            self.chunks.append(Chunk(self, number, task))
+        self._point_chunks()
+        return self.chunks
 
     def is_placed(self, values: Sequence[Any]) -> bool:
         """Whether the buffers are where ``values`` are."""
@@ -117,11 +124,21 @@ class KeySlot:
     def place(self, values: Sequence[Any]) -> None:
         """New buffers where ``values`` are; nothing of the key may be under way."""
         self._contexts = [value.context for value in values]
-        size = self.pieces[-1].push_task.stop_at
-        self.buffers = [mx.nd.zeros(size, ctx, dtype=self.dtype) for ctx in self._contexts]
-        for piece in self.pieces:
-            task = piece.push_task
-            piece.buffers = [alias(buffer[task.start_at : task.stop_at]) for buffer in self.buffers]
+        self.buffers = [mx.nd.zeros(self._size, ctx, dtype=self.dtype) for ctx in self._contexts]
+        self._point_chunks()
+
+    def _point_chunks(self) -> None:
+        for chunk in self.chunks:
+            task = chunk.push_task
+            chunk.buffers = [alias(buffer[task.start_at : task.stop_at]) for buffer in self.buffers]
+
+    @property
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def _itemsize(self) -> int:
+        return int(np.dtype(self.dtype).itemsize)
 
     def check(self, call: str, arrays: Sequence[Any]) -> None:
         """MismatchError unless the arrays are what the key was initialised as."""
@@ -146,7 +163,7 @@ class KeySlot:
                 (here or self.buffers)[0].reshape(self.shape).copyto(out)
 
     def __repr__(self) -> str:
-        return f"<KeySlot {self.key!r} in {len(self.pieces)} pieces, {self.call or 'idle'}>"
+        return f"<KeySlot {self.key!r} in {len(self.chunks)} chunks, {self.call or 'idle'}>"
 
 
 def _kind(array: Any) -> str:

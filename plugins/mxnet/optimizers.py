@@ -1,4 +1,4 @@
-"""Which of MXNet's optimizers can update a key in pieces."""
+"""Which of MXNet's optimizers can update a key in chunks."""
 
 from __future__ import annotations
 

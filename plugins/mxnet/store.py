@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import mxnet as mx
 
 from bytesched.config import Config
-from bytesched.core import SchedulerCore
 from bytesched.environment import mxnet_servers
 from bytesched.errors import InvalidTransition, PluginError
 from bytesched.kvstore.protocol import Key
-from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
-from bytesched.order import Leading, ReadyQueue
 from bytesched.plugins.mxnet.engine import Held, post
-from bytesched.plugins.mxnet.keys import KeySlot, Piece, ServerKeys, pairs, published
+from bytesched.plugins.mxnet.keys import KeySlot, ServerKeys, pairs, published
 from bytesched.plugins.mxnet.optimizers import why_whole
-from bytesched.plugins.mxnet.order import Orders, Told
-from bytesched.plugins.mxnet.transport import Pulling, Pushing
+from bytesched.plugins.mxnet.pipes import Pipes
 from bytesched.plugins.mxnet.underway import Underway
 from bytesched.plugins.mxnet.urgency import Urgency
 from bytesched.plugins.registry import kind_of_store
-from bytesched.policy import named_policy
-from bytesched.scheduler import Scheduler
-from bytesched.task import CommTask
-from bytesched.transport import Transport
 
 __all__ = ["ScheduledMXNetStore"]
 
 log = logging.getLogger("bytesched")
-
-#: Workers that do not choose send whatever they were told.
-_NO_LIMIT = 1 << 62
 
 
 @kind_of_store
 class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     """The calls of MXNet's store, with the same meaning: they return at once, the engine orders.
 
-    A call copies the arrays, and takes the copy in the engine until it is done, so whoever reads
-    the result waits for it as always. In between, each key goes over the wire in pieces of about
+    A call copies the arrays, and takes the copy in the engine until it is done, so that a read of
+    the result waits for it as always. In between, each key goes over the wire in chunks of about
     ``config.partition_bytes``, those of the highest priority first, with ``config.credit_bytes``
     on their way. What is not listed here is the store's own.
 
+    Keys are cut, and made on the servers, at the first call that uses any: by then the optimizer
+    is set, if the servers get one, and some optimizers need whole keys.
+
     Args:
         store: of a type such as ``dist_sync``, with no keys yet.
-        config: policy, sizes and timeout; sizes of 0 are 256 KiB, and four pieces on their way.
+        config: policy, sizes and timeout; sizes of 0 are 256 KiB, and four chunks on their way.
         learns_order: priorities are not those of the calls: what backward computes last is needed
             first.
     """
@@ -61,46 +52,17 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self.store = store
         self._observers = observers
         self._slots: dict[Key, KeySlot] = {}
-        self._pieces: list[Piece] = []
+        #: of each `init`, the keys that the servers do not have yet
+        self._unmade: list[list[KeySlot]] = []
         self._numbers = ServerKeys(mxnet_servers())
-        self._partition_bytes, self._credit_bytes = RULES["mxnet"].sizes(
-            config.partition_bytes, config.credit_bytes
-        )
         self._steps: dict[Key, int] = {}
         self._urgency = Urgency() if learns_order else None
         self._is_cuttable = True
-        self._underway = Underway(self.rank, config.timeout_s, self._story)
-        ended = self._underway.ended
-        calling = threading.Lock()
-        self._pushing = Pushing(store, self._pieces, calling, lambda piece: ended(piece.slot))
-        policy = Leading(named_policy(config.policy))
-        self._orders = Orders(self.rank, self.num_workers, self._heard, config.timeout_s)
-        if self.rank == 0:
-            self._pushes = self._scheduled(
-                self._pushing, policy, self._credit_bytes, self._orders.tell
-            )
-        else:
-            self._pushes = self._scheduled(self._pushing, Told(), _NO_LIMIT)
-        pulling = Pulling(store, self._pieces, calling)
-        policy = Leading(named_policy(config.policy))
-        self._pulls = self._scheduled(pulling, policy, self._credit_bytes)
-        self._underway.watch(self._pushing.go_on)
-
-    def _scheduled(
-        self,
-        transport: Transport,
-        queue: ReadyQueue,
-        credit_bytes: int,
-        announce: Callable[[Sequence[CommTask]], None] = lambda tasks: None,
-    ) -> Scheduler:
-        return Scheduler(
-            SchedulerCore(queue, credit_bytes=credit_bytes),
-            transport,
-            announce=announce,
-            on_finish=lambda task: self._underway.ended(self._pieces[task.index].slot),
-            on_error=self._underway.fail,
-            observers=self._observers,
+        self._underway = Underway(self.rank, config.timeout_s, lambda: self._pipes.story())
+        self._pipes = Pipes(
+            store, config, observers, ended=self._underway.ended, failed=self._underway.fail
         )
+        self._underway.watch(self._pipes.go_on)
 
     def __getattr__(self, name: str) -> Any:
         # Private names are asked for before there is a store, by copy and pickle.
@@ -140,21 +102,33 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     # -- calls that block --------------------------------------------------------------
 
     def init(self, key: Any, value: Any) -> None:
-        """Makes keys, with the values of worker 0."""
-        self._make(pairs(key, value))
+        """Makes keys, with the values of worker 0; the servers have them when one is used."""
+        self._underway.check(f"init of key {key!r}")
+        slots = []
+        for name, values in pairs(key, value):
+            if name in self._slots:
+                raise InvalidTransition(f"key {name!r} has been initialised already")
+            if values[0].stype != "default":
+                raise PluginError(f"key {name!r} is {values[0].stype}: only dense keys can be cut")
+            slots.append(KeySlot(name, values[0]))
+        self._slots.update((slot.key, slot) for slot in slots)
+        if slots:
+            self._unmade.append(slots)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Makes keys, with the values of worker 0, and fills ``out`` with them."""
-        self._make(pairs(key, value))
+        self.init(key, value)
         for name, outs in pairs(key, out):
             self._call("pull", name, outs, outs, priority)
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Lets the servers update; one that looks at a whole key gets it as a whole."""
-        self.flush()
+        self._underway.flush()
         why = why_whole(optimizer)
-        if why and any(len(slot.pieces) > 1 for slot in self._slots.values()):
-            raise PluginError(f"{why}, but keys have been cut: set the optimizer before `init`")
+        if why and any(len(slot.chunks) > 1 for slot in self._slots.values()):
+            raise PluginError(
+                f"{why}, but keys have been cut: set the optimizer before the first push or pull"
+            )
         if why:
             log.info("keys are not cut: %s", why)
         self._is_cuttable = not why
@@ -172,6 +146,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Returns when every call made so far has ended."""
+        self._make()
         self._underway.flush()
 
     def barrier(self) -> None:
@@ -183,7 +158,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         """The store, which has no keys yet. PluginError if it has."""
         if self._slots:
             raise PluginError(
-                f"the servers know {len(self._slots)} keys in pieces, and MXNet cannot change a "
+                f"{len(self._slots)} keys have been made, in chunks, and MXNet cannot change a "
                 "key: make a new store to go on without bytesched"
             )
         self.close()
@@ -191,11 +166,16 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     def close(self) -> None:
         """Stops our threads. Idempotent; what waits in the engine is let go."""
+        if self.error is None and not self.is_closed:
+            # The other workers need this one to make theirs.
+            self._make()
+        self.stop()
+
+    def stop(self) -> None:
+        """As `close`, after an error: waits for no other worker."""
         if not self._underway.begin_close():
             return
-        self._pushes.close()
-        self._pulls.close()
-        self._orders.close()
+        self._pipes.close()
         self._underway.close()
         self._observers.close()
 
@@ -223,8 +203,11 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         self, call: str, key: Key, arrays: Sequence[Any], outs: Sequence[Any], priority: int
     ) -> None:
         self._underway.check(f"{call} of key {key!r}")
-        slot = self._slot(key)
+        slot = self._slots.get(key)
+        if slot is None:
+            raise InvalidTransition(f"key {key!r} has not been initialised through this store")
         slot.check(call, [*arrays, *outs])
+        self._make()
         if call != "pull" and not slot.is_placed(arrays):
             self.flush()
             slot.place(arrays)
@@ -246,76 +229,51 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             return
         if self._urgency is not None and call != "pull":
             priority = self._urgency.began(slot.key, step, priority)
-        for piece in slot.pieces:
-            piece.push_task.priority = piece.pull_task.priority = priority
-            if call == "pull":
-                piece.pull_task.notify_ready()
-                self._pulls.notify_ready(piece.pull_task)
-            else:
-                piece.push_task.notify_ready()
-                self._pushes.notify_ready(piece.push_task)
-
-    def _heard(self, indices: Sequence[int]) -> None:
-        """Worker 0 begins these pushes."""
-        self._pushes.ordered(indices)
+        self._pipes.begin(slot, call, priority)
 
     # -- more --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""
         steps = max(self._steps.values(), default=0)
-        pipes = (self._pushes, self._pulls)
-        started = sum(pipe.tasks_started for pipe in pipes)
         return {
             "steps": steps,
-            "push_ms": self._pushes.busy_ns / 1e6 / max(steps, 1),
-            "pull_ms": self._pulls.busy_ns / 1e6 / max(steps, 1),
+            **self._pipes.figures(max(steps, 1)),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
-            "chunks": len(self._pieces),
-            "partition_bytes": self._partition_bytes,
-            "credit_bytes": self._credit_bytes,
-            "scheduler_cpu_us_per_chunk": sum(p.cpu_ns for p in pipes) / 1e3 / max(started, 1),
             "mode": "kvstore",
             "rank": self.rank,
             "world_size": self.num_workers,
         }
 
-    def _story(self) -> list[str]:
-        return [*self._pushes.core.story().splitlines(), *self._pulls.core.story().splitlines()]
-
-    def _make(self, initial: Sequence[tuple[Key, Sequence[Any]]]) -> None:
-        self.flush()
-        for key, values in initial:
-            if key in self._slots:
-                raise InvalidTransition(f"key {key!r} has been initialised already")
-            if values[0].stype != "default":
-                raise PluginError(f"key {key!r} is {values[0].stype}: only dense keys can be cut")
-        if initial and not self._slots:
-            self._orders.open(partial(published, self.store, self._numbers.new()))
-        for key, values in initial:
-            slot = KeySlot(key, values[0])
-            size = self._partition_bytes if self._is_cuttable else 0
-            for piece in slot.cut(size, self._numbers.new, self._numbers.of(key)):
-                piece.push_task.index = piece.pull_task.index = len(self._pieces)
-                self._pieces.append(piece)
-            self._slots[key] = slot
-            slot.place(values[:1])
-            slot.take(values[:1])
-            for buffer in slot.buffers:
-                buffer.wait_to_read()
+    def _make(self) -> None:
+        """Makes the keys of every `init` so far on the servers; each takes a barrier of MXNet's."""
+        if not self._unmade:
+            return
+        # MXNet's store is made for one thread, and pushes are made by another.
+        self._underway.flush()
+        if not self._pipes.chunks:
+            self._pipes.channel.open(self._exchanged)
+        unmade, self._unmade = self._unmade, []
+        for slots in unmade:
+            for slot in slots:
+                size = self._pipes.partition_bytes if self._is_cuttable else 0
+                self._pipes.add(slot.cut(size, self._numbers))
+                for buffer in slot.buffers:
+                    buffer.wait_to_read()
+            chunks = [chunk for slot in slots for chunk in slot.chunks]
             self.store.init(
-                [piece.number for piece in slot.pieces],
-                [piece.buffers[0] for piece in slot.pieces],
+                [chunk.number for chunk in chunks], [chunk.buffers[0] for chunk in chunks]
             )
 
-    def _slot(self, key: Key) -> KeySlot:
-        slot = self._slots.get(key)
-        if slot is None:
-            raise InvalidTransition(f"key {key!r} has not been initialised through this store")
-        return slot
+    def _exchanged(self, text: str) -> str:
+        """The ``text`` of worker 0, which also decides whether keys are cut."""
+        text = f"{int(self._is_cuttable)} {text}"
+        cut, _, text = published(self.store, self._numbers.new(), text).partition(" ")
+        self._is_cuttable = cut == "1"
+        return text
 
     def __repr__(self) -> str:
         return (
-            f"<ScheduledMXNetStore {len(self._slots)} keys in {len(self._pieces)} pieces, "
+            f"<ScheduledMXNetStore {len(self._slots)} keys in {len(self._pipes.chunks)} chunks, "
             f"worker {self.rank} of {self.num_workers}>"
         )

@@ -1,4 +1,4 @@
-"""What moves the pieces of an MXNet store, and tells how far they are."""
+"""What moves the chunks of an MXNet store, and reports their ends."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from bytesched.errors import SchedulerClosed
 from bytesched.plugins.mxnet.engine import Held, post
-from bytesched.plugins.mxnet.keys import Piece
+from bytesched.plugins.mxnet.keys import Chunk
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
 __all__ = ["Pulling", "Pushing"]
 
-#: Above everything that computes: what is begun has been scheduled already, and shall go.
+#: Above everything that computes: what is begun has been scheduled already, and leaves at once.
 _NOW = 1_000_000
 
 
 class _Moving(ABC):
-    """A transport over the pieces of a store, by the index of their task; there may come more.
+    """A transport over the chunks of a store, by the index of their task; there may come more.
 
     Args:
         calling: held during every call of the store, which is made for one thread.
     """
 
-    def __init__(self, store: Any, pieces: Sequence[Piece], calling: Lock) -> None:
+    def __init__(self, store: Any, chunks: Sequence[Chunk], calling: Lock) -> None:
         self._store = store
-        self._pieces = pieces
+        self._chunks = chunks
         self._calling = calling
         self._lock = Lock()
         self._in_flight: dict[CommTask, Done] = {}
@@ -41,7 +41,7 @@ class _Moving(ABC):
             self._in_flight[task] = done
         try:
             with self._calling:
-                self._begin(self._pieces[task.index], task)
+                self._begin(self._chunks[task.index], task)
         except BaseException:
             with self._lock:
                 self._in_flight.pop(task)
@@ -53,8 +53,8 @@ class _Moving(ABC):
             self._end(task, SchedulerClosed(f"closed while {task.name} was under way"))
 
     @abstractmethod
-    def _begin(self, piece: Piece, task: CommTask) -> None:
-        """Gives the engine what moves ``piece``, and `_end` to be called after it."""
+    def _begin(self, chunk: Chunk, task: CommTask) -> None:
+        """Gives the engine what moves ``chunk``, and `_end` to be called after it."""
 
     def _end(self, task: CommTask, error: BaseException | None = None) -> None:
         with self._lock:
@@ -64,31 +64,31 @@ class _Moving(ABC):
 
 
 class Pulling(_Moving):
-    """Fetches pieces; a task is done when its buffers are filled."""
+    """Fetches chunks; a task is done when its buffers are filled."""
 
-    def _begin(self, piece: Piece, task: CommTask) -> None:
-        self._store.pull(piece.number, out=piece.buffers, priority=_NOW)
-        _when_free(piece.buffers, lambda: self._end(task))
+    def _begin(self, chunk: Chunk, task: CommTask) -> None:
+        self._store.pull(chunk.number, out=chunk.buffers, priority=_NOW)
+        _when_free(chunk.buffers, lambda: self._end(task))
 
 
 class Pushing(_Moving):
-    """Sends pieces; a task is done when the server has answered: every worker has pushed.
+    """Sends chunks; a task is done when the server has answered: every worker has pushed.
 
-    The answer to a piece that is pushed and pulled brings its value, for a pull that is asked for
+    The answer to a chunk that is pushed and pulled brings its value, for a pull that is asked for
     later would stand behind all that is being pushed.
 
     Args:
-        answered: called, on any thread, for each piece after its answer.
+        answered: called, on any thread, for each chunk after its answer.
     """
 
     def __init__(
         self,
         store: Any,
-        pieces: Sequence[Piece],
+        chunks: Sequence[Chunk],
         calling: Lock,
-        answered: Callable[[Piece], None],
+        answered: Callable[[Chunk], None],
     ) -> None:
-        super().__init__(store, pieces, calling)
+        super().__init__(store, chunks, calling)
         self._answered = answered
         self._answers = 0
         self._answers_before = 0
@@ -97,25 +97,25 @@ class Pushing(_Moving):
         """Ends all tasks, if nothing was answered since the last call; their answers may come.
 
         Workers may push in different orders, and wait in between. Then the window can be full of
-        pieces that another worker only pushes after one that is still to be sent from here.
+        chunks that another worker only pushes after one that is still to be sent from here.
         """
         if self._answers == self._answers_before:
             for task in list(self._in_flight):
                 self._end(task)
         self._answers_before = self._answers
 
-    def _begin(self, piece: Piece, task: CommTask) -> None:
-        if piece.slot.call == "pushpull":
-            self._store.pushpull(piece.number, piece.buffers, out=piece.buffers, priority=_NOW)
+    def _begin(self, chunk: Chunk, task: CommTask) -> None:
+        if chunk.slot.call == "pushpull":
+            self._store.pushpull(chunk.number, chunk.buffers, out=chunk.buffers, priority=_NOW)
         else:
-            self._store.push(piece.number, piece.buffers, priority=_NOW)
+            self._store.push(chunk.number, chunk.buffers, priority=_NOW)
 
         def answered() -> None:
             self._answers += 1
             self._end(task)
-            self._answered(piece)
+            self._answered(chunk)
 
-        _when_free(piece.buffers, answered)
+        _when_free(chunk.buffers, answered)
 
 
 def _when_free(arrays: Sequence[Any], call: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Underway"]
 
 log = logging.getLogger("bytesched")
 
-#: how often, per timeout, somebody looks whether something is late
+#: how often, per timeout, it is looked whether something is late
 _LOOKS = 4
 #: without any answer for so long, more than the credit may go
 _STUCK_S = 1.0
@@ -61,14 +61,14 @@ class Underway:
             self._open += 1
 
     def begin(self, slot: KeySlot, call: str, held: Held) -> bool:
-        """The engine has taken the buffers of ``slot``; false if nothing shall be sent any more."""
+        """The engine has taken the buffers of ``slot``; false if nothing is sent any more."""
         with self._changed:
             slot.held = held
             is_lost = self.error is not None or self.is_closed
             if not is_lost:
                 slot.call = call
                 # a push ends twice: its task, and with the answer
-                slot.missing = len(slot.pieces) * (1 if call == "pull" else 2)
+                slot.missing = len(slot.chunks) * (1 if call == "pull" else 2)
                 self._held[slot] = monotonic()
                 self._changed.notify_all()
         if is_lost:

@@ -21,7 +21,7 @@ class Urgency:
     """Learns from one step of a trainer in which order its gradients are computed.
 
     A trainer that makes its keys first, or waits for all gradients, finds them all there, and the
-    order in which the engine hands them over tells nothing. So a step counts if most of them came
+    order in which the engine hands them over has no meaning. So a step counts if most of them came
     late. Until then the priorities are those of the calls. Any thread may use it.
     """
 

@@ -53,7 +53,7 @@ def training(how: str, updates: str, optimizer: str) -> dict[str, Any]:
     if optimizer == "adam":
         net.hybridize()
     kv = None if how == "alone" else plain_store()
-    # Small enough to cut the larger weights into several pieces.
+    # Small enough to cut the larger weights into several chunks.
     sizes: Any = {"partition_bytes": "32KiB", "credit_bytes": "64KiB", "timeout_s": WAIT_S}
     store = bytesched.wrap(kv, **sizes) if how == "store" else kv
     settings = {"learning_rate": 0.05, **({"momentum": 0.9} if optimizer == "sgd" else {})}
@@ -146,6 +146,7 @@ def misuse() -> None:
     assert (value.asnumpy() == 2).all()
     raises(PluginError, kv.init, "sparse", value.tostype("row_sparse"))
     kv.init("large", mx.nd.zeros(600_000))
+    kv.pull("large", mx.nd.zeros(600_000))
     raises(PluginError, kv.set_optimizer, mx.optimizer.LAMB())
     raises(PluginError, bytesched.wrap, mx.nd.ones(1))
     local = mx.kv.create("local")
@@ -220,7 +221,7 @@ def learned_order() -> None:
         weight.data()._fresh_grad = True
     trainer.step(1)
     kv.flush()
-    urgencies = [kv._slots[number].pieces[0].push_task.priority for number in range(3)]
+    urgencies = [kv._slots[number].chunks[0].push_task.priority for number in range(3)]
     assert urgencies == [-2, 0, -1], urgencies
     kv.close()
 
@@ -257,7 +258,7 @@ def weight_waits() -> None:
 
 
 def different_orders() -> None:
-    """Two workers with different pieces in their windows: neither waits for the other's."""
+    """Two workers with different chunks in their windows: neither waits for the other's."""
     kv = scheduled(partition_bytes="4KiB", credit_bytes="4KiB", policy="fifo")
     keys = [f"key{number}" for number in range(6)]
     kv.init(keys, [mx.nd.zeros(5000)] * len(keys))
@@ -270,11 +271,44 @@ def different_orders() -> None:
     kv.close()
 
 
+def optimizer_after_init(workers: str) -> None:
+    """An optimizer that needs whole keys is set when keys have been initialised, by some."""
+    kv = scheduled(partition_bytes="4KiB")
+    value = mx.nd.random.uniform(shape=(70, 70))
+    given = value.copy()
+    kv.init("a", given)
+    given[:] = 0
+    kv.init("never used", value)
+    if str(kv.rank) in workers:
+        kv.set_optimizer(mx.optimizer.LAMB(learning_rate=0.1))
+    kv.push("a", mx.nd.ones((70, 70)) * (kv.rank + 1))
+    kv.pull("a", out=given)
+    expected = mx.nd.zeros((70, 70))
+    kv.pull("never used", out=expected)
+    mx.optimizer.get_updater(mx.optimizer.LAMB(learning_rate=0.1))(
+        0, mx.nd.ones((70, 70)) * 3, expected
+    )
+    assert (given.asnumpy() == expected.asnumpy()).all()
+    assert kv.stats()["chunks"] == 2, "it has whole keys"
+    kv.close()
+
+
+def keys_that_are_not_used() -> None:
+    """Keys are made when one is used; a worker that uses none does not hold up the others."""
+    kv = scheduled()
+    kv.init("a", mx.nd.ones(5))
+    if kv.rank == 0:
+        kv.pull("a", out=(out := mx.nd.zeros(5)))
+        assert (out.asnumpy() == 1).all()
+    kv.close()
+
+
 def server_lost() -> None:
-    """Steps until the servers are gone, and says what it was told."""
+    """Steps until the servers are gone, and prints the error."""
     kv = scheduled(timeout_s=2.0)
     value = mx.nd.ones(1000)
     kv.init(0, value)
+    kv.barrier()
     print("training", flush=True)
     try:
         while True:
@@ -323,8 +357,8 @@ def raises(kind: type[Exception], call: Any, *arguments: Any) -> None:
 CASES: dict[str, Callable[..., dict[str, Any] | None]] = {
     case.__name__: case
     for case in (
-        *(training, calls, misuse, order, learned_order),
-        *(weight_waits, different_orders, server_lost),
+        *(training, calls, misuse, order, learned_order, weight_waits, different_orders),
+        *(optimizer_after_init, keys_that_are_not_used, server_lost),
     )
 }
 

@@ -18,7 +18,6 @@ from bytesched.plugins.mpi_kvstore.transfer import Transfer
 from bytesched.plugins.mpi_kvstore.worker.calls import Calls
 from bytesched.plugins.mpi_kvstore.worker.keys import Keys, Remote
 from bytesched.plugins.mpi_kvstore.worker.states import States
-from bytesched.plugins.optimizer.elementwise import is_elementwise
 
 __all__ = ["MPIKVStore"]
 

@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.procs, pytest.mark.skipif(not PYTHON, reason=WHY_NOT)]
 
 
 #: what one cluster can do after another; each starts several processes
-CASES = ("calls", "misuse", "order:priority", "order:fifo", "learned_order", "weight_waits")
+CASES = (
+    *("calls", "misuse", "order:priority", "order:fifo", "learned_order", "weight_waits"),
+    "keys_that_are_not_used",
+)
 
 
 def answers(*cases: str, servers: int = 1) -> dict[str, list[dict[str, Any]]]:
@@ -87,13 +90,21 @@ def test_the_example_has_the_losses_of_plain_mxnet() -> None:
     assert "  mode = kvstore" in ours
 
 
-@pytest.mark.parametrize("case", ["calls", "misuse", "learned_order", "weight_waits"])
+@pytest.mark.parametrize(
+    "case", ["calls", "misuse", "learned_order", "weight_waits", "keys_that_are_not_used"]
+)
 def test_case(said: dict[str, list[dict[str, Any]]], case: str) -> None:
     assert [answer["rank"] for answer in said[case]] == [0, 1]
 
 
 def test_calls_with_two_servers() -> None:
     answers("calls", "different_orders", servers=2)
+
+
+@pytest.mark.parametrize("workers", ["01", "0"])
+def test_an_optimizer_for_whole_keys_may_be_set_after_init(workers: str) -> None:
+    case = f"optimizer_after_init:{workers}"
+    assert len(answers(case)[case]) == 2
 
 
 def test_urgent_keys_overtake_on_all_workers_as_worker_0_wants(

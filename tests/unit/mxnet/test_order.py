@@ -1,9 +1,12 @@
-"""What worker 0 of an MXNet store tells the others, and how it comes to its priorities."""
+"""What worker 0 of an MXNet store sends to the others, and how it comes to its priorities."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -11,8 +14,8 @@ import pytest
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import PeerLost, SchedulerTimeout
-from bytesched.plugins.mxnet import order as mxnet_order
-from bytesched.plugins.mxnet.order import Orders, Told
+from bytesched.plugins.mxnet.channel import Channel
+from bytesched.plugins.mxnet.order import Announced
 from bytesched.plugins.mxnet.urgency import Urgency
 from bytesched.task import CommTask
 
@@ -47,7 +50,7 @@ class Board:
 def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
     heard: list[SimpleQueue[list[int]]] = [SimpleQueue() for _ in range(3)]
     workers = [
-        Orders(rank, 3, lambda told, rank=rank: heard[rank].put(list(told)), WAIT_S)  # type: ignore[misc]
+        Channel(rank, 3, lambda told, rank=rank: heard[rank].put(list(told)), WAIT_S)  # type: ignore[misc]
         for rank in range(3)
     ]
     board = Board(2)
@@ -55,7 +58,7 @@ def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
         list(pool.map(lambda worker: worker.open(board.published), workers))
     sent = [[7, 300_000], [2], [5, 1, 0]]
     for indices in sent:
-        workers[0].tell([task(index) for index in indices])
+        workers[0].send([task(index) for index in indices])
     for rank in (1, 2):
         told: list[int] = []
         while len(told) < 6:
@@ -63,17 +66,16 @@ def test_what_worker_0_starts_is_heard_by_all_others_in_that_order() -> None:
         assert told == [7, 300_000, 2, 5, 1, 0]
     assert heard[0].empty()
     workers[1].close()
-    workers[0].tell([task(3)])
+    workers[0].send([task(3)])
     assert heard[2].get(timeout=WAIT_S) == [3], "another worker's end is not this one's"
     for worker in (*workers, *workers):
         worker.close()
 
 
-def test_a_stranger_is_not_taken_for_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mxnet_order, "_PATIENCE_S", 0.2)
+def test_a_stranger_is_not_taken_for_a_worker() -> None:
     heard: SimpleQueue[list[int]] = SimpleQueue()
-    leader = Orders(0, 2, lambda told: None, WAIT_S)
-    worker = Orders(1, 2, lambda told: heard.put(list(told)), WAIT_S)
+    leader = Channel(0, 2, lambda told: None, WAIT_S)
+    worker = Channel(1, 2, lambda told: heard.put(list(told)), WAIT_S)
     board = Board(2)
     with ThreadPoolExecutor(1) as pool:
         opened = pool.submit(leader.open, board.published)
@@ -87,31 +89,89 @@ def test_a_stranger_is_not_taken_for_a_worker(monkeypatch: pytest.MonkeyPatch) -
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             worker.open(board.published)
             opened.result(WAIT_S)
-            leader.tell([task(4)])
+            leader.send([task(4)])
             assert heard.get(timeout=WAIT_S) == [4]
     leader.close()
     worker.close()
 
 
+class Flood:
+    """Connections to a worker 0, until it closes its door."""
+
+    def __init__(self, text: str, data: bytes, every_s: float) -> None:
+        host, port, _ = text.split()
+        self._address = host, int(port)
+        self._data = data
+        self._every_s = every_s
+        self._open: list[socket.socket] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._ended.wait(self._every_s):
+                connection = socket.create_connection(self._address, WAIT_S)
+                self._open.append(connection)
+                with contextlib.suppress(OSError):
+                    connection.sendall(self._data)
+
+    def __enter__(self) -> Flood:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        for connection in self._open:
+            connection.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n"])
+def test_strangers_do_not_hold_up_a_worker(data: bytes) -> None:
+    leader = Channel(0, 2, lambda told: None, WAIT_S)
+    worker = Channel(1, 2, lambda told: None, WAIT_S)
+    board = Board(2)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(leader.open, board.published)
+        with Flood(board.published(""), data, 0.001):
+            time.sleep(0.5)
+            began_s = time.monotonic()
+            worker.open(board.published)
+            opened.result(WAIT_S)
+            assert time.monotonic() - began_s < 3.0
+    leader.close()
+    worker.close()
+
+
+def test_strangers_do_not_extend_the_deadline() -> None:
+    board = Board(1)
+    with ThreadPoolExecutor(1) as pool:
+        began_s = time.monotonic()
+        opened = pool.submit(Channel(0, 2, lambda told: None, 1.0).open, board.published)
+        with Flood(board.published(""), b"", 0.01), pytest.raises(SchedulerTimeout):
+            opened.result(WAIT_S)
+        assert time.monotonic() - began_s < 4.0
+
+
 def test_a_worker_that_does_not_come_is_an_error() -> None:
     with pytest.raises(SchedulerTimeout, match="for 1 workers to connect"):
-        Orders(0, 2, lambda told: None, 0.05).open(Board(1).published)
+        Channel(0, 2, lambda told: None, 0.05).open(Board(1).published)
     nobody = socket.create_server(("127.0.0.1", 0))
     port = nobody.getsockname()[1]
     nobody.close()
     with pytest.raises(PeerLost, match="worker 0 cannot be reached"):
-        Orders(1, 2, lambda told: None, 1.0).open(lambda text: f"127.0.0.1 {port} 00")
+        Channel(1, 2, lambda told: None, 1.0).open(lambda text: f"127.0.0.1 {port} 00")
 
 
 def test_alone_there_is_nobody_to_tell() -> None:
-    alone = Orders(0, 1, lambda told: None, WAIT_S)
+    alone = Channel(0, 1, lambda told: None, WAIT_S)
     alone.open(Board(0).published)
-    alone.tell([task(0)])
+    alone.send([task(0)])
     alone.close()
 
 
 def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
-    core = SchedulerCore(Told(), credit_bytes=1 << 62)
+    core = SchedulerCore(Announced(), credit_bytes=1 << 62)
     tasks = [task(index) for index in range(4)]
     assert core.ordered([2, 3, 1]) == []
     started = []
@@ -130,7 +190,7 @@ def test_what_was_told_goes_in_that_order_and_waits_for_nobody() -> None:
 
 
 def test_several_that_are_ready_start_as_told() -> None:
-    core = SchedulerCore(Told(), credit_bytes=1 << 62)
+    core = SchedulerCore(Announced(), credit_bytes=1 << 62)
     tasks = [task(index) for index in range(4)]
     for each in tasks:
         each.notify_ready()
