@@ -1,6 +1,8 @@
 """The store itself, wrapped: pushes and pulls that return at once and go by urgency.
 
 mpirun -np 3 python examples/kvstore_pushpull.py      # two workers and one server
+
+With more ranks than cores, Open MPI also needs --oversubscribe.
 """
 
 import torch

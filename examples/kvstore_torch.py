@@ -3,6 +3,8 @@
 mpirun -np 3 python examples/kvstore_torch.py                # two workers and one server
 mpirun -np 3 python examples/kvstore_torch.py --updates      # the optimizer runs on the server
 mpirun -np 2 python examples/kvstore_torch.py --servers 0    # every rank works and serves
+
+With more ranks than cores, Open MPI also needs --oversubscribe.
 """
 
 import argparse

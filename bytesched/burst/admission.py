@@ -33,7 +33,7 @@ class Admission:
 
     Args:
         slowdown_limit: share of the mean iteration time that the foreground may lose, once 16
-            iterations have told what it is.
+            iterations have been measured.
     """
 
     def __init__(self, slowdown_limit: float) -> None:

@@ -30,7 +30,7 @@ SHIPPED_FOLDER = Path(__file__).parent / "profiles"
 class Curve:
     """The time of a layer by batch size, measured at some sizes, lines in between.
 
-    Below the smallest size a layer takes as long as there: nothing says that it would be faster.
+    Below the smallest size a layer takes as long as there: nothing shows that it would be faster.
     Above the largest the last line goes on.
     """
 
@@ -122,7 +122,7 @@ def load_graph(sources: Sequence[str], *, batch: int = 0, fixed_share: float) ->
             several batch sizes.
         batch: the global batch to plan for; 0: the largest that was measured.
         fixed_share: see `curve_from_one`; used where only one batch size was measured, which
-            `assumed` of the graph then says.
+            `assumed` of the graph then names.
 
     Raises `ConfigError` that names what is wrong, and where.
     """
@@ -179,14 +179,14 @@ def _recorded(profiles: Sequence[Profile], fixed_share: float) -> ModelGraph:
     for profile in ordered:
         if profile.batch < 1:
             raise ConfigError(
-                f"profile {profile.name}: it does not say of which batch size it is; record it "
+                f"profile {profile.name}: it has no batch size; record it "
                 'with `bytesched bench --record`, or add "batch"'
             )
         if [layer.name for layer in profile.layers] != [layer.name for layer in first.layers]:
             raise ConfigError(f"profiles {first.name} and {profile.name} have different layers")
         if len(profile.layers) > 1 and not any(layer.output_bytes for layer in profile.layers):
             raise ConfigError(
-                f"profile {profile.name}: it does not say what its layers hand on; record it again "
+                f"profile {profile.name}: it lacks what its layers hand on; record it again "
                 'with `bytesched bench --record`, or add "output_bytes" to its layers'
             )
     for smaller, larger in pairwise(ordered):

@@ -40,7 +40,7 @@ class ItemCosts:
         self._cluster = task.cluster
         self._batch = task.graph.batch
         self._widths = task.graph.widths(task.cluster.devices)
-        #: costs of branches; a chain is told by its identity, as hashing one takes long
+        #: costs of branches; a chain is looked up by its identity, as hashing one takes long
         self._known: dict[tuple[int, Place, int, Place, Place], list[Cost]] = {}
 
     def item(

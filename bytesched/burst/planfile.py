@@ -37,7 +37,7 @@ def plan_to_json(chain: Chain, plan: Plan) -> list[dict[str, Any]]:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a file. Raises `ConfigError` that says what is wrong with it, and where."""
+    """The plan in a file. Raises `ConfigError` with what is wrong, and where."""
     return tuple(placed for _, placed in load_named_plan(path))
 
 
@@ -57,7 +57,7 @@ def load_named_plan(path: str | Path) -> list[tuple[str, Place | PlacedBranches]
 
 
 def parse_plan(content: object, where: str) -> Plan:
-    """The plan that decoded JSON describes; `where` says where it came from."""
+    """The plan that decoded JSON describes; `where` is its origin, for errors."""
     if not isinstance(content, list):
         raise ConfigError(f"{where}: expected a list of layers, found {content!r}")
     return tuple(_parse(item, f"{where}, layer {n}") for n, item in enumerate(content))

@@ -12,7 +12,7 @@ from bytesched.kvstore.pipes import Chunk
 from bytesched.kvstore.protocol import Key
 from bytesched.task import CommTask
 
-__all__ = ["KeySlot", "flattened", "lay_out", "plain", "zeros"]
+__all__ = ["KeySlot", "fill", "flattened", "lay_out", "plain", "zeros"]
 
 
 @dataclass(eq=False)
@@ -51,6 +51,15 @@ class KeySlot:
 def plain(value: Any) -> Any:
     """``value`` without its part in autograd, sharing its memory."""
     return value.detach() if hasattr(value, "detach") else value
+
+
+def fill(target: Any, value: Any) -> None:
+    """Copies ``value`` into ``target``; each may be a tensor or an array."""
+    if hasattr(target, "detach") and not hasattr(value, "detach"):
+        import torch
+
+        value = torch.tensor(value)
+    target[...] = value
 
 
 def flattened(value: Any) -> Any:

@@ -16,7 +16,7 @@ from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
 from bytesched.kvstore.protocol import Key, KVStore, describe
 from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
-from bytesched.plugins.kvstore.layout import KeySlot, flattened, lay_out, plain, zeros
+from bytesched.plugins.kvstore.layout import KeySlot, fill, flattened, lay_out, plain, zeros
 from bytesched.plugins.kvstore.transfers import Transfers
 from bytesched.plugins.registry import kind_of_store
 
@@ -133,7 +133,7 @@ class ScheduledKVStore:
             self._transfers.pull(slot, out)
             return
         self._read(slot)
-        plain(out)[...] = slot.flat.reshape(slot.shape)
+        fill(plain(out), slot.flat.reshape(slot.shape))
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int | None = None) -> None:
         """Push, then pull into ``out``, or into ``value`` if that is None."""

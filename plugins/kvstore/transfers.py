@@ -13,7 +13,7 @@ from bytesched.errors import InvalidTransition, SchedulerTimeout
 from bytesched.kvstore.pipes import Chunk, Pipes
 from bytesched.kvstore.protocol import Key, KVStore
 from bytesched.observe import Observers
-from bytesched.plugins.kvstore.layout import KeySlot, plain
+from bytesched.plugins.kvstore.layout import KeySlot, fill, plain
 
 __all__ = ["Transfers"]
 
@@ -59,7 +59,7 @@ class Transfers:
     def push(self, slot: KeySlot, value: Any) -> None:
         """Begins to push ``value``, of which a copy is made."""
         with self._changed:
-            slot.flat[...] = plain(value).reshape(-1)
+            fill(slot.flat, plain(value).reshape(-1))
             slot.is_pushed = True
             pipes = self._running()
             for chunk in slot.chunks:
@@ -192,7 +192,7 @@ class Transfers:
 
     def _fill(self, slot: KeySlot) -> None:
         """The value of ``slot`` is there; with the lock held."""
-        slot.out[...] = slot.flat.reshape(slot.shape)
+        fill(slot.out, slot.flat.reshape(slot.shape))
         slot.out = None
         slot.is_pushed = False
         self._changed.notify_all()

@@ -38,7 +38,7 @@ class Op:
 
 
 class Message(NamedTuple):
-    """A short message; its numbers mean what its op says."""
+    """A short message; the meaning of its numbers depends on its op."""
 
     op: int
     key: int = -1

@@ -5,6 +5,8 @@
     mpirun -np 3 python train.py        # and in train.py, on every rank:
     kv = bytesched.plugins.mpi_kvstore.open_store(servers=1)
 
+With more ranks than cores, Open MPI also needs ``--oversubscribe``.
+
 The last ranks become servers: there the call serves until every worker has closed the store, and
 then ends the process. With ``servers=0`` every rank is a worker and serves a share as well.
 """

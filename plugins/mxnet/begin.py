@@ -28,7 +28,7 @@ _stores: weakref.WeakSet[ScheduledMXNetStore] = weakref.WeakSet()
 def begin(subject: Any, config: Config) -> Any:
     """A scheduled store for a store; for a trainer itself, from now on with a scheduled store.
 
-    What has nothing to schedule comes back as it was, and the log says why. PluginError for
+    What has nothing to schedule comes back as it was, with the reason in the log. PluginError for
     anything else of MXNet, and for a trainer that has begun to train.
     """
     if isinstance(subject, mx.gluon.Trainer):

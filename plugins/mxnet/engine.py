@@ -2,8 +2,8 @@
 
 MXNet runs every operation when the arrays that it reads and writes are free, in the order in which
 they were given to it. An operation that ends when we end it is all that scheduling needs: it
-begins when a gradient is computed, and whoever reads the weight waits until it ends. So nothing has
-to be patched, and no reader can be forgotten. (ByteScheduler's dependency proxy, sec. 4, which
+begins when a gradient is computed, and reads of the weight wait until it ends. So nothing has to
+be patched, and no reader can be forgotten. (ByteScheduler's dependency proxy, sec. 4, which
 needed an extension in C++; ``MXEnginePushAsyncND`` has been in MXNet's C interface since.)
 """
 

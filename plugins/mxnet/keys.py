@@ -70,7 +70,7 @@ class Chunk:
             stop_at=push_task.stop_at,
             itemsize=push_task.itemsize,
         )
-        #: this range of the slot's buffers, as arrays that the engine tells apart
+        #: this range of the slot's buffers, as arrays that are different ones to the engine
         self.buffers: list[Any] = []
 
 

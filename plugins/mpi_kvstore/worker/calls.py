@@ -42,7 +42,7 @@ class _Pending:
 class Calls:
     """One worker's open calls, and its one sticky error (see loop.Role).
 
-    Methods are for the loop's thread, unless a heading says otherwise.
+    Methods are for the loop's thread, except below other headings.
 
     Args:
         servers: ranks; the first one is where workers meet.

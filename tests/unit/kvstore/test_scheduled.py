@@ -105,6 +105,21 @@ def test_updater_changes_the_value_by_the_sum() -> None:
 # -- the scheduled store ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("made_with", [np.zeros(3, np.float32), torch.zeros(3)], ids=type)
+def test_tensors_and_arrays_mix(made_with: Any) -> None:
+    kv = scheduled(LocalKVStore(timeout_s=TIMEOUT_S))
+    kv.init("a", made_with)
+    for value in (np.ones(3, np.float32), torch.ones(3)):
+        for out in (np.zeros(3, np.float32), torch.zeros(3)):
+            kv.pushpull("a", value, out)
+            kv.wait("a")
+            assert out.tolist() == [1.0, 1.0, 1.0]
+            out[...] = 0
+            kv.pull("a", out)
+            assert out.tolist() == [1.0, 1.0, 1.0]
+    kv.close()
+
+
 class HandStore(LocalKVStore):
     """Transfers end when the test says so."""
 
