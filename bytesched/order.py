@@ -54,7 +54,7 @@ class Leading:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
     def extend(self, indices: Sequence[int]) -> None:
-        raise TypeError(f"the leader was told an order: {list(indices)}")
+        raise TypeError(f"the leader chooses, and follows no order: {list(indices)}")
 
     def tasks(self) -> Iterator[CommTask]:
         return (task for _, _, task in self._heap)

@@ -1,4 +1,4 @@
-"""The tuner of a training run: what is measured goes in, rank 0's word comes out."""
+"""The tuner of a training run: what is measured goes in, rank 0's decision comes out."""
 
 from __future__ import annotations
 

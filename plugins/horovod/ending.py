@@ -65,7 +65,7 @@ class _Watch:
 
     def _join(self, original: Callable[..., Any], *args: Any) -> Any:
         for session in self._tuned:
-            # Words come after so many steps, and a rank that has joined counts none.
+            # Decisions come after so many steps, and a rank that has joined counts none.
             error = PluginError(
                 "hvd.join() with tune on: the ranks would no longer agree on when sizes change. "
                 "Turn tune off, or give every rank as many batches"
@@ -82,7 +82,7 @@ class _Watch:
                 if session.error is None:
                     session.flush()
             except Exception:
-                # Who reads a parameter that lacks its update is told again.
+                # Reading a parameter that lacks its update raises it again.
                 log.exception("the last step could not be applied before hvd.shutdown()")
         failed = self._failed or any(session.error is not None for session in self._sessions)
         # Elastic Horovod goes on after a failure, and has limits of its own.
