@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
                 "commands:",
                 *lines,
                 "",
-                "'bytesched <command> --help' tells more. In a training script:",
+                "'bytesched <command> --help' shows more. In a training script:",
                 "  optimizer = bytesched.wrap(optimizer, model)",
             )
         ),

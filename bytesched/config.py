@@ -119,7 +119,7 @@ class Config:
     def load(cls, **fields: object) -> Config:
         """Return the configuration in force, each value from the first place that names it.
 
-        Raises `ConfigError` for an unknown name or an impossible value, and says where it stood.
+        Raises `ConfigError` for an unknown name or an impossible value, with where it stood.
         """
         layers: tuple[tuple[Callable[[str], str], Mapping[str, object]], ...] = (
             (lambda _: f"file {FILE_NAME}", _from_file(Path(FILE_NAME))),

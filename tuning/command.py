@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _show()
     if options.forget:
         return _forget(options.forget)
-    # What is not said here is as the user has set it elsewhere.
-    said = {"tune_steps": options.steps, "tune_space": options.space, "tune_file": options.save}
-    given = {name: text for name, text in said.items() if text is not None}
+    # What is not given here is as the user has set it elsewhere.
+    texts = {"tune_steps": options.steps, "tune_space": options.space, "tune_file": options.save}
+    given = {name: text for name, text in texts.items() if text is not None}
     config = Config.load(tune=True, **given)
     if not config.enabled:
         raise ConfigError("enabled is off, so there is nothing to tune: set it to 1, or leave it")
@@ -115,7 +115,7 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
 
 
 def _checked(file: Path) -> Path:
-    """`file` itself. Raises ConfigError if it is somebody else's, or can not be."""
+    """`file` itself. Raises ConfigError if it is no tuning, or cannot be one."""
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no such folder")
     try:

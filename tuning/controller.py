@@ -236,7 +236,7 @@ class Controller:
         """One candidate; more steps are only spent on it if it may be among the best."""
         step_s = yield from self._measure(setting, self.pace.least, "search")
         samples_s = self._samples_s
-        # Where steps differ by themselves, a few late ones say less.
+        # Where steps differ by themselves, a few late ones show less.
         worse = 1 + max(_CUT, _DEVIATIONS * self._noise)
         cut = min(samples_s, default=math.inf) > worse * best_s
         if not cut:

@@ -72,8 +72,8 @@ def fit_probes(probes: Sequence[Probe]) -> Link:
 def with_sends(link: Link, sends: Sequence[Send]) -> Link:
     """The link as training sees it: `link`, corrected by real sends, in order of their start.
 
-    Sends of several sizes make a line of their own; those of one size only tell how much longer
-    a chunk takes than `link` says.
+    Sends of several sizes make a line of their own; those of one size only show how much longer
+    a chunk takes than by `link`.
     """
     alone: list[tuple[int, float]] = []
     queued: list[tuple[int, float]] = []

@@ -29,7 +29,7 @@ log = logging.getLogger("bytesched")
 
 _NEEDED = ("numpy", "skopt", "platformdirs", "filelock")
 _SEED = 0
-#: the most promising settings of the model, which are tried before the search has its say
+#: the most promising settings of the model, which are tried before those of the search
 _FIRST_TRIALS = 3
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
@@ -83,7 +83,7 @@ class OnlineTuner:
         #: of the untuned setting, when it was measured first
         self._first_bytes_per_s = math.nan
         self._near: list[Setting] = []
-        #: the steps until the next decision are those of a setting that holds, and tell nothing
+        #: the steps until the next decision are those of a setting that holds, and show nothing
         self._waits = False
         #: turns of its own, and those of the other when it was asked last
         self._turns, self._heard = 0, -1

@@ -12,7 +12,7 @@ __all__ = ["Progress", "progress_for", "summary"]
 
 
 class Progress(Protocol):
-    """Shows what a tuning file says; a context manager."""
+    """Shows what is in a tuning file; a context manager."""
 
     def __enter__(self) -> Progress: ...
 

@@ -1,7 +1,7 @@
 """Where to look: every setting that may be tried, on a scale of ratios.
 
 A finite list. Partitions go in four steps per octave, credit is a whole number of partitions (with
-any other, the last piece of the window would never be used), so that credit is at least one
+any other, the last chunk of the window would never be used), so that credit is at least one
 partition by construction.
 """
 

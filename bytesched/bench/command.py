@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=100,
         metavar="N",
-        help="for Horovod's autotuner to settle (%(default)s)",
+        help="for Horovod's autotuner to converge (%(default)s)",
     )
     add(
         "--batch",

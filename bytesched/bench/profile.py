@@ -168,7 +168,7 @@ def read_profile(name_or_path: str, folder: Path) -> tuple[object, str]:
 
 
 def parse_profile(content: object, origin: str) -> Profile:
-    """The profile that decoded JSON describes; `origin` says where it came from."""
+    """The profile that decoded JSON describes; `origin` is where it came from."""
     if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
         raise ConfigError(f"profile {origin}: expected an object with a list of layers")
     if "batches" in content:

@@ -182,7 +182,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def _own(system: dict[str, Any]) -> str:
-    """What there is to say about a system: what bytesched says of itself, in the last round."""
+    """What a system reports of itself, in the last round; empty if it reports nothing."""
     stats = system["rounds"][-1]["stats"]
     if "autotune_finished" in system:
         finished = "was finished" if system["autotune_finished"] else "was not finished"

@@ -38,7 +38,7 @@ NUMBERS = (
     "STALL_CHECK_TIME_SECONDS",
     "STALL_SHUTDOWN_TIME_SECONDS",
 )
-#: what mpirun gets to tell its version
+#: for mpirun to print its version
 TIMEOUT_S = 10.0
 
 
@@ -125,7 +125,7 @@ def _restart() -> Iterator[tuple[str, str]]:
 
 
 def _open_mpi_release() -> int:
-    """The first number of the version of Open MPI; 0 if there is none, or it does not say."""
+    """The first number of the version of Open MPI; 0 if there is none, or it is unknown."""
     mpirun = launcher("mpirun")
     if not mpirun:
         return 0

@@ -31,7 +31,7 @@ LAUNCHES = {
     "gloo": ("horovodrun", ["--gloo", "--network-interfaces", "lo", "--disable-cache"]),
     "mpi": ("mpirun", ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]),
 }
-#: keeps what a rank says apart from what its launcher does
+#: keeps what a rank writes apart from what its launcher writes
 _OWN_ERRORS = 'exec "$@" 2>"$0/$$.err"'
 #: what a launcher gets to end its ranks
 GRACE_S = 5.0
@@ -181,7 +181,7 @@ def _run_ranks(command: str, timeout_s: float) -> tuple[list[dict[str, Any]], st
 
 
 def _run_workers(commands: Sequence[Sequence[str]], timeout_s: float) -> list[dict[str, Any] | str]:
-    """Run the worker once per command, side by side; each answers its JSON or says what failed."""
+    """Run the worker once per command, side by side; each answers its JSON or what failed."""
     deadline_s = time.monotonic() + timeout_s
     workers = [
         subprocess.Popen(

@@ -70,7 +70,7 @@ class Lab:
     """A context manager around `hosts` emulated hosts with links of `rate`.
 
     Uses plain namespaces as root and an unprivileged user namespace otherwise. Where neither
-    works, `shaped` is false, `reason` says why, and the hosts are this machine's loopback; with
+    works, `shaped` is false, `reason` is why, and the hosts are this machine's loopback; with
     a rate of None they are that from the start. With `required`, there is an error instead.
     Processes of a lab end with the thread that launched them, even if that thread is killed.
     """

@@ -100,7 +100,7 @@ RULES: Final = MappingProxyType(
             formula="sqrt(θBS/(2k + 3))",
             why="A value passes two pipes, each with a window of k, and the second waits for whole "
             "chunks: the bound is T* + θN + 2(c + δ)/B + δ/B. k depends on the servers. θ is not "
-            "measured: how long a push and its pull take in turn says little of chunks that follow "
+            "measured: how long a push and its pull take in turn shows little of those that follow "
             "one another; with this one, sizes are within 4 % of the fastest ones tried where a "
             "worker pushed 15 to 120 MB/s. A kernel may round the tail of a chunk otherwise than "
             "its vectors, so chunks are whole pages.",

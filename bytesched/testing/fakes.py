@@ -16,7 +16,7 @@ __all__ = ["FakeTransport", "FaultPlan"]
 
 
 class FakeTransport:
-    """Sends nothing, remembers what was started, and finishes a task when the test says so."""
+    """Sends nothing, remembers what was started, and finishes a task when the test asks for it."""
 
     def __init__(self) -> None:
         #: every task ever started, in that order

@@ -182,7 +182,7 @@ class _Ends:
 
 
 class _Telling:
-    """A transport that says so (None) whenever a task was started on it."""
+    """A transport that notes (None) whenever a task was started on it."""
 
     def __init__(
         self, inner: Transport, happened: SimpleQueue[CommTask | BaseException | None]

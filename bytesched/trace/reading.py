@@ -1,4 +1,4 @@
-"""What trace files say: the spans and iterations of each rank, and several files as one."""
+"""What is in trace files: the spans and iterations of each rank, and several files as one."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _memory(turns: list[list[dict[str, Any]]]) -> str:
         for turn in turns
         for rank in turn
     ]
-    # Emulated layers keep next to nothing, which says nothing about those that they stand for.
+    # Emulated layers keep next to nothing, which shows nothing of those that they stand for.
     return f"{max(found) / 1e6:.2f}" if max(found) > _LEAST_BYTES else "-"
 
 

@@ -281,7 +281,7 @@ def main(argv: list[str]) -> int:
     try:
         result = bench.run()
     except PluginError as error:
-        # What failed in another process has said where.
+        # What failed in another process has printed where.
         print(error, file=sys.stderr, flush=True)
         return 1
     finally:

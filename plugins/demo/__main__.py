@@ -82,7 +82,7 @@ def introduce(lab: Lab) -> None:
 
 
 def train(lab: Lab, runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train on every host, show how far it is, and return what rank 0 says of each run."""
+    """Train on every host, show how far it is, and return what rank 0 reports of each run."""
     spec = DemoSpecification(
         runs=tuple(
             Trained(

@@ -77,7 +77,7 @@ class Trainer:
 
 
 def main(argv: list[str]) -> int:
-    """Train as the specification, a JSON argument, says."""
+    """Train what the specification, a JSON argument, asks for."""
     spec = from_json(DemoSpecification, argv[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

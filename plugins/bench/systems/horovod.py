@@ -132,7 +132,7 @@ class HorovodBlocks:
     def autotuned(self, iterations: int) -> tuple[Settings, bool]:
         """What Horovod's autotuner found in so many iterations, and whether it was finished.
 
-        It is told to take few and short samples: with its own defaults it would need thousands of
+        It takes few and short samples here: with its own defaults it would need thousands of
         iterations. It tries a number of settings with the response cache off and again with it on.
         """
         tried = (iterations // ITERATIONS_PER_SETTING - 2) // 2
@@ -151,7 +151,7 @@ class HorovodBlocks:
         return read_autotune_log(text[0], 2 * tried)
 
     def _gloo_network(self) -> dict[str, str]:
-        """What Horovod's own launcher would tell this rank; rank 0 begins to listen for all."""
+        """What Horovod's own launcher would set for this rank; rank 0 begins to listen for all."""
         port = [0]
         address = self._place.address
         if self._processes.rank == 0:

@@ -32,7 +32,7 @@ _BEHIND_S = 0.002
 
 
 class Device:
-    """Runs one operation at a time, for as long as it is told."""
+    """Runs one operation at a time, for a given time."""
 
     def __init__(self) -> None:
         self._begun: SimpleQueue[tuple[Held, float, float] | None] = SimpleQueue()

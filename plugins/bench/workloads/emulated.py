@@ -1,4 +1,4 @@
-"""Emulated compute: a model that sleeps as long as a profile says and yields gradients.
+"""Emulated compute: a model that sleeps for the times of a profile and yields gradients.
 
 Stands for an accelerator beside which the host is free: the time is emulated, the parameters,
 gradients and their traffic are real. Gradients have real size, depend on the weights and on the
@@ -76,7 +76,7 @@ class _Compute(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """A layer that computes for as long as its profile says."""
+    """A layer that computes for the times of its profile."""
 
     def __init__(self, profile: LayerProfile, pace: Pace) -> None:
         super().__init__()

@@ -81,5 +81,5 @@ def real(name: str, batch: int) -> Workload:
 
 
 def emulated(profile: Profile, slots: int) -> Workload:
-    """A model whose layers take as long as ``profile`` says on a device with so many slots."""
+    """A model whose layers take the times of ``profile`` on a device with so many slots."""
     return Workload(EmulatedModel(profile, SharedDevice(slots)), emulated_loss)
