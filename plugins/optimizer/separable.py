@@ -1,19 +1,16 @@
-"""Which optimizers update each parameter on its own, so that they can be run on a part of them."""
+"""Which optimizers may be run on a part of their parameters, or on a part of one."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["why_not_deferred"]
+__all__ = ["is_elementwise", "why_not_deferred"]
 
-#: Optimizers whose update of one parameter depends on that parameter alone. Exact classes: a
-#: subclass may do anything.
-SEPARABLE: frozenset[type] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
+#: Classes whose update of one element depends on that element alone.
+_ELEMENTWISE = frozenset(
+    {
         "ASGD",
         "Adadelta",
-        "Adafactor",
         "Adagrad",
         "Adam",
         "AdamW",
@@ -23,7 +20,14 @@ SEPARABLE: frozenset[type] = frozenset(
         "RMSprop",
         "Rprop",
         "SGD",
-    )
+    }
+)
+
+#: Those whose update of one parameter depends on that parameter alone. Exact classes: a subclass
+#: may do anything.
+SEPARABLE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in (*_ELEMENTWISE, "Adafactor")
     if hasattr(torch.optim, name)
 )
 
@@ -37,3 +41,8 @@ def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
     return ""
+
+
+def is_elementwise(name: str) -> bool:
+    """True if an optimizer of that name may be given any part of a parameter."""
+    return name in _ELEMENTWISE

@@ -1,8 +1,8 @@
 """Who uses which parameter first: learned in one iteration, then guarded in all others.
 
-A parameter is the gate of its own update (pending.py), but that cannot see compiled readers: a
-custom autograd.Function over a kernel, a compiled module. So a forward pre-hook waits as well,
-on the nearest module around the parameter that is really called.
+A parameter is the gate of its own update (pending.py), but does not see readers that are compiled:
+a custom autograd.Function over a kernel, a compiled module. So a forward pre-hook waits as well, on
+the nearest module around the parameter that is really called.
 """
 
 from __future__ import annotations
@@ -16,56 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.plugins.proxies.compiling import is_compiled
+from bytesched.plugins.proxies.hooks import StayingHook
 from bytesched.plugins.proxies.pending import hold, is_held, release
 
-__all__ = ["FirstUse", "StayingForwardHook", "StayingHook", "gate"]
-
-
-class StayingHook:
-    """A forward pre-hook that stays behind when its module is copied or pickled.
-
-    In its place goes ``{}.get``, which returns the arguments of the call as they are, and which
-    needs no bytesched where the pickle is loaded.
-    """
-
-    def __init__(
-        self, call: Callable[[nn.Module, Any], None], traced: Callable[[], None] | None = None
-    ) -> None:
-        self._call = call
-        self._traced = traced
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._break(module, args)
-        else:
-            self._call(module, args)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _break(self, module: nn.Module, args: Any) -> None:
-        """Inside compiled code: a graph break, after which the call is an ordinary one."""
-        if self._traced is not None:
-            self._traced()
-        self._call(module, args)
-
-    def __reduce__(self) -> Any:
-        return partial, ({}.get,)
-
-
-class StayingForwardHook:
-    """The same for a hook after the forward pass; where it is loaded, bytesched is needed."""
-
-    def __init__(self, call: Callable[[nn.Module, Any, Any], None]) -> None:
-        self._call = call
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._call(module, args, output)
-
-    def __reduce__(self) -> Any:
-        return StayingForwardHook, (_nothing,)
-
-
-def _nothing(module: nn.Module, args: Any, output: Any) -> None:
-    pass
+__all__ = ["FirstUse"]
 
 
 class FirstUse:
@@ -184,29 +138,3 @@ class _by_identity:
 
     def __contains__(self, item: object) -> bool:
         return id(item) in self._ids
-
-
-def gate(
-    module: nn.Module, wait: Callable[[nn.Module], None], traced: Callable[[], None]
-) -> Callable[[], None]:
-    """Makes every call of ``module`` call ``wait`` first; returns what takes it off again.
-
-    ``traced`` is called if the module turns out to run inside compiled code.
-    """
-    compiled = module.__dict__.get("_compiled_call_impl")
-    if compiled is not None:
-        # Its own hooks run inside the compiled code: wait in front of that.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            wait(module)
-            return compiled(*args, **kwargs)
-
-        module._compiled_call_impl = call
-
-        def restore() -> None:
-            if module.__dict__.get("_compiled_call_impl") is call:
-                module._compiled_call_impl = compiled
-
-        return restore
-
-    hook = StayingHook(lambda module, args: wait(module), traced)
-    return module.register_forward_pre_hook(hook, prepend=True).remove

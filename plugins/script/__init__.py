@@ -1,1 +1,7 @@
-"""Scripts that nobody touched: what they make is noticed, and wrapped."""
+"""Scripts that are left as they are: what they make is seen, and wrapped."""
+
+from __future__ import annotations
+
+from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod
+
+__all__ = ["Watched", "WatchedDdp", "WatchedHorovod"]

@@ -19,7 +19,7 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 from bytesched.log import show
 from bytesched.plugins import wrap_found
-from bytesched.plugins.proxies.first_use import StayingHook
+from bytesched.plugins.proxies.hooks import StayingHook
 from bytesched.plugins.registry import is_wrapped, unwrap
 from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
 

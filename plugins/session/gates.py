@@ -9,7 +9,8 @@ from torch import nn
 
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
-from bytesched.plugins.proxies.first_use import FirstUse, gate
+from bytesched.plugins.proxies.first_use import FirstUse
+from bytesched.plugins.proxies.hooks import gate
 from bytesched.plugins.session.synchronizing import Synchronizing
 
 __all__ = ["Gates"]

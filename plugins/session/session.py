@@ -12,7 +12,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.first_use import StayingForwardHook, StayingHook
+from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.hooked import HookedModel
 from bytesched.plugins.session.phase import Context, Life

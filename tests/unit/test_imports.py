@@ -138,6 +138,10 @@ def test_no_circle_among_files(house: House) -> None:
     assert house.circle() == []
 
 
+def test_every_file_and_package_says_what_it_is_for(house: House) -> None:
+    assert [file for file, tree in house.trees.items() if not ast.get_docstring(tree)] == []
+
+
 def test_processes_can_be_started(house: House) -> None:
     for name in house.processes:
         source = ast.unparse(house.trees[house.modules[name]])

@@ -23,7 +23,7 @@ from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.kvstore.training.state import hyperparameters_of
 from bytesched.plugins.kvstore.training.store_session import StoreSession
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.elementwise import is_elementwise
+from bytesched.plugins.optimizer.separable import is_elementwise
 from bytesched.plugins.session.agree import agree, statements
 from bytesched.plugins.session.beginning import (
     add_optimizer,

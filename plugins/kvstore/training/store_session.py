@@ -21,7 +21,8 @@ from bytesched.plugins.kvstore.training.carrier import StoreCarrier
 from bytesched.plugins.kvstore.training.store_running import StoreRunning
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.first_use import FirstUse, StayingForwardHook, StayingHook
+from bytesched.plugins.proxies.first_use import FirstUse
+from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import from_leader
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.hooked import HookedModel

@@ -1,1 +1,7 @@
 """A model whose stages visit every rank."""
+
+from __future__ import annotations
+
+from bytesched.plugins.wave.stages.model_waves import ModelWaves
+
+__all__ = ["ModelWaves"]
