@@ -1,8 +1,7 @@
-"""Horovod in the bench: settings, sweep, autotuner's log, figures, and small whole runs."""
+"""Small whole runs of the bench with Horovod."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,14 +11,8 @@ from typing import Any
 import pytest
 from horovod_launched import why_missing
 
-from bytesched.bench import command as bench
-from bytesched.bench.table import add_figures, opponents, table
-from bytesched.errors import ConfigError, PluginError
-from bytesched.lab import mpi as lab_mpi
 from bytesched.lab.hosts import Lab
 
-# Every block of Horovod starts processes, which takes its time on a busy machine.
-pytestmark = pytest.mark.timeout(240)
 needs_gloo = pytest.mark.skipif(bool(why_missing("gloo")), reason=why_missing("gloo"))
 needs_mpi = pytest.mark.skipif(bool(why_missing("mpi")), reason=why_missing("mpi"))
 
@@ -33,10 +26,6 @@ PROFILE = {
     ],
 }
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
-LOG_HEAD = (
-    "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
-    "cycle_time_ms,tensor_fusion_threshold,score\n"
-)
 
 
 @pytest.fixture
@@ -59,177 +48,7 @@ def run_bench(folder: Path, *arguments: str, timeout_s: float = 220) -> dict[str
     return result | {"stdout": done.stdout}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--systems ddp --controller mpi", "--controller is for horovod"),
-        ("--systems horovod-best:fusion_mb=1", "horovod-best has no options"),
-        ("--systems horovot", "did you mean horovod"),
-        ("--systems horovod --controller ucx", "invalid choice"),
-        ("--autotune-iterations 59", "at least 60"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
 @needs_gloo
-def test_mpi_starts_ranks_itself_and_needs_its_mpirun(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--systems", "horovod", "--controller", "mpi"]
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: None)
-    with pytest.raises(SystemExit):
-        bench.main(arguments)
-    assert "needs mpirun" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        bench.main(arguments)
-    assert "run it alone, with --lab or --workers" in capsys.readouterr().err
-
-
-def test_without_horovod_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "bytesched.bench.command.importlib.util.find_spec",
-        lambda name: None if name == "horovod" else real(name),
-    )
-    with pytest.raises(SystemExit):
-        bench.main(["--systems", "horovod"])
-    assert "pip install 'bytesched[horovod]'" in capsys.readouterr().err
-
-
-def test_another_mpi_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = tmp_path / "mpirun"
-    other.write_text("#!/bin/sh\necho Intel MPI\n")
-    other.chmod(0o755)
-    monkeypatch.setattr("bytesched.lab.mpi.shutil.which", lambda *_, **__: str(other))
-    with pytest.raises(ConfigError, match="is not Open MPI"):
-        lab_mpi.find_mpirun()
-
-
-@needs_gloo
-def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
-    from bytesched.plugins.bench.systems.horovod import Settings, split_options
-
-    settings, left = split_options({"fusion_mb": "0.5", "cycle_ms": "2", "policy": "fifo"})
-    assert left == {"policy": "fifo"}
-    assert settings.environment() == {
-        "HOROVOD_FUSION_THRESHOLD": "524288",
-        "HOROVOD_CYCLE_TIME": "2.0",
-    }
-    assert split_options({})[0].environment() == {}
-    uncached = Settings(4, 5, cache=False)
-    assert split_options(uncached.options()) == (uncached, {})
-    assert uncached.environment()["HOROVOD_CACHE_CAPACITY"] == "0"
-    assert str(uncached) == "4 MB, 5 ms, no cache"
-
-
-@needs_gloo
-def test_the_sweep_finds_the_best_and_distrusts_one_lucky_measurement() -> None:
-    from bytesched.plugins.bench.systems.horovod import Settings, sweep
-
-    asked: list[Settings] = []
-
-    def measure(settings: Settings) -> float:
-        asked.append(settings)
-        assert settings.fusion_mb is not None
-        assert settings.cycle_ms is not None
-        lucky = settings.fusion_mb == 16 and asked.count(settings) == 1
-        return abs(settings.fusion_mb - 4) + settings.cycle_ms + 100 - 14 * lucky
-
-    found = sweep(measure)
-    assert min(found, key=lambda settings: found[settings]) == Settings(4, 0.5)
-    assert found[Settings(16, 1)] == 106
-    assert found[Settings(4, 1)] == 101
-    assert {settings.fusion_mb for settings in asked} == {1, 2, 4, 8, 16, 128}
-    for tried, times in {(16, 1): 2, (4, 1): 2, (2, 1): 1, (4, 0.5): 2}.items():
-        assert asked.count(Settings(*tried)) == times
-
-
-@needs_gloo
-def test_the_autotuners_log() -> None:
-    from bytesched.plugins.bench.systems.horovod import Settings, read_autotune_log
-
-    tried = "0,0,0, 0,5,4,90.5\n0,0,0, 1,50,32,120.25\n"
-    decided = "0,0,0, 1,7.123,13.456,110\n"
-    assert read_autotune_log(LOG_HEAD + tried + decided, 2) == (Settings(13.46, 7.12), True)
-    assert read_autotune_log(LOG_HEAD + tried + decided, 3) == (Settings(32, 50), False)
-    assert read_autotune_log(LOG_HEAD + tried.splitlines()[0], 3)[0] == Settings(4, 5, cache=False)
-    with pytest.raises(PluginError, match="raise --autotune-iterations"):
-        read_autotune_log(LOG_HEAD, 2)
-
-
-def a_result(**medians: tuple[float, float]) -> dict[str, Any]:
-    def rounds(*medians: float) -> dict[str, Any]:
-        turn = {"cpu_ms": 30.0, "losses": [[3.0], [3.5]], "weights": ["a", "a"], "stats": {}}
-        return {"rounds": [{"iteration_ms": [median] * 3} | turn for median in medians]}
-
-    return {
-        "workload": "tiny",
-        "network": "loopback",
-        "emulated": True,
-        "world_size": 2,
-        "gradient_bytes_per_s": 100e6,
-        "compute": {
-            "model_bytes": 10**7,
-            "tensors": 3,
-            "compute_ms": 80.0,
-            "compute_alone_ms": 80.0,
-            "communication_ms": 100.0,
-            "optimum_ms": 100.0,
-            "update_ms": 4.0,
-        },
-        "systems": {name.replace("_", "-"): rounds(*values) for name, values in medians.items()},
-    }
-
-
-def a_result_of(*names: str) -> dict[str, Any]:
-    result = a_result(**dict.fromkeys(names, (150, 150)))
-    add_figures(result)
-    systems: dict[str, Any] = result["systems"]
-    return systems
-
-
-def test_horovods_are_compared_with_the_fastest_plain_one() -> None:
-    result = a_result(
-        ddp=(300, 300),
-        ddp_best=(140, 140),
-        bytesched=(150, 150),
-        horovod=(200, 240),
-        horovod_best=(180, 170),
-        horovod_autotune=(160, 168),
-        bytesched_horovod=(120, 112),
-    )
-    systems = result["systems"]
-    systems["horovod-best"]["settings"] = "4 MB, 0.5 ms"
-    systems["horovod-autotune"] |= {"settings": "9 MB, 3 ms", "autotune_finished": False}
-    add_figures(result)
-    ours = systems["bytesched-horovod"]["figures"]
-    assert opponents("bytesched-horovod", systems) == ("horovod", "horovod-autotune")
-    assert ours["speedup_over_plain"] == pytest.approx((200 / 120 + 240 / 112) / 2)
-    assert ours["speedup_over_best"] == pytest.approx((160 / 120 + 168 / 112) / 2)
-    assert ours["share_of_possible_gain"] == pytest.approx(48 / 64)
-    assert "share_of_possible_gain" not in systems["horovod-best"]["figures"]
-    assert systems["bytesched"]["figures"]["speedup_over_plain"] == 2
-    assert systems["bytesched"]["figures"]["speedup_over_best"] == pytest.approx(140 / 150)
-    assert "speedup_over_best" not in a_result_of("ddp", "bytesched")["bytesched"]["figures"]
-    text = table(result)
-    assert "horovod-best (4 MB, 0.5 ms)" in text
-    assert "horovod-autotune: Horovod's autotuner was not finished" in text
-    assert "vs best: the same for ddp-best or horovod-autotune" in text
-    assert max(map(len, text.splitlines())) <= 160
-
-
-@needs_gloo
-@pytest.mark.procs
 def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "unwanted.json"))
     systems = "ddp,horovod,horovod-autotune,bytesched-horovod:partition_bytes=256KiB"
@@ -252,7 +71,6 @@ def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs_gloo
-@pytest.mark.procs
 @pytest.mark.slow
 def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
     result = run_bench(
@@ -266,7 +84,6 @@ def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
 
 
 @needs_gloo
-@pytest.mark.procs
 def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         run_bench(tmp_path, "--emulate", tiny, "--systems", "bytesched-horovod:policy=fofo")
@@ -275,7 +92,6 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) 
 
 
 @needs_mpi
-@pytest.mark.procs
 def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
     result = run_bench(
         tmp_path,
@@ -287,7 +103,6 @@ def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
         assert system["losses"] == "identical", name
 
 
-@pytest.mark.procs
 @pytest.mark.lab
 @pytest.mark.parametrize(
     "controller",

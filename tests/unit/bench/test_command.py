@@ -1,52 +1,23 @@
-"""The bench: what it refuses, its figures, its emulated compute, and small whole runs."""
+"""The bench: what it refuses, its figures, its emulated compute."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import TINY
 from torch import nn
 
 from bytesched.bench import command as bench
 from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
-from bytesched.bench.systems import SYSTEMS, System, parse_systems
+from bytesched.bench.systems import System, parse_systems
 from bytesched.bench.table import add_figures, table
-from bytesched.burst.graph import layers_of, load_graph
 from bytesched.errors import ConfigError
 from bytesched.plugins.bench.workloads import emulated as emulate
 from bytesched.plugins.bench.workloads.compute import measure_compute, record_profile
 from bytesched.plugins.bench.workloads.models import REAL, Workload, build
-
-TINY = {
-    "name": "tiny",
-    "description": "for tests",
-    "layers": [
-        {"name": "first", "forward_ms": 1, "backward_ms": 2, "shapes": [[64, 64], [64]]},
-        {"name": "second", "forward_ms": 1.5, "backward_ms": 2, "shapes": []},
-        {"name": "third", "forward_ms": 1, "backward_ms": 3, "shapes": [[64, 256]]},
-    ],
-}
-QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
-BROKEN_MODEL = """
-import torch
-def make():
-    def loss(module, seed):
-        raise RuntimeError("no such batch")
-    return torch.nn.Linear(2, 2), loss
-"""
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(TINY))
-    return str(path)
 
 
 def changed_layer(**fields: object) -> dict[str, Any]:
@@ -338,105 +309,3 @@ def test_the_table_says_whether_the_losses_agree() -> None:
     assert lines["ddp-best"].endswith("identical")
     assert lines["bytesched"].endswith("equal, weights not")
     assert lines["fsdp2"].endswith("differ by 1.0e-04")
-
-
-def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=170
-    )
-
-
-@pytest.mark.procs
-def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
-    files = ["--json", "out.json", "--record", "recorded.json"]
-    done = run_module(
-        "bytesched", "bench", "--emulate", tiny, "--workers", "2", *QUICK, *files, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert list(result["systems"]) == list(SYSTEMS)
-    assert result["world_size"] == 2
-    assert result["workload"] == "tiny (emulated compute)"
-    assert result["command"].startswith("bytesched bench --emulate")
-    assert result["compute"]["optimum_ms"] >= result["compute"]["compute_ms"] == 10.5
-    for name, system in result["systems"].items():
-        assert [len(turn["iteration_ms"]) for turn in system["rounds"]] == [2, 2]
-        assert system["figures"]["iteration_ms"] > 10
-        expected = {"identical", "equal"} if name == "fsdp2" else {"identical"}
-        assert system["losses"] in expected, name
-    assert result["systems"]["bytesched"]["rounds"][0]["stats"]["mode"] == "cross"
-    assert load_profile(str(tmp_path / "recorded.json")).nbytes == load_profile(tiny).nbytes
-    assert "bytesched" in done.stdout
-
-
-@pytest.mark.procs
-def test_several_batch_sizes_are_recorded_for_the_burst_planner(tmp_path: Path) -> None:
-    options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
-    files = ["--json", "out.json", "--record", "mine.json"]
-    done = run_module("bytesched", "bench", *options, *files, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    graph = load_graph([str(tmp_path / "mine.json")], fixed_share=0.2)
-    assert (graph.name, graph.batch, graph.assumed) == ("resnet", 2, "")
-    layers = list(layers_of(graph.chain))
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert sum(layer.parameter_bytes for layer in layers) == result["compute"]["model_bytes"]
-    assert {tuple(size for size, _ in layer.forward.points) for layer in layers} == {(1, 2)}
-    # 32 channels of 32 x 32 float32 from the first layer to the second.
-    assert layers[0].output_bytes == 4 * 32 * 32 * 32
-
-
-@pytest.mark.procs
-def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
-    (tmp_path / "broken_model.py").write_text(BROKEN_MODEL)
-    done = run_module(
-        "bytesched", "bench", "--model", "broken_model:make", "--systems", "ddp", folder=tmp_path
-    )
-    assert done.returncode == 1
-    assert "failed with exit code 1" in done.stderr
-    assert "no such batch" in done.stderr
-
-
-@pytest.mark.procs
-def test_nothing_is_left_when_it_is_terminated(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    command = [sys.executable, "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout as lines:
-        assert lines.readline().startswith("bucket sweep")
-        process.terminate()
-        assert process.wait(timeout=20) == bench.TERMINATED
-    assert not list((tmp_path / "tmp").glob("bytesched-*"))
-
-
-@pytest.mark.procs
-def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    system = ["--systems", "ddp", "--json", "out.json"]
-    done = run_module(
-        *launcher, "bytesched", "bench", "--emulate", tiny, *QUICK, *system, folder=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["world_size"] == 2
-    assert result["network"] == "ranks started by torchrun"
-    assert done.stdout.count("tiny (emulated compute)") == 1
-
-
-@pytest.mark.procs
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_demo(tmp_path: Path) -> None:
-    done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "equal, bit for bit: all 20 of both hosts" in done.stdout
-    for system in ("ddp", "bytesched"):
-        events = json.loads((tmp_path / "out" / system / "rank0.trace.json").read_text())
-        assert {event["cat"] for event in events if "cat" in event} >= {"forward", "send", "update"}
-    if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "out" / "iteration.png").stat().st_size > 10_000

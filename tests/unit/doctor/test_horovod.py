@@ -1,15 +1,14 @@
-"""The doctor's section on Horovod: its settings, its launchers, and trials of both controllers."""
+"""The doctor's section on Horovod: its settings and its launchers."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from checks import only
 
 from bytesched.doctor import command as doctor
 from bytesched.doctor import horovod as horovod_checks
@@ -17,14 +16,7 @@ from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check
 
 if TYPE_CHECKING:
-    from ranks import Ranks
-
-Pools = Callable[[int], "Ranks"]
-
-
-def _only(found: list[Check], name: str) -> Check:
-    [check] = [check for check in found if check.name == name]
-    return check
+    pass
 
 
 def test_without_settings_nothing_is_in_the_way() -> None:
@@ -85,14 +77,14 @@ def test_launcher_is_found_beside_python_and_on_the_path(
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     found = horovod_checks.launchers()
-    assert _only(found, "mpirun") == Check("mpirun", "ok", str(tmp_path / "bin" / "mpirun"))
-    assert _only(found, "horovodrun").detail == str(tmp_path / "env" / "horovodrun")
-    assert str(tmp_path / "env") in _only(found, "horovodrun").fix
+    assert only(found, "mpirun") == Check("mpirun", "ok", str(tmp_path / "bin" / "mpirun"))
+    assert only(found, "horovodrun").detail == str(tmp_path / "env" / "horovodrun")
+    assert str(tmp_path / "env") in only(found, "horovodrun").fix
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    assert "as root" in _only(horovod_checks.launchers(), "mpirun").fix
+    assert "as root" in only(horovod_checks.launchers(), "mpirun").fix
     monkeypatch.setenv("PATH", "")
-    assert _only(horovod_checks.launchers(), "mpirun") == Check("mpirun", "absent", "not found")
+    assert only(horovod_checks.launchers(), "mpirun") == Check("mpirun", "absent", "not found")
 
 
 @pytest.mark.parametrize(("release", "needs_help"), [("4.1.6", False), ("5.0.11", True)])
@@ -105,7 +97,7 @@ def test_horovodrun_beside_open_mpi_5(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert ("--gloo" in _only(horovod_checks.launchers(), "horovodrun").fix) == needs_help
+    assert ("--gloo" in only(horovod_checks.launchers(), "horovodrun").fix) == needs_help
 
 
 def test_without_horovod_there_is_no_section(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,73 +136,3 @@ def test_a_controller_without_a_launcher_is_not_tried(monkeypatch: pytest.Monkey
     assert trials.horovod(timeout_s=1) == [
         Check("horovod build", "ok", "controllers gloo; operations gloo, nccl")
     ]
-
-
-@pytest.mark.procs
-@pytest.mark.timeout(240)
-def test_both_controllers_are_tried_whatever_is_set(
-    hvd_gloo: Pools, hvd_mpi: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    timeline = tmp_path / "timeline.json"
-    monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
-    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
-    monkeypatch.setenv("HOROVOD_RANK", "5")
-    monkeypatch.setenv("HOROVOD_SIZE", "8")
-    monkeypatch.setenv("BYTESCHED_CROSS_BARRIER", "0")
-    found = trials.horovod(timeout_s=60)
-    assert _only(found, "horovod build").detail.startswith("controllers gloo, mpi; operations gloo")
-    for controller in ("gloo", "mpi"):
-        check = _only(found, f"horovod {controller}")
-        assert check.status == "ok", check
-        assert "two ranks all-reduce 4 B in" in check.detail
-        assert check.detail.endswith(
-            "4 steps equal those of plain Horovod, 3 of them across the barrier"
-        )
-    assert not timeline.exists()
-
-
-@pytest.mark.procs
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_ranks_that_fail_are_a_finding(
-    controller: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request.getfixturevalue(f"hvd_{controller}")
-    monkeypatch.setattr(trials, "WORKER", "no_such_module")
-    check = trials._horovod_ranks(controller, timeout_s=30)
-    assert check.status == "warn"
-    assert "No module named no_such_module" in check.detail
-    assert "no_such_module" in check.fix
-
-
-@pytest.mark.procs
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_ranks_that_hang_are_ended(
-    controller: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    request.getfixturevalue(f"hvd_{controller}")
-    sleeper = tmp_path / "sleeper.py"
-    sleeper.write_text(
-        "import os, pathlib, time\n"
-        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
-        "time.sleep(60)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(trials, "WORKER", "sleeper")
-    check = trials._horovod_ranks(controller, timeout_s=5)
-    assert check.status == "warn"
-    assert check.detail == "no answer within 5 s"
-    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
-    deadline_s = time.monotonic() + 20
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline_s, f"still running: {pids}"
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

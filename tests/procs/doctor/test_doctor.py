@@ -1,0 +1,57 @@
+"""The doctor's workers, for real."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from checks import only
+
+from bytesched.doctor import command as doctor
+from bytesched.doctor import probes as trials
+
+
+def test_this_machine_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trials, "horovod", lambda _: [])  # see test_doctor_horovod
+    assert doctor.main(["--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is True
+    statuses = {check["name"]: check["status"] for check in answer["checks"]}
+    for name in (
+        "python",
+        "bytesched",
+        "torch",
+        "ranks",
+        "config",
+        "backends",
+        "loopback",
+        "training",
+    ):
+        assert statuses[name] == "ok"
+    assert "8 MiB in" in next(c["detail"] for c in answer["checks"] if c["name"] == "loopback")
+
+
+def test_loopback_fails_by_name_when_the_network_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    check = only(trials.loopback(timeout_s=30), "loopback")
+    assert check.status == "fail"
+    assert "rank 0: exit code 1" in check.detail
+    assert "nosuch0" in check.detail
+
+
+def test_launcher_around_the_doctor_does_not_reach_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert only(trials.loopback(timeout_s=60), "loopback").status == "ok"
+
+
+def test_settings_of_the_user_do_not_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTESCHED_CREDIT_BYTES", "1KiB")
+    monkeypatch.setenv("BYTESCHED_CROSS_BARRIER", "0")
+    check = only(trials.training(timeout_s=60), "training")
+    assert check.status == "ok"
+    assert check.detail.startswith("4 steps equal those of plain DDP")

@@ -1,0 +1,85 @@
+"""The doctor's trials of Horovod's controllers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from checks import only
+
+from bytesched.doctor import probes as trials
+
+if TYPE_CHECKING:
+    from ranks import Ranks
+
+Pools = Callable[[int], "Ranks"]
+
+
+@pytest.mark.timeout(240)
+def test_both_controllers_are_tried_whatever_is_set(
+    hvd_gloo: Pools, hvd_mpi: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timeline = tmp_path / "timeline.json"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_RANK", "5")
+    monkeypatch.setenv("HOROVOD_SIZE", "8")
+    monkeypatch.setenv("BYTESCHED_CROSS_BARRIER", "0")
+    found = trials.horovod(timeout_s=60)
+    assert only(found, "horovod build").detail.startswith("controllers gloo, mpi; operations gloo")
+    for controller in ("gloo", "mpi"):
+        check = only(found, f"horovod {controller}")
+        assert check.status == "ok", check
+        assert "two ranks all-reduce 4 B in" in check.detail
+        assert check.detail.endswith(
+            "4 steps equal those of plain Horovod, 3 of them across the barrier"
+        )
+    assert not timeline.exists()
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_ranks_that_fail_are_a_finding(
+    controller: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue(f"hvd_{controller}")
+    monkeypatch.setattr(trials, "WORKER", "no_such_module")
+    check = trials._horovod_ranks(controller, timeout_s=30)
+    assert check.status == "warn"
+    assert "No module named no_such_module" in check.detail
+    assert "no_such_module" in check.fix
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_ranks_that_hang_are_ended(
+    controller: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    request.getfixturevalue(f"hvd_{controller}")
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(trials, "WORKER", "sleeper")
+    check = trials._horovod_ranks(controller, timeout_s=5)
+    assert check.status == "warn"
+    assert check.detail == "no answer within 5 s"
+    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
+    deadline_s = time.monotonic() + 20
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, f"still running: {pids}"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

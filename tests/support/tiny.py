@@ -1,0 +1,13 @@
+"""A model so small that a bench of it takes no time."""
+
+from __future__ import annotations
+
+TINY = {
+    "name": "tiny",
+    "description": "for tests",
+    "layers": [
+        {"name": "first", "forward_ms": 1, "backward_ms": 2, "shapes": [[64, 64], [64]]},
+        {"name": "second", "forward_ms": 1.5, "backward_ms": 2, "shapes": []},
+        {"name": "third", "forward_ms": 1, "backward_ms": 3, "shapes": [[64, 256]]},
+    ],
+}
