@@ -84,7 +84,7 @@ class Pipes:
             AsyncKVStore, which is given as many as the credit allows; pulls need none if it answers
             by priority.
         chunks: the plan; push tasks get the numbers from 0, pull tasks those that follow.
-        on_push: the push of that chunk begins, for which it has to be in ``push_from``.
+        on_push: the push of that chunk begins.
         on_pushed: the value of that chunk has left.
         on_pulled: the ``pull_into`` of that chunk is filled. These three on one thread.
         on_error: called with the first error of each pipe, which starts nothing after it.

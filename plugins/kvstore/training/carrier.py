@@ -75,6 +75,9 @@ class StoreCarrier:
 
     def submit(self, chunk: CommTask) -> None:
         now_ns = self._ready_at[chunk.index] = perf_counter_ns()
+        # Here, not when its push begins: the pipes' thread is what the link waits for.
+        with self._streams.communication(chunk):
+            self._packer.pack(chunk)
         self._pipes.push(self._chunks[chunk.index])
         if self._observers:
             self._observers.on_flow("s", chunk.index, "backward", now_ns)
@@ -92,8 +95,6 @@ class StoreCarrier:
 
     def _push(self, chunk: Chunk) -> None:
         task = chunk.push_task
-        with self._streams.communication(task):
-            self._packer.pack(task)
         now_ns = perf_counter_ns()
         if not self._started_at:
             self._busy_since_ns = now_ns
