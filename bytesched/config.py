@@ -57,6 +57,7 @@ class ConfigFields(TypedDict, total=False):
     order: str
     compression: str
     cross_barrier: bool
+    split: str
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
@@ -85,6 +86,9 @@ class Config:
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
+    split: str = "auto"
+    """Send each gradient in two halves, a sum and its spreading, where a script asks for norms of
+    all gradients: `on`, `off`, or `auto`, which waits until one does."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0
@@ -212,6 +216,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "order": one_of("auto", "leader", "replay"),
     "compression": one_of("none", "bf16", "fp16"),
     "cross_barrier": parse_flag,
+    "split": one_of("auto", "on", "off"),
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,

@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of each rank, real models only; several for --record, systems get the largest",
     )
     add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
+    add("--clip", type=float, default=0.0, metavar="NORM", help="clip by the norm of all gradients")
     add("--compute-scale", type=float, default=1.0, metavar="X", help="emulate a device X x slower")
     add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
     add("--threads", type=int, default=1, metavar="N", help="of torch per rank; 0: as torch likes")

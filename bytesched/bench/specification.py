@@ -58,6 +58,8 @@ class Specification:
     #: ranks that serve, 0: all do; None: there is no store
     servers: int | None
     optimizer: str
+    #: largest norm of all gradients; 0: they are not clipped
+    clip: float
     compute_scale: float
     comm_ratio: float | None
     #: batch sizes whose compute profiles are recorded
@@ -130,6 +132,8 @@ def specification(options: Namespace, view: RankView) -> Specification:
     systems = parse_systems(options.systems)
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
+    if options.clip and systems[0].kind in KVSTORE_SYSTEMS:
+        raise ConfigError(f"--clip is not for {', '.join(KVSTORE_SYSTEMS)}")
     servers = None
     if systems[0].kind in KVSTORE_SYSTEMS:
         servers = DEFAULT_SERVERS if options.servers is None else options.servers
@@ -146,6 +150,7 @@ def specification(options: Namespace, view: RankView) -> Specification:
         controller=options.controller or DEFAULT_CONTROLLER,
         servers=servers,
         optimizer=options.optimizer,
+        clip=options.clip,
         compute_scale=options.compute_scale,
         comm_ratio=options.comm_ratio,
         record=tuple(options.batch) if options.record else (),
@@ -192,6 +197,8 @@ def _check_numbers(options: Namespace) -> None:
         if value is not None and not 1e-3 <= value <= 1e6:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {value}: a positive number, 0.001 to 1000000")
+    if not 0 <= options.clip <= 1e6:
+        raise ConfigError(f"--clip {options.clip}: a norm, 0 (none) to 1000000")
     if options.comm_ratio and options.compute_scale != 1.0:
         raise ConfigError("--comm-ratio and --compute-scale exclude each other")
 

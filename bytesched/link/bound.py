@@ -90,6 +90,40 @@ def _jackson(work: Sequence[Gradient], bytes_per_s: float) -> list[float]:
     return ends_s
 
 
+def clipped_optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: float) -> float:
+    """Seconds of an iteration in which a norm of all gradients stands before the next forward
+    pass, and every gradient crosses the link as one all-reduce.
+
+    No forward pass may begin before the last byte has arrived, so the tail of every gradient is
+    that of the first layer: max(backward, link) + forward.
+    """
+    forward_s = _longest_tail_s(work)
+    held = [Gradient(one.release_s, forward_s, one.nbytes) for one in work]
+    return optimum_s(held, compute_s, bytes_per_s)
+
+
+def split_optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: float) -> float:
+    """As `clipped_optimum_s`, with each all-reduce split: T* of whatever clips.
+
+    A reduce-scatter moves half the bytes of an all-reduce and is all that a norm needs; the
+    all-gather, the other half, is needed by its own layer alone. That is two jobs for every
+    gradient: the first with the tail of the first layer, as the norm stands before all of forward,
+    the second with the tail of its own layer and not before the first. Where jobs precede each
+    other, longest tail first is still optimal if no tail is longer than that of a job which it
+    must follow (Lawler 1973); the first jobs have the longest tail there is. An all-gather needs
+    no norm if gradients are gathered as they are and scaled where they arrive, so it may use a link
+    that is idle during backward.
+    """
+    forward_s = _longest_tail_s(work)
+    halves = [Gradient(one.release_s, forward_s, one.nbytes / 2) for one in work]
+    halves += [Gradient(one.release_s, one.tail_s, one.nbytes / 2) for one in work]
+    return optimum_s(halves, compute_s, bytes_per_s)
+
+
+def _longest_tail_s(work: Sequence[Gradient]) -> float:
+    return max((one.tail_s for one in work), default=0.0)
+
+
 def store_bytes_per_s(link_bytes_per_s: float, *, workers: int, servers: int) -> float:
     """Bytes of gradient per second and direction that every worker can push, and pull.
 

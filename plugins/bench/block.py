@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from bytesched.plugins.bench.systems.data_parallel import Running
 from bytesched.plugins.bench.workloads.models import Workload
@@ -23,11 +24,12 @@ def train(
     warmup: int,
     iterations: int,
     seed_of: Callable[[int], int],
+    clip: float = 0.0,
 ) -> dict[str, Any]:
     """Times of the iterations after `warmup`, and what this rank computed in all of them.
 
     An iteration is timed from its beginning to that of the next. `seed_of` says which batch an
-    iteration trains on.
+    iteration trains on. With `clip`, gradients are clipped to that norm.
     """
     starts_s: list[float] = []
     cpu_s: list[float] = []
@@ -38,7 +40,7 @@ def train(
         running.optimizer.zero_grad()
         loss = workload.loss(running.module, seed_of(step))
         loss.backward()
-        running.optimizer.step()
+        _step(running.optimizer, workload.model, clip)
         losses.append(loss.item())
     figures = running.close()
     spans_s = [after - before for before, after in pairwise(starts_s)]
@@ -49,6 +51,21 @@ def train(
         "weights": _digest(workload.model),
         "stats": figures,
     }
+
+
+def _step(optimizer: Any, model: nn.Module, clip: float) -> None:
+    if not clip:
+        optimizer.step()
+        return
+    if not hasattr(optimizer, "skip_synchronize"):
+        clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        return
+    # Horovod's gradients are averaged in step() otherwise.
+    optimizer.synchronize()
+    clip_grad_norm_(model.parameters(), clip)
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 def _digest(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
-from bytesched.link.bound import gradients, optimum_s
+from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
@@ -202,12 +202,14 @@ class Bench:
         update_s = measure_update(
             model, make_optimizer(self.spec.optimizer, model.parameters()), COMPUTE_ITERATIONS
         )
+        bound_s = split_optimum_s if self.spec.clip else optimum_s
+        best_s = bound_s(work, compute_s, self.link.bytes_per_s)
         self.compute_samples.append(
             {
                 "compute_ms": self.mean(1e3 * compute_s),
                 "compute_alone_ms": self.mean(1e3 * alone.compute_s),
                 "update_ms": self.mean(1e3 * update_s),
-                "optimum_ms": self.mean(1e3 * optimum_s(work, compute_s, self.link.bytes_per_s)),
+                "optimum_ms": self.mean(1e3 * best_s),
             }
         )
 
@@ -248,7 +250,14 @@ class Bench:
         workload = self.workload()
         running = set_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
-        found = train(workload, running, warmup=warmup, iterations=iterations, seed_of=self.seed_of)
+        found = train(
+            workload,
+            running,
+            warmup=warmup,
+            iterations=iterations,
+            seed_of=self.seed_of,
+            clip=self.spec.clip,
+        )
         del workload, running
         gc.collect()
         return found

@@ -46,7 +46,17 @@ class C10dBackend:
         self.replayed = replayed_orders(data.size)
         self._data = data
         self._control = control
-        self._groups = (data, control) if buffers is None else (data, control, buffers)
+        self._groups = [data, control] if buffers is None else [data, control, buffers]
+
+    def add(self, group: Group) -> Group:
+        """``group`` fails and is closed with the others; returns it."""
+        self._groups.append(group)
+        return group
+
+    def remove(self, group: Group) -> None:
+        """Closes ``group``, which was added."""
+        self._groups.remove(group)
+        group.close()
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         return self._data.backend.allreduce([tensor])
@@ -92,7 +102,7 @@ class C10dBackend:
         self._data.leave_note(text)
 
     def abort(self) -> None:
-        for group in self._groups:
+        for group in tuple(self._groups):
             try:
                 group.abort()
             except Exception:

@@ -20,6 +20,8 @@ from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.joining import joining
+from bytesched.plugins.c10d.opening import open_group
+from bytesched.plugins.c10d.split import ExchangeSplitter
 from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import sessions
 from bytesched.plugins.session import beginning
@@ -113,7 +115,8 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
     slots = slots_of(model, optimizer, ignored=ignored)
     kind = base._get_backend(slots[0].parameter.device).name()
-    with joining(base, f"session{next(_number)}", config) as ranks:
+    name = f"session{next(_number)}"
+    with joining(base, name, config) as ranks:
         data, control = ranks.open("data", kind), ranks.open("control")
         ranks.agree(
             [
@@ -128,11 +131,13 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         observers = ranks.observers()
         if ddp is None:
             broadcast(data, model)
+    backend = C10dBackend(data, control, buffers)
     session = Session(
         model,
         slots,
         config,
-        backend=C10dBackend(data, control, buffers),
+        backend=backend,
+        splitter=_splitter(base, backend, slots[0].parameter.device, name),
         sync=partial(_syncs, ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
@@ -147,6 +152,21 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         can_stop = can_stop and config.compression == "none"
         session.take_over(partial(_take_over, ddp), can_stop=can_stop)
     return session
+
+
+def _splitter(
+    base: dist.ProcessGroup, backend: C10dBackend, device: torch.device, name: str
+) -> ExchangeSplitter | None:
+    """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs."""
+    if backend.wire != "gloo" or device.type != "cpu":
+        return None
+    numbers = itertools.count()
+
+    def opened() -> Group:
+        purpose = f"{name}/exchange{next(numbers)}"
+        return backend.add(open_group(base, "gloo", name=purpose, timeout_s=backend.timeout_s))
+
+    return ExchangeSplitter(backend.size, opened, backend.remove)
 
 
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 import torch
 
 from bytesched.plugins.layout.slots import Bundle, Slice, Slot
 from bytesched.task import CommTask
 
-__all__ = ["Plan"]
+__all__ = ["Ownership", "Plan"]
 
 #: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
 _RAMP = 8
@@ -23,6 +24,15 @@ class _Arena:
     memory: torch.Tensor
     #: of its slots in the plan
     positions: list[int]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which rank sums which tensor."""
+
+    ranks: int
+    #: by position in the plan; None: no rank alone
+    owners: Sequence[int | None]
 
 
 class Plan:
@@ -44,8 +54,14 @@ class Plan:
         self.slices: list[list[Slice]] = []
         #: the arena memory of each chunk
         self.buffers: list[torch.Tensor] = []
+        #: with an ownership: the rank that sums each chunk, and the chunks of tensors that no rank
+        #: sums alone
+        self.owners: list[int] = []
+        self.shared: set[int] = set()
         self.bundles: list[Bundle] = []
         self.bundles_of: list[list[Bundle]] = []
+        self._position = {slot: position for position, slot in enumerate(slots)}
+        self._ownership: Ownership | None = None
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, slot in enumerate(slots):
             groups.setdefault((slot.parameter.dtype, slot.parameter.device), []).append(position)
@@ -56,11 +72,13 @@ class Plan:
             )
         self.cut(partition_bytes)
 
-    def cut(self, partition_bytes: int) -> None:
+    def cut(self, partition_bytes: int, ownership: Ownership | None = None) -> None:
         """Makes chunks and bundles; nothing of those that there were may be under way.
 
-        Gradients stay where they are, and so does everything that refers to a slot.
+        Gradients stay where they are, and so does everything that refers to a slot. With an
+        ``ownership`` every chunk has one owner.
         """
+        self._ownership = ownership
         for held in (self.chunks, self.slices, self.buffers, self.bundles, self.bundles_of):
             held.clear()
         for slot in self.slots:
@@ -79,6 +97,24 @@ class Plan:
             for slice_ in slices:
                 slice_.slot.chunks.append(chunk)
         self._bundle()
+        self._deal()
+
+    def _deal(self) -> None:
+        """Finds the owner of each chunk."""
+        self.owners.clear()
+        self.shared.clear()
+        if self._ownership is None:
+            return
+        for chunk, slices in zip(self.chunks, self.slices, strict=True):
+            owner = self.owner(slices[0].slot) if slices else None
+            if owner is None:
+                owner = len(self.shared) % self._ownership.ranks
+                self.shared.add(chunk.index)
+            self.owners.append(owner)
+
+    def owner(self, slot: Slot) -> int | None:
+        """The rank that sums the gradient of ``slot``; None: no rank alone."""
+        return None if self._ownership is None else self._ownership.owners[self._position[slot]]
 
     def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
@@ -112,7 +148,7 @@ class Plan:
             owner[task] = slot
             offset += n
         cut = []
-        for chunk in CommTask.merge(tasks).partition(partition_bytes, partition_bytes // _RAMP):
+        for chunk in self._chunks_of(tasks, owner, partition_bytes):
             slices = []
             for task in chunk.members:
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
@@ -122,6 +158,15 @@ class Plan:
                 )
             cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
+
+    def _chunks_of(
+        self, tasks: list[CommTask], slots: dict[CommTask, Slot], partition_bytes: int
+    ) -> list[CommTask]:
+        """Chunks of about ``partition_bytes``, none with tensors of two owners."""
+        runs = [list(run) for _, run in groupby(tasks, key=lambda task: self.owner(slots[task]))]
+        first = CommTask.merge(runs[0]).partition(partition_bytes, partition_bytes // _RAMP)
+        others = (CommTask.merge(run).partition(partition_bytes) for run in runs[1:])
+        return [*first, *chain.from_iterable(others)]
 
     def _bundle(self) -> None:
         by_last: dict[int, list[Slot]] = {}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bytesched.plugins.proxies.pending import LazyGrad
+from bytesched.plugins.proxies.pending import Desk, LazyGrad
 from bytesched.task import CommTask
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
@@ -49,6 +49,10 @@ class Slot:
 
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
+    #: see `LazyGrad.desk`
+    desk: Desk | None = None
+    #: what the script has done to the elements of the gradient while it was outstanding
+    changes: list[Callable[[list[torch.Tensor]], None]] = field(default_factory=list)
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
@@ -57,6 +61,29 @@ class Slot:
         self.lazy = self.view.as_subclass(LazyGrad)
         self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
+        self.use_desk(self.desk)
+
+    def use_desk(self, desk: Desk | None) -> None:
+        """``desk`` answers for the gradient while it is outstanding."""
+        self.desk = desk
+        self.lazy.desk, self.lazy.owner = desk, self
+
+    def changed(self) -> torch.Tensor:
+        """The gradient after all changes that were noted; its sum must be in the arena."""
+        if not self.changes:
+            return self.view
+        copy = self.view.clone()
+        for change in self.changes:
+            change([copy])
+        return copy
+
+    def change(self) -> None:
+        """Makes the changes that were noted, once; nothing of it may be outstanding."""
+        if self.changes:
+            changes, self.changes = self.changes, []
+            with torch.no_grad():
+                for change in changes:
+                    change([self.view])
 
     def is_taken(self) -> bool:
         """True while an update that needs the gradient is outstanding."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 __all__ = [
+    "Desk",
     "LazyGrad",
     "PendingParameter",
+    "alias_of",
     "free",
     "has_own_memory",
     "hold",
@@ -134,6 +136,10 @@ def is_held(parameter: nn.Parameter) -> bool:
     return type(parameter) is PendingParameter
 
 
+#: See `LazyGrad.desk`.
+Desk: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
 class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
     """A class that is equal to Tensor, so that gradients take the fast paths they would take.
 
@@ -154,6 +160,11 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     synchronize: Callable[[], None]
     #: true if ``step()`` has taken the gradient; zeroing then only concerns the next one
     is_taken: Callable[[], bool]
+    #: what may answer for the values before all of them are there, if anything does: called with
+    #: a function of torch's, its arguments and keywords; returns NotImplemented if it cannot
+    desk: Desk | None = None
+    #: whose gradient this is, for the desk
+    owner: object = None
 
     @classmethod
     def __torch_function__(
@@ -169,6 +180,10 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
                 if type(tensor) is LazyGrad and tensor.is_taken():
                     _give_own_memory(tensor)
         if func not in METADATA:
+            if (desk := _desk_of(args)) is not None:
+                answer = desk(func, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
             for tensor in _tensors((args, kwargs)):
                 if type(tensor) is LazyGrad:
                     tensor.synchronize()
@@ -180,6 +195,23 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
             if func in _AS_PLAIN:
                 return func(plain(args[0]), *args[1:], **kwargs)
             return func(*args, **kwargs)
+
+
+def _desk_of(args: tuple[Any, ...]) -> Desk | None:
+    """The desk of the first argument, or of the first gradient in it if it is a list."""
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)):
+        first = next((tensor for tensor in first if type(tensor) is LazyGrad), None)
+    return first.desk if type(first) is LazyGrad else None
+
+
+def alias_of(grad: LazyGrad) -> LazyGrad:
+    """Another tensor over the same memory, which waits as ``grad`` does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = grad.detach().as_subclass(LazyGrad)
+    alias.synchronize, alias.is_taken = grad.synchronize, grad.is_taken
+    alias.desk, alias.owner = grad.desk, grad.owner
+    return alias
 
 
 def _give_own_memory(grad: LazyGrad) -> None:
@@ -213,6 +245,7 @@ def free(grad: LazyGrad) -> None:
     """Lets go of whoever owned the memory of ``grad``: from now on it never waits."""
     grad.synchronize = _nothing
     grad.is_taken = _false
+    grad.desk = grad.owner = None
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ and `Running`. Its seams to what reduces gradients are `Backend`, the ranks, and
 takes chunks and reports each as reduced; `ScheduledCarrier` is the one that schedules.
 """
 
+
 from __future__ import annotations
 
 from bytesched.plugins.session.backend import Backend

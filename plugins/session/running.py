@@ -16,6 +16,7 @@ from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.lazy import give_back, is_kept
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.splitting import Splitting
 from bytesched.plugins.session.updater import Updater
 from bytesched.tunable import Setting
 
@@ -29,6 +30,7 @@ class Running:
         setting: what training begins with.
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
+        splitting: changes the carrier between two steps, if it can be split.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Running:
         setting: Setting,
         find_unused: bool,
         retuning: Retuning | None,
+        splitting: Splitting | None,
     ) -> None:
         self.plan = parts.plan
         self.setting = setting
@@ -54,12 +57,16 @@ class Running:
         self._streams = context.streams
         self._rank = context.backend.rank
         self._retuning = retuning
+        self._splitting = splitting
+        self._whole_carrier = parts.carrier
 
     # -- forward -----------------------------------------------------------------------
 
     def before_forward(self, steps: int) -> None:
         if self._retuning is not None:
             self._retuning.before_forward(steps)
+        if self._splitting is not None:
+            self._carrier = self._splitting.carrier(steps)
 
     def forward_begins(self) -> None:
         # Backward would add to gradients on the wire.
@@ -93,6 +100,8 @@ class Running:
             bundle.sending = len(bundle.chunks)
         plan.flags_reduced = False
         self._progress.outstanding = len(plan.chunks)
+        if self._splitting is not None:
+            self._splitting.begin_round()
 
     def gradient(self, slot: Slot) -> None:
         self._take(slot)
@@ -184,7 +193,9 @@ class Running:
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
-        self._carrier.close()
+        if self._splitting is not None:
+            self._splitting.close()
+        self._whole_carrier.close()
         self._updater.close()
         for slot in self.plan.slots:
             if release_parameters:

@@ -19,6 +19,7 @@ from bytesched.plugins.session.phase import Context, Life
 from bytesched.plugins.session.retuning import Decisions
 from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.running import Running
+from bytesched.plugins.session.splitting import Splitter
 from bytesched.plugins.session.stepping import Stepping
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.warming import WarmingUp
@@ -46,6 +47,7 @@ class Session(HookedModel):
             None if ``backward_gradient`` is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
+        splitter: makes carriers that split every all-reduce, where there can be any.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Session(HookedModel):
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
+        splitter: Splitter | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
         self._sync = sync
@@ -79,6 +82,8 @@ class Session(HookedModel):
             first_use=self._first_use,
             takeover=self._takeover,
             decisions=decisions,
+            # What is tuned is the carrier that does not split.
+            splitter=splitter if decisions is None and config.split != "off" else None,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
             recorded=self._drop_forward_hook,

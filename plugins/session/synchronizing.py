@@ -94,6 +94,7 @@ class Synchronizing:
             began_ns = perf_counter_ns()
             self._progress.wait(lambda: not self._progress.outstanding, "all gradients")
             self._meter.waited("step", began_ns, None)
+        self._change()
 
     def wait_unstepped(self) -> None:
         """Returns when nothing is on the wire that no ``step()`` has taken."""
@@ -101,6 +102,14 @@ class Synchronizing:
             bundle.sending and not bundle.armed for bundle in self._plan.bundles
         ):
             self.wait_reduced()
+        elif not self._progress.outstanding:
+            self._change()
+
+    def _change(self) -> None:
+        """Makes changes that were noted of gradients which no ``step()`` has taken."""
+        for slot in self._plan.slots:
+            if slot.changes and not slot.taken:
+                slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
         bundle = slot.bundle
@@ -111,6 +120,8 @@ class Synchronizing:
             began_ns = perf_counter_ns()
             self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
             self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
+        if not slot.taken:
+            slot.change()
 
     def state(self) -> str:
         """In a few words, for ``repr()``."""

@@ -20,6 +20,7 @@ from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Decisions, Retuning
 from bytesched.plugins.session.running import Running
+from bytesched.plugins.session.splitting import Splitter, Splitting
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.updater import Updater
@@ -55,6 +56,7 @@ class WarmingUp:
         first_use: FirstUse,
         takeover: Takeover,
         decisions: Decisions | None,
+        splitter: Splitter | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
         recorded: Callable[[], None],
@@ -69,6 +71,7 @@ class WarmingUp:
         self._first_use = first_use
         self._takeover = takeover
         self._decisions = decisions
+        self._splitter = splitter
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
         self._recorded = recorded
@@ -117,12 +120,13 @@ class WarmingUp:
         progress, streams, meter = context.progress, context.streams, context.meter
         synchronizing = Synchronizing(plan, progress, streams, meter)
         updater = Updater(progress, streams, meter)
+        completions = Completions(plan, progress, updater)
         carrier = context.backend.carrier(
             plan,
             warm.packer,
             streams,
             setting,
-            reduced=Completions(plan, progress, updater).reduced,
+            reduced=completions.reduced,
             failed=progress.fail,
             observers=context.observers,
         )
@@ -130,6 +134,16 @@ class WarmingUp:
         gates = Gates(self._root, plan, self._first_use, synchronizing, self._inside_compiled)
         meter.active(plan.nbytes, len(plan.chunks), setting)
         parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
+        splitting = None
+        if self._splitter is not None:
+            splitting = Splitting(
+                self._splitter,
+                parts,
+                context,
+                setting,
+                mode=self._config.split,
+                reduced=completions.reduced,
+            )
         retuning = None
         if self._decisions is not None:
             retuning = Retuning(
@@ -151,6 +165,7 @@ class WarmingUp:
             setting=setting,
             find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
             retuning=retuning,
+            splitting=splitting,
         )
 
     def wait_reduced(self) -> None:

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
         warmup=block.warmup,
         iterations=block.iterations,
         seed_of=lambda step: step * world_size + rank,
+        clip=spec.clip,
     )
     found["local_size"] = hvd.local_size()
     Path(block.folder, f"rank{rank}.json").write_text(json.dumps(found))

@@ -67,6 +67,13 @@ IN_REPLAY = [
     scenario(LEADER, "in_backward", "kill", suffix="-of-replay", **REPLAY),
     scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, suffix="-of-replay", **REPLAY),
 ]
+SPLIT: dict[str, Any] = {"suffix": "-of-split", "fields": {"split": "on"}}
+IN_SPLIT = [
+    *(scenario(LEADER, moment, "kill", **SPLIT) for moment in MOMENTS),
+    scenario(FOLLOWER, "in_backward", "kill", **SPLIT),
+    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SPLIT),
+    scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SPLIT),
+]
 RAISED = [
     scenario(LEADER, "in_next_forward", "raise"),
     scenario(FOLLOWER, "in_next_forward", "raise"),
@@ -139,6 +146,16 @@ def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
     assert died.told["order"] == ("replay" if scenario in IN_REPLAY else "leader")
+
+
+@each(IN_SPLIT)
+def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim, _, fault, *_ = scenario.args
+    died, survivor = ends if victim == LEADER else reversed(ends)
+    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
+    check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
+    assert died.told["order"] == "exchange"
 
 
 @each(RAISED)

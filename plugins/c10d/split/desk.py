@@ -1,0 +1,289 @@
+"""What a script asks of gradients between backward and step, while they are not all here."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from bytesched.plugins.c10d.split.answers import Answers
+from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.proxies.pending import LazyGrad, alias_of
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.splitting import NORMS, NORMS_OF_ALL
+
+__all__ = ["Desk"]
+
+#: What is done in place to each element by itself, with numbers.
+ELEMENTWISE: Final[frozenset[Any]] = frozenset(
+    {
+        torch.Tensor.clamp_,
+        torch.Tensor.clamp_max_,
+        torch.Tensor.clamp_min_,
+        torch.Tensor.div_,
+        torch.Tensor.mul_,
+    }
+)
+#: The same for several tensors at once.
+ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
+    {
+        torch._foreach_clamp_max_,
+        torch._foreach_clamp_min_,
+        torch._foreach_div_,
+        torch._foreach_mul_,
+    }
+)
+UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+#: The same memory as another tensor.
+ALIASES: Final[frozenset[Any]] = frozenset(
+    {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+)
+
+#: A script that asks more than this in a round gets whole gradients: a norm after each change is
+#: a message for every tensor.
+_MOST_QUESTIONS: Final = 8
+
+#: Signatures are sent as float64.
+_SIGNATURES: Final = 1 << 32
+
+_Change = Callable[[list[torch.Tensor]], None]
+
+
+class Desk:
+    """Answers norms of whole gradients after phase one, and notes down changes of each element.
+
+    Every gradient travels as it was summed. What the script does to its elements is done where
+    they arrive, by each rank, with the script's own operation: so the bits are those of the
+    script's on whole gradients, and nothing that was sent early is sent in vain.
+
+    Args:
+        plan: cut by owners.
+        rank: this one.
+        exchange: with the end of phase one.
+        answers: what other ranks found.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, exchange: Exchange, answers: Answers, progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._exchange = exchange
+        self._answers = answers
+        self._progress = progress
+        self._index = {slot: index for index, slot in enumerate(plan.slots)}
+        #: by signature and number of changes before it: one number for each slot
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self._questions = 0
+        self._changes = 0
+        #: whether the script has asked for a norm in this round
+        self.was_asked = False
+
+    def begin_round(self) -> None:
+        """A new backward pass begins."""
+        self._known.clear()
+        self._questions = self._changes = 0
+        self.was_asked = False
+        self._answers.begin_round()
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns for lazy gradients, without waiting for them; or NotImplemented."""
+        if func in NORMS:
+            return self._norm(func, args, kwargs)
+        if func in NORMS_OF_ALL:
+            return self._norms(func, args, kwargs)
+        if func in ELEMENTWISE:
+            return self._change_one(func, args, kwargs)
+        if func in ELEMENTWISE_OF_ALL:
+            return self._change_all(func, args, kwargs)
+        if func is UNSCALE:
+            return self._unscale(args, kwargs)
+        if func in ALIASES and self._slots(args) is not None:
+            return alias_of(args[0])
+        return NotImplemented
+
+    # -- norms -------------------------------------------------------------------------
+
+    def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots(args[:1])
+        if slots is None or not _are_plain([*args[1:], *kwargs.values()]):
+            return NotImplemented
+
+        def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [func(tensor, *args[1:], **kwargs) for tensor in tensors]
+
+        found = self._ask(_signature(func, args[1:], kwargs), measure, slots)
+        return NotImplemented if found is None else found[0]
+
+    def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots(args[0])
+        if slots is None or not _are_plain([*args[1:], *kwargs.values()]):
+            return NotImplemented
+
+        def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return list(func(tensors, *args[1:], **kwargs)) if tensors else []
+
+        found = self._ask(_signature(func, args[1:], kwargs), measure, slots)
+        return NotImplemented if found is None else found
+
+    def _ask(
+        self,
+        signature: int,
+        measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        slots: Sequence[Slot],
+    ) -> list[torch.Tensor] | None:
+        """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
+        self.was_asked = True
+        key = signature, self._changes
+        if key not in self._known:
+            found = self._find(signature, measure)
+            if found is None:
+                return None
+            self._known[key] = found
+        kinds = {slot.view.dtype: slot.view for slot in slots}
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            dtypes = {
+                dtype: measure([torch.ones(1, dtype=dtype, device=view.device)])[0].dtype
+                for dtype, view in kinds.items()
+            }
+            values = self._known[key]
+            return [
+                values[self._index[slot]].to(dtypes[slot.view.dtype], copy=True) for slot in slots
+            ]
+
+    def _find(
+        self, signature: int, measure: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> torch.Tensor | None:
+        question = self._questions
+        self._questions += 1
+        if question >= _MOST_QUESTIONS or not self._answers.is_open:
+            return None
+        self._progress.wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
+        own = torch.zeros(len(self._plan.slots), dtype=torch.float64)
+        mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
+        self._measure(own, mine, measure)
+        self._answers.give(question, signature, own)
+        total: torch.Tensor | None = None
+
+        def has_come() -> bool:
+            nonlocal total
+            total = self._answers.total(question, signature, own)
+            return total is not None or not self._progress.outstanding
+
+        self._progress.wait(has_come, "the norms of other ranks' gradients")
+        if total is None:
+            return None
+        shared = [slot for slot in self._plan.slots if self._plan.owner(slot) is None]
+        self._progress.wait(
+            lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum"
+        )
+        self._measure(total, shared, measure)
+        return total
+
+    def _measure(
+        self,
+        into: torch.Tensor,
+        slots: Sequence[Slot],
+        measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    ) -> None:
+        if not slots:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for slot, value in zip(slots, measure([slot.changed() for slot in slots]), strict=True):
+                into[self._index[slot]] = value.double()
+
+    # -- changes -----------------------------------------------------------------------
+
+    def _change_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots(args[:1])
+        values = _kept([*args[1:]], kwargs)
+        if slots is None or values is None:
+            return NotImplemented
+        numbers, named = values
+
+        def change(tensors: list[torch.Tensor]) -> None:
+            for tensor in tensors:
+                func(tensor, *numbers, **named)
+
+        self._note(slots, change)
+        return args[0]
+
+    def _change_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots(args[0])
+        values = _kept([*args[1:]], kwargs)
+        if slots is None or values is None:
+            return NotImplemented
+        numbers, named = values
+        self._note(slots, lambda tensors: func(tensors, *numbers, **named))
+        return None
+
+    def _unscale(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = self._slots(args[0])
+        if slots is None or kwargs or len(args) != 3:
+            return NotImplemented
+        found_inf, inverse = args[1], args[2].clone()
+
+        def unscale(tensors: list[torch.Tensor]) -> None:
+            UNSCALE(tensors, torch.zeros_like(found_inf), inverse)
+
+        def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            found = []
+            for tensor in tensors:
+                one = torch.zeros_like(found_inf)
+                UNSCALE([tensor.clone()], one, inverse)
+                found.append(one.reshape(()))
+            return found
+
+        infs = self._ask(_signature(UNSCALE, (), {}), measure, slots)
+        if infs is None:
+            return NotImplemented
+        if any(bool(inf) for inf in infs):
+            found_inf.fill_(1.0)
+        self._note(slots, unscale)
+        return None
+
+    def _note(self, slots: Sequence[Slot], change: _Change) -> None:
+        self._changes += 1
+        for slot in slots:
+            slot.changes.append(change)
+
+    def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
+        """Those of ``tensors``, if all are lazy gradients of this plan that no step has taken."""
+        slots = []
+        for tensor in tensors:
+            slot = tensor.owner if isinstance(tensor, LazyGrad) else None
+            if slot not in self._index or slot.taken:
+                return None
+            slots.append(slot)
+        return slots
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Whether they are the same for all tensors: numbers, names, None."""
+    return all(
+        value is None or isinstance(value, (int, float, str, torch.dtype)) for value in values
+    )
+
+
+def _kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """Numbers, and copies of tensors of one number; None if there is anything else."""
+    for value in [*args, *kwargs.values()]:
+        is_number = value is None or isinstance(value, (int, float))
+        if not is_number and not (type(value) is torch.Tensor and value.dim() == 0):
+            return None
+
+    def keep(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    return [keep(value) for value in args], {name: keep(v) for name, v in kwargs.items()}
+
+
+def _signature(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The same number on all ranks for the same question."""
+    text = f"{getattr(func, '__name__', func)} {args} {sorted(kwargs.items())}"
+    return zlib.crc32(text.encode()) % _SIGNATURES

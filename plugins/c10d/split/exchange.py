@@ -1,0 +1,322 @@
+"""The split all-reduce over Gloo: slices to their owners, and sums back from them.
+
+Gloo's own reduce-scatter and all-gather take as long as its all-reduce; exchanged by sends and
+receives, each phase moves half of its bytes in half of its time. Nobody has to agree on an order:
+messages have tags, and what a rank sends first is its own affair.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final
+
+import torch
+from torch.autograd.profiler import record_function
+
+from bytesched.errors import BytesschedError, SchedulerClosed
+from bytesched.observe import Observers
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.messages import Messages
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.session.carrier import Traffic
+from bytesched.task import CommTask
+
+__all__ = ["Exchange"]
+
+#: messages to one rank that are under way: one on the wire, one that follows it
+_WINDOW: Final = 2
+
+#: how long threads have to end
+_PATIENCE_S: Final = 5.0
+
+_TO_OWNER: Final = 0
+_FROM_OWNER: Final = 1
+
+
+class Exchange:
+    """One rank's part in the two phases of every chunk.
+
+    In the first, every rank sends each chunk to its owner, which sums it in the order of the ranks:
+    the same bits wherever chunks are cut. In the second, owners send the sums, front chunks first.
+    Messages of the first phase go before those of the second, which fill the link when there are
+    none.
+
+    Args:
+        group: only this carrier uses it.
+        plan: cut by owners.
+        packer: of the plan.
+        reduced: called when the sum of a chunk is in the arena.
+        summed: called after every sum of phase one that this rank makes.
+        failed: called with the first error.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        packer: Packer,
+        *,
+        reduced: Callable[[CommTask], None],
+        summed: Callable[[], None],
+        failed: Callable[[BaseException], None],
+        observers: Observers,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._packer = packer
+        self._reduced = reduced
+        self._tell_summed = summed
+        self._failed = failed
+        self._observers = observers
+        self._messages = Messages(group)
+        self._peers = [rank for rank in range(group.size) if rank != group.rank]
+        self._owned = [c for c in plan.chunks if plan.owners[c.index] == group.rank]
+        self._foreign = [c for c in plan.chunks if plan.owners[c.index] != group.rank]
+        #: what the other ranks send of each chunk that this rank owns
+        self._incoming = {
+            (chunk.index, peer): torch.empty_like(packer.memory(chunk))
+            for chunk in self._owned
+            for peer in self._peers
+        }
+        #: guards all that follows
+        self._changed = threading.Condition()
+        #: rounds begun, and chunks of the current one that were submitted, are not summed here
+        #: and not reduced
+        self._round = 0
+        self._submitted: set[int] = set()
+        self._unsummed = 0
+        self._left = 0
+        #: of each owned chunk, the sends of its sum that have not ended
+        self._unsent: dict[int, int] = {}
+        self._queues: dict[int, list[tuple[int, int, CommTask]]] = {p: [] for p in self._peers}
+        self._sequence = 0
+        self._started_ns: dict[int, int] = {}
+        self._busy_ns = self._busy_since_ns = self._chunks = self._nbytes = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        threads: list[tuple[str, Callable[[], None]]] = [
+            ("bytesched-sums", self._sum_owned),
+            ("bytesched-gathers", self._receive_foreign),
+        ]
+        for peer in self._peers:
+            threads.append((f"bytesched-send-{peer}", partial(self._send_to, peer)))
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+            for name, run in threads
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self._busy_ns, self._chunks, self._nbytes)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sums of this round that this rank owns are in the arena."""
+        return self._unsummed == 0
+
+    def lost(self) -> BaseException | None:
+        """The error of a message that is waited for and cannot come, if there is one."""
+        return self._messages.lost()
+
+    def submit(self, chunk: CommTask) -> None:
+        chunk.start()
+        now_ns = perf_counter_ns()
+        with self._changed:
+            if self._closed:
+                raise SchedulerClosed(f"{chunk!r} was submitted after close")
+            if not self._submitted:
+                self._round += 1
+                self._unsummed = len(self._owned)
+                self._left = len(self._plan.chunks)
+                self._busy_since_ns = now_ns
+            self._submitted.add(chunk.index)
+            self._started_ns[chunk.index] = now_ns
+            owner = self._plan.owners[chunk.index]
+            if owner != self._group.rank:
+                self._enqueue(owner, (_TO_OWNER, self._next(), chunk))
+            self._changed.notify_all()
+        if self._observers:
+            self._observers.on_flow("s", chunk.index, "backward", now_ns)
+
+    def story(self) -> str:
+        with self._changed:
+            return (
+                f"  round {self._round}: {len(self._submitted)} of {len(self._plan.chunks)} chunks "
+                f"submitted, {self._unsummed} to be summed here, {self._left} not reduced"
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            is_idle = not self._submitted
+            self._changed.notify_all()
+        if not is_idle:
+            self._group.abort()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)
+
+    # -- the carrier's threads ---------------------------------------------------------
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            if self._closed or self._error is not None:
+                return
+            self._error = error
+            self._changed.notify_all()
+        known = isinstance(error, BytesschedError) or not isinstance(error, RuntimeError)
+        self._failed(error if known else self._group.error(error))
+
+    def _begun(self, round_number: int) -> bool:
+        """Waits until a round has begun; false if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._round >= round_number)
+            return not self._over
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._error is not None
+
+    def _sum_owned(self) -> None:
+        """Phase one: receives what is owned here, and sums it."""
+        number = 0
+        while self._begun(number := number + 1):
+            works = {
+                key: self._receive(memory, key[1], key[0], _TO_OWNER)
+                for key, memory in self._incoming.items()
+            }
+            # As backward computes them.
+            for chunk in reversed(self._owned):
+                for peer in self._peers:
+                    self._messages.wait(works[chunk.index, peer], peer, task=chunk.name)
+                if not self._is_submitted(chunk):
+                    return
+                self._sum(chunk)
+                self._summed(chunk)
+
+    def _is_submitted(self, chunk: CommTask) -> bool:
+        """Waits until it is; false if it will not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or chunk.index in self._submitted)
+            return not self._over
+
+    def _sum(self, chunk: CommTask) -> None:
+        own = self._packer.pack(chunk)
+        parts = [
+            own if rank == self._group.rank else self._incoming[chunk.index, rank]
+            for rank in range(self._group.size)
+        ]
+        total = parts[0]
+        for part in parts[1:-1]:
+            total = total.add_(part) if total is not own else torch.add(total, part)
+        torch.add(total, parts[-1], out=own)
+
+    def _summed(self, chunk: CommTask) -> None:
+        first = _TO_OWNER if chunk.index in self._plan.shared else _FROM_OWNER
+        with self._changed:
+            self._unsummed -= 1
+            self._unsent[chunk.index] = len(self._peers)
+            for peer in self._peers:
+                place = self._next() if first == _TO_OWNER else chunk.index
+                self._enqueue(peer, (first, place, chunk))
+            self._changed.notify_all()
+        self._tell_summed()
+
+    def _receive_foreign(self) -> None:
+        """Phase two: receives the sums of other owners."""
+        shared = [chunk for chunk in reversed(self._foreign) if chunk.index in self._plan.shared]
+        others = [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
+        number = 0
+        while self._begun(number := number + 1):
+            # An owner sends its sum after it has all that this rank sends from the same memory.
+            works = [
+                (chunk, owner, self._receive(self._packer.memory(chunk), owner, chunk.index, 1))
+                for chunk in (*shared, *others)
+                for owner in [self._plan.owners[chunk.index]]
+            ]
+            for chunk, owner, work in works:
+                self._messages.wait(work, owner, task=chunk.name)
+                self._finish(chunk)
+
+    def _send_to(self, peer: int) -> None:
+        queue = self._queues[peer]
+        under_way: list[tuple[Any, CommTask]] = []
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or queue or under_way)
+                if self._over:
+                    return
+                message = heapq.heappop(queue) if queue and len(under_way) < _WINDOW else None
+            if message is None:
+                work, chunk = under_way.pop(0)
+                self._messages.wait(work, peer, task=chunk.name)
+                self._sent(chunk)
+                continue
+            chunk = message[2]
+            is_sum = self._plan.owners[chunk.index] == self._group.rank
+            with record_function("bytesched::send"):
+                memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
+                tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
+                under_way.append((self._group.backend.send([memory], peer, tag), chunk))
+
+    def _sent(self, chunk: CommTask) -> None:
+        """One more message of ``chunk`` has left; if it was the last, its memory is free."""
+        if self._plan.owners[chunk.index] != self._group.rank:
+            return
+        with self._changed:
+            self._unsent[chunk.index] -= 1
+            if self._unsent[chunk.index]:
+                return
+        self._finish(chunk)
+
+    def _finish(self, chunk: CommTask) -> None:
+        """The sum of ``chunk`` is here, and nobody else needs its memory."""
+        now_ns = perf_counter_ns()
+        with self._changed:
+            self._packer.receive(chunk)
+            self._packer.let_go(chunk)
+            chunk.notify_finish()
+            chunk.rearm()
+            self._chunks += 1
+            self._nbytes += chunk.nbytes
+            began_ns = self._started_ns.pop(chunk.index)
+            self._left -= 1
+            if not self._left:
+                self._busy_ns += now_ns - self._busy_since_ns
+                self._submitted.clear()
+        if self._observers:
+            args = {"bytes": chunk.nbytes, "chunk": chunk.index}
+            self._observers.on_span("send", chunk.name, began_ns, now_ns, args)
+        self._reduced(chunk)
+
+    def _receive(self, memory: torch.Tensor, peer: int, index: int, phase: int) -> Any:
+        return self._group.backend.recv([memory], peer, _tag(index, phase))
+
+    def _enqueue(self, peer: int, message: tuple[int, int, CommTask]) -> None:
+        heapq.heappush(self._queues[peer], message)
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def __repr__(self) -> str:
+        return f"<Exchange rank {self._group.rank} of {self._group.size}, {self.story()}>"
+
+
+def _tag(index: int, phase: int) -> int:
+    return 2 * index + phase

@@ -1,0 +1,135 @@
+"""Splits what a session sends by exchanging slices over Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from bytesched.errors import BytesschedError
+from bytesched.observe import Observers
+from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.split.answers import Answers
+from bytesched.plugins.c10d.split.desk import Desk
+from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.c10d.split.owners import owners_of
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Ownership, Plan
+from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.progress import Progress
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+__all__ = ["ExchangeCarrier", "ExchangeSplitter"]
+
+
+class ExchangeSplitter:
+    """See splitting.Splitter.
+
+    Args:
+        ranks: how many there are.
+        open_group: opens a group of Gloo for one carrier; collective.
+        close_group: closes it.
+    """
+
+    def __init__(
+        self, ranks: int, open_group: Callable[[], Group], close_group: Callable[[Group], None]
+    ) -> None:
+        self._ranks = ranks
+        self._open_group = open_group
+        self._close_group = close_group
+
+    def cut(self, plan: Plan, partition_bytes: int) -> None:
+        nbytes = [slot.view.nbytes for slot in plan.slots]
+        owners = owners_of(nbytes, self._ranks, partition_bytes)
+        plan.cut(partition_bytes, Ownership(self._ranks, owners))
+
+    def carrier(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        *,
+        reduced: Callable[[CommTask], None],
+        observers: Observers,
+    ) -> ExchangeCarrier:
+        return ExchangeCarrier(
+            self._open_group(),
+            plan,
+            packer,
+            progress,
+            reduced=reduced,
+            closed=self._close_group,
+            observers=observers,
+        )
+
+
+class ExchangeCarrier:
+    """See splitting.SplitCarrier.
+
+    Args:
+        group: only this carrier uses it.
+        closed: called with the group when nothing of it is used any more.
+    """
+
+    order = "exchange"
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        *,
+        reduced: Callable[[CommTask], None],
+        closed: Callable[[Group], None],
+        observers: Observers,
+    ) -> None:
+        self._group = group
+        self._closed = closed
+
+        def notify() -> None:
+            with progress.changed:
+                progress.notify()
+
+        self._exchange = Exchange(
+            group,
+            plan,
+            packer,
+            reduced=reduced,
+            summed=notify,
+            failed=progress.fail,
+            observers=observers,
+        )
+        self._answers = Answers(group, len(plan.slots), arrived=notify, failed=progress.fail)
+        self.desk = Desk(plan, group.rank, self._exchange, self._answers, progress)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._exchange.traffic
+
+    @property
+    def was_asked(self) -> bool:
+        return self.desk.was_asked
+
+    def begin_round(self) -> None:
+        self.desk.begin_round()
+
+    def lost(self) -> BaseException | None:
+        return self._exchange.lost() or self._answers.lost()
+
+    def submit(self, chunk: CommTask) -> None:
+        self._exchange.submit(chunk)
+
+    def change(self, setting: Setting) -> None:
+        """Sizes are those of the cut; a window per rank takes the place of credit."""
+
+    def story(self) -> str:
+        return self._exchange.story()
+
+    def close(self) -> None:
+        # Without it others would wait for more; after an error they do not.
+        with contextlib.suppress(BytesschedError):
+            self._answers.end_round()
+        self._exchange.close()
+        self._answers.close()
+        self._closed(self._group)

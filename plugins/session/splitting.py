@@ -1,0 +1,195 @@
+"""Where a script asks for norms of its gradients: all ranks change to a carrier that splits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from bytesched.observe import Observers
+from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.proxies.pending import Desk
+from bytesched.plugins.session.carrier import Carrier
+from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.progress import Progress
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+__all__ = ["NORMS", "NORMS_OF_ALL", "SplitCarrier", "Splitter", "Splitting"]
+
+log = logging.getLogger("bytesched")
+
+#: Reductions of one tensor to one number.
+NORMS: Final[frozenset[Any]] = frozenset(
+    {torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.norm}
+)
+#: The same of several tensors at once.
+NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
+
+#: The ranks vote after 1, 2, 4, 8, ... steps, and from here on at equal distances.
+_VOTES_EVERY: Final = 256
+
+_VOTE: Final = "split or whole"
+
+
+class SplitCarrier(Carrier, Protocol):
+    """Carries every chunk in two phases: its sum to an owner, and from there to all.
+
+    In between it answers for gradients, see `LazyGrad.desk`.
+    """
+
+    @property
+    def desk(self) -> Desk:
+        """What answers."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the script has asked for a norm since the round began."""
+
+    def begin_round(self) -> None:
+        """A new backward pass begins: what was asked of the last one is over."""
+
+    def lost(self) -> BaseException | None:
+        """The error of something that is waited for and cannot come, if there is one."""
+
+
+class Splitter(Protocol):
+    """Makes carriers that split every all-reduce."""
+
+    def cut(self, plan: Plan, partition_bytes: int) -> None:
+        """Cuts ``plan`` such that every chunk has an owner."""
+
+    def carrier(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        *,
+        reduced: Callable[[CommTask], None],
+        observers: Observers,
+    ) -> SplitCarrier:
+        """Carries the chunks of ``plan``, which was cut here; collective.
+
+        Args:
+            progress: of the session; receives the first error.
+            reduced: called when the sum of a chunk is in the arena.
+        """
+
+
+class Splitting:
+    """Enters and leaves the split, on all ranks between the same two steps.
+
+    Args:
+        mode: "auto", or "on": from the first step on, and for good.
+    """
+
+    def __init__(
+        self,
+        splitter: Splitter,
+        parts: Parts,
+        context: Context,
+        setting: Setting,
+        *,
+        mode: str,
+        reduced: Callable[[CommTask], None],
+    ) -> None:
+        self._splitter = splitter
+        self._parts = parts
+        self._context = context
+        self._setting = setting
+        self._mode = mode
+        self._reduced = reduced
+        self._steps_seen = 0
+        self._split: SplitCarrier | None = None
+        #: a norm was asked for since the round began, while nothing was split
+        self._was_asked = False
+        self._use_desk(self._watch)
+
+    def carrier(self, steps: int) -> Carrier:
+        """What carries the next round, after so many calls of ``step()``."""
+        if steps != self._steps_seen:
+            self._steps_seen = steps
+            if _is_due(steps, self._mode, is_split=self._split is not None):
+                self._decide()
+        return self._parts.carrier if self._split is None else self._split
+
+    def begin_round(self) -> None:
+        """A new backward pass begins."""
+        self._was_asked = False
+        if self._split is not None:
+            self._split.begin_round()
+
+    def close(self) -> None:
+        """Ends what carries split rounds."""
+        if self._split is not None:
+            self._split.close()
+
+    def _decide(self) -> None:
+        parts = self._parts
+        parts.synchronizing.wait_reduced()
+        parts.synchronizing.synchronize_all()
+        was_asked = self._was_asked if self._split is None else self._split.was_asked
+        if self._mode == "on":
+            wanted = True
+        else:
+            backend = self._context.backend
+            votes = torch.tensor([int(was_asked)], device=parts.plan.slots[0].view.device)
+            backend.wait(backend.sum(votes, _VOTE), task=_VOTE)
+            wanted = int(votes) == backend.size
+        if wanted and self._split is None:
+            self._enter()
+        elif not wanted and self._split is not None:
+            self._leave(self._split)
+
+    def _enter(self) -> None:
+        parts, context = self._parts, self._context
+        self._splitter.cut(parts.plan, self._setting.partition_bytes)
+        self._plan_cut()
+        self._split = self._splitter.carrier(
+            parts.plan,
+            parts.packer,
+            context.progress,
+            reduced=self._reduced,
+            observers=context.observers,
+        )
+        context.progress.story = self._split.story
+        context.progress.look = self._split.lost
+        self._use_desk(self._split.desk)
+        if context.backend.rank == 0:
+            log.info("the script asks for norms of its gradients: every all-reduce is split in two")
+
+    def _leave(self, split: SplitCarrier) -> None:
+        parts, progress = self._parts, self._context.progress
+        self._use_desk(self._watch)
+        self._split = None
+        split.close()
+        parts.plan.cut(self._setting.partition_bytes)
+        self._plan_cut()
+        parts.carrier.change(self._setting)
+        progress.story = parts.carrier.story
+        progress.look = lambda: None
+
+    def _plan_cut(self) -> None:
+        parts = self._parts
+        for part in (parts.packer, parts.synchronizing, parts.gates):
+            part.plan_cut()
+        self._context.meter.changed(len(parts.plan.chunks), self._setting)
+
+    def _use_desk(self, desk: Desk) -> None:
+        for slot in self._parts.plan.slots:
+            slot.use_desk(desk)
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in NORMS or func in NORMS_OF_ALL:
+            self._was_asked = True
+        return NotImplemented
+
+
+def _is_due(steps: int, mode: str, *, is_split: bool) -> bool:
+    if mode == "on":
+        return not is_split
+    return steps % _VOTES_EVERY == 0 or (steps < _VOTES_EVERY and steps & (steps - 1) == 0)

@@ -1,0 +1,86 @@
+"""With every all-reduce split in two, training is still that of plain DDP, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import scripts_gradients as gradients
+import scripts_models as models
+import scripts_optimizers as optimizers
+import scripts_split as split
+from comparing import check
+from ranks import Ranks
+
+
+def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: float = 0) -> None:
+    figures = check(ranks, script, *args, split="on", rtol=rtol)
+    assert {stats["order"] for stats in figures} == {"exchange"}
+
+
+@named(
+    split.norm_only_logged,
+    split.norm_logged_by_rank_0,
+    split.different_norms,
+    split.clipped_by_hand,
+    split.each_clipped_by_itself,
+    split.norm_after_changes,
+    split.read_between_changes,
+    split.nonfinite_norm,
+    split.two_optimizers,
+    split.accumulated,
+    split.clipped_and_kept,
+    split.giant_and_unused,
+    gradients.clip_norm,
+    gradients.clip_by_total_norm,
+    gradients.clip_value,
+    gradients.clip_some,
+    gradients.gradients_scaled_in_place,
+    gradients.gradients_written_through_data,
+    gradients.gradients_replaced,
+    gradients.gradients_dropped,
+    gradients.gradients_read,
+    gradients.gradients_kept,
+    models.frozen_layer,
+    optimizers.parameter_groups,
+    optimizers.step_skipped,
+)
+def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check_split(two_ranks, script)
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
+def test_norms(two_ranks: Ranks, kind: float) -> None:
+    check_split(two_ranks, split.norm_of_kind, kind)
+
+
+@pytest.mark.parametrize("optimizer_of", ["sgd", "adamw"])
+def test_infs_of_one_rank(two_ranks: Ranks, optimizer_of: str) -> None:
+    check_split(two_ranks, split.scaled_with_infs, optimizer_of)
+
+
+def test_more_ranks(three_ranks: Ranks) -> None:
+    check_split(three_ranks, split.norm_of_kind, 2.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "order"), [("auto", "exchange"), ("off", "leader")])
+def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, order: str) -> None:
+    figures = check(two_ranks, split.norm_of_kind, 2.0, split=mode)
+    assert [stats["order"] for stats in figures] == [order, order]
+
+
+@named(split.norm_logged_by_rank_0, gradients.gradients_kept)
+def test_not_entered_where_one_rank_asks_or_none(
+    two_ranks: Ranks, script: Callable[..., None]
+) -> None:
+    figures = check(two_ranks, script, split="auto")
+    assert [stats["order"] for stats in figures] == ["leader", "leader"]
+
+
+def test_left_when_nothing_is_asked_any_more(two_ranks: Ranks) -> None:
+    figures = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto")
+    assert [stats["order"] for stats in figures] == ["leader", "leader"]

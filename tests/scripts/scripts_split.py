@@ -1,0 +1,233 @@
+"""Training scripts that ask for norms of all gradients, or change all of them, before step()."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+
+def _train(job: Job, before_step: Callable[[nn.Module, int], object], steps: int = STEPS) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=steps, before_step=lambda step: before_step(model, step))
+    job.record_state(model, optimizer)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def norm_of_kind(job: Job, kind: float) -> None:
+    def clip(model: nn.Module, _: int) -> None:
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, norm_type=kind))
+
+    _train(job, clip)
+
+
+def norm_only_logged(job: Job) -> None:
+    def log(model: nn.Module, _: int) -> None:
+        job.record("norm", nn.utils.get_total_norm(_gradients(model)))
+
+    _train(job, log)
+
+
+def norm_logged_by_rank_0(job: Job) -> None:
+    """The other ranks answer nothing."""
+
+    def log(model: nn.Module, step: int) -> None:
+        norm = torch.zeros(())
+        if job.rank == 0 and step % 2:
+            norm = nn.utils.get_total_norm(_gradients(model))
+        job.record("norm", norm)
+
+    _train(job, log)
+
+
+def different_norms(job: Job) -> None:
+    """Each rank asks for another one, which no other rank answers."""
+
+    def log(model: nn.Module, _: int) -> None:
+        job.record("norm", nn.utils.get_total_norm(_gradients(model), float(job.rank + 1)))
+
+    _train(job, log)
+
+
+def clipped_by_hand(job: Job) -> None:
+    """As scripts did before there was a function for it."""
+
+    def clip(model: nn.Module, _: int) -> None:
+        total = 0.0
+        for p in model.parameters():
+            if p.grad is not None:
+                total += p.grad.data.norm(2).item() ** 2
+        scale = 0.05 / (total**0.5 + 1e-6)
+        for gradient in _gradients(model):
+            gradient.data.mul_(scale)
+        job.record("norm", total)
+
+    _train(job, clip)
+
+
+def each_clipped_by_itself(job: Job) -> None:
+    """A norm after every change: more questions than are answered."""
+
+    def clip(model: nn.Module, _: int) -> None:
+        for p in model.parameters():
+            job.record("norm", clip_grad_norm_([p], 0.02))
+
+    _train(job, clip)
+
+
+def norm_after_changes(job: Job) -> None:
+    def clip(model: nn.Module, _: int) -> None:
+        torch._foreach_mul_(_gradients(model), 3.0)
+        clip_grad_value_(model.parameters(), 0.01)
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05, foreach=True))
+
+    _train(job, clip)
+
+
+def read_between_changes(job: Job) -> None:
+    """Every rank reads other gradients whole, at other moments."""
+
+    def clip(model: nn.Module, step: int) -> None:
+        parameters = list(model.parameters())
+        if step % 2 == job.rank:
+            job.record("gradient", parameters[job.rank].grad)
+        job.record("norm", clip_grad_norm_(parameters, 0.05))
+        job.record("clipped", parameters[-1].grad)
+        torch._foreach_mul_(_gradients(model), 0.5)
+        job.record("halved", [gradient.sum() for gradient in _gradients(model)])
+
+    _train(job, clip)
+
+
+def nonfinite_norm(job: Job) -> None:
+    """Raises on every rank, though one alone has the reason."""
+
+    def clip(model: nn.Module, step: int) -> None:
+        if step == 3:
+            try:
+                clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+            except RuntimeError as error:
+                job.record("raised", str(error)[:40])
+                for p in model.parameters():
+                    p.grad = None
+        else:
+            clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def inputs(step: int) -> Tensor:
+        batch = job.inputs(step)
+        return batch * float("inf") if step == 3 and job.rank == 0 else batch
+
+    train(job, model, optimizer, inputs=inputs, before_step=lambda step: clip(model, step))
+    job.record_state(model, optimizer)
+
+
+def scaled_with_infs(job: Job, optimizer_of: str) -> None:
+    """An infinite loss on one rank: all ranks skip the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap({"sgd": sgd, "adamw": adamw}[optimizer_of](model), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        if step in (3, 8) and job.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        scaler.step(optimizer)
+        scaler.update()
+        job.record("scale", scaler.get_scale())
+    job.record_state(model, optimizer)
+
+
+def two_optimizers(job: Job) -> None:
+    """Each clips and steps its half, one after the other."""
+    model = job.ddp(mlp())
+    parameters = list(model.parameters())
+    halves = parameters[::2], parameters[1::2]
+    optimizers = [
+        job.wrap(torch.optim.SGD(halves[0], lr=0.1), model),
+        job.wrap(torch.optim.AdamW(halves[1], lr=0.01), model),
+    ]
+    for step in range(STEPS):
+        model.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        for half, optimizer in zip(halves, optimizers, strict=True):
+            job.record("norm", clip_grad_norm_(half, 0.05))
+            optimizer.step()
+    job.record_state(model, *optimizers)
+
+
+def accumulated(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                model(job.inputs(10 * step + micro)).square().mean().backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def clipped_and_kept(job: Job) -> None:
+    """Clipped in every round, stepped in every other one: clipped gradients accumulate."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(2 * STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
+class Giant(nn.Module):
+    """Most of its elements are in one tensor, and one layer is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.large = nn.Linear(4, 400)
+        self.seldom = nn.Linear(8, 4)
+        self.head = nn.Linear(400, 2)
+
+    def forward(self, x: Tensor, *, seldom: bool) -> Tensor:
+        hidden = self.inner(x)
+        if seldom:
+            hidden = hidden + self.seldom(x)
+        output: Tensor = self.head(self.large(hidden))
+        return output
+
+
+def giant_and_unused(job: Job) -> None:
+    model = job.ddp(Giant(), find_unused_parameters=True)
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step), seldom=step % 3 == job.rank).square().mean().backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def clipped_for_a_while(job: Job, clipped_steps: int, steps: int) -> None:
+    def clip(model: nn.Module, step: int) -> None:
+        if step < clipped_steps:
+            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+
+    _train(job, clip, steps)

@@ -1,0 +1,100 @@
+"""The bounds of an iteration that needs a norm of all gradients, against slow references."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bytesched.link.bound import (
+    Gradient,
+    Layer,
+    clipped_optimum_s,
+    gradients,
+    optimum_s,
+    split_optimum_s,
+)
+
+SEEDS = range(25)
+
+
+def chain(seed: int) -> tuple[list[Layer], float]:
+    rng = random.Random(seed)
+    layers = [
+        Layer(backward_s / 2, backward_s, rng.choice([0.05, 0.3, 1, 4, 8]))
+        for backward_s in (rng.uniform(0.05, 1.5) for _ in range(rng.randint(1, 9)))
+    ]
+    return layers, rng.uniform(0.3, 4.0)
+
+
+def compute_s(layers: list[Layer]) -> float:
+    return sum(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def all_sent_s(work: list[Gradient], bytes_per_s: float, share: float) -> float:
+    """When a link that is never idle without need has sent that share of every gradient."""
+    now_s = 0.0
+    for gradient in sorted(work, key=lambda one: one.release_s):
+        now_s = max(now_s, gradient.release_s) + share * gradient.nbytes / bytes_per_s
+    return now_s
+
+
+def tiny_slices(layers: list[Layer], bytes_per_s: float, slice_s: float) -> float:
+    """First halves before second ones, front layers first, in slices of time."""
+    work = gradients(layers)
+    left_s = [[one.nbytes / 2 / bytes_per_s for one in work] for _ in range(2)]
+    ends_s = [[0.0] * len(work) for _ in range(2)]
+    now_s = 0.0
+    while any(left > 0 for half in left_s for left in half):
+        ready = [
+            (half, index)
+            for half in range(2)
+            for index, one in enumerate(work)
+            if left_s[half][index] > 0
+            and one.release_s <= now_s
+            and (half == 0 or left_s[0][index] <= 0)
+        ]
+        now_s += slice_s
+        if ready:
+            half, index = ready[0]
+            left_s[half][index] -= slice_s
+            ends_s[half][index] = now_s
+    forward_s = max(sum(layer.backward_s for layer in layers), max(ends_s[0]))
+    for layer, end_s in zip(layers, ends_s[1], strict=True):
+        forward_s = max(forward_s, end_s) + layer.forward_s
+    return forward_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_split_is_what_tiny_slices_come_to(seed: int) -> None:
+    layers, bytes_per_s = chain(seed)
+    best_s = split_optimum_s(gradients(layers), compute_s(layers), bytes_per_s)
+    found_s = tiny_slices(layers, bytes_per_s, 1e-3)
+    assert best_s <= found_s + 1e-9
+    assert found_s <= best_s + 1e-3 * (3 * len(layers) + 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clipped_is_the_last_byte_and_then_forward(seed: int) -> None:
+    layers, bytes_per_s = chain(seed)
+    work = gradients(layers)
+    backward_s = sum(layer.backward_s for layer in layers)
+    forward_s = sum(layer.forward_s for layer in layers)
+    expected_s = max(backward_s, all_sent_s(work, bytes_per_s, 1.0)) + forward_s
+    found_s = clipped_optimum_s(work, compute_s(layers), bytes_per_s)
+    assert found_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_split_lies_between_the_other_two(seed: int) -> None:
+    layers, bytes_per_s = chain(seed)
+    work, total_s = gradients(layers), compute_s(layers)
+    unclipped_s = optimum_s(work, total_s, bytes_per_s)
+    split_s = split_optimum_s(work, total_s, bytes_per_s)
+    clipped_s = clipped_optimum_s(work, total_s, bytes_per_s)
+    assert unclipped_s <= split_s + 1e-9
+    assert split_s <= clipped_s + 1e-9
+
+
+def test_no_gradient_is_no_communication() -> None:
+    assert split_optimum_s([], 2.0, 1.0) == clipped_optimum_s([], 2.0, 1.0) == 2.0
