@@ -5,7 +5,6 @@ and `Running`. Its seams to what reduces gradients are `Backend`, the ranks, and
 takes chunks and reports each as reduced; `ScheduledCarrier` is the one that schedules.
 """
 
-
 from __future__ import annotations
 
 from bytesched.plugins.session.backend import Backend
