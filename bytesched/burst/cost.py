@@ -66,6 +66,11 @@ class Place:
         """Their numbers."""
         return range(self.first, self.first + self.width)
 
+    @property
+    def end(self) -> Place:
+        """Where its output is."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedBranches:
@@ -76,6 +81,11 @@ class PlacedBranches:
     lanes: tuple[int, ...]
     #: where the join is
     join: Place
+
+    @property
+    def end(self) -> Place:
+        """Where their joined output is."""
+        return self.join
 
 
 #: Where every item of a chain is.
@@ -171,7 +181,7 @@ class _Timeline:
         turn_ns = now_ns = self._chain(chain, plan, None, 0, 0, backward=False)
         link_free_ns = now_ns
         for index in reversed(range(len(plan))):
-            source = _end_of(plan[index - 1]) if index else None
+            source = plan[index - 1].end if index else None
             sample_bytes = chain[index - 1].output_bytes if index else 0
             one, placed = chain[index : index + 1], plan[index : index + 1]
             began_ns = now_ns
@@ -197,7 +207,7 @@ class _Timeline:
         steps = []
         for item, placed in zip(chain, plan, strict=True):
             steps.append((item, placed, source, sample_bytes))
-            source, sample_bytes = _end_of(placed), item.output_bytes
+            source, sample_bytes = placed.end, item.output_bytes
         for item, placed, before, nbytes in reversed(steps) if backward else steps:
             if isinstance(item, Layer):
                 assert isinstance(placed, Place)
@@ -209,7 +219,7 @@ class _Timeline:
             branches = list(zip(item.branches, placed.branches, placed.lanes, strict=True))
             for branch, places, lane in reversed(branches) if backward else branches:
                 start_ns = ends_ns.get(lane, now_ns)
-                last = _end_of(places[-1]) if places else before
+                last = places[-1].end if places else before
                 last_bytes = branch[-1].output_bytes if branch else nbytes
                 if backward:
                     start_ns = self._move(last_bytes, last, placed.join, start_ns)
@@ -271,7 +281,7 @@ class _Timeline:
                 for branch, places, lane in zip(
                     item.branches, placed.branches, placed.lanes, strict=True
                 ):
-                    last = _end_of(places[-1]) if places else source
+                    last = places[-1].end if places else source
                     last_bytes = branch[-1].output_bytes if branch else sample_bytes
                     lanes_ns[lane] = (
                         lanes_ns.get(lane, 0)
@@ -279,9 +289,5 @@ class _Timeline:
                         + cluster.move_ns(batch, last_bytes, last, placed.join)
                     )
                 total_ns += max(lanes_ns.values())
-            source, sample_bytes = _end_of(placed), item.output_bytes
+            source, sample_bytes = placed.end, item.output_bytes
         return total_ns
-
-
-def _end_of(placed: Place | PlacedBranches) -> Place:
-    return placed if isinstance(placed, Place) else placed.join

@@ -6,8 +6,6 @@ together and have a tag of their own, so that the ranks need not agree on an ord
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,11 +17,11 @@ from torch import Tensor
 
 from bytesched.burst.cost import Place
 from bytesched.core import SchedulerCore
-from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
 from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.lane import Lane
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.session.progress import Progress
 from bytesched.policy import Priority
@@ -99,10 +97,6 @@ class Move:
         return sample_bytes * sum(len(positions) for positions in places)
 
 
-#: a move's task, its messages with their peers, and what is called at their end
-_Sent = tuple[CommTask, list[tuple[Any, int]], Done]
-
-
 class Moves:
     """All moves of this rank, on a group of their own.
 
@@ -118,15 +112,12 @@ class Moves:
         self._progress = Progress(C10dBackend(group, group))
         self._progress.look = self._messages.lost
         self._by_index: dict[int, Move] = {}
-        self._sent: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        self._closed = False
+        self._lane = Lane(self._messages, "bytesched-moves")
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         #: totals
         self.bytes = 0
         self.wait_ns = 0
-        self._waiter = threading.Thread(target=self._wait, name="bytesched-moves", daemon=True)
-        self._waiter.start()
         self._scheduler = Scheduler(
             SchedulerCore(Leading(Priority()), credit_bytes=_NO_LIMIT),
             self,
@@ -215,32 +206,14 @@ class Moves:
             works += [(backend.send([t], peer, tag), peer) for peer, t in move.outgoing.items()]
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
-        self._sent.put((task, works, done))
+        self._lane.put(task, works, done)
 
     def close(self) -> None:
-        """What is under way fails. Idempotent; called by the scheduler."""
-        if not self._closed:
-            self._closed = True
-            self._sent.put(None)
-            if any(move.busy for move in self._by_index.values()):
-                self._group.abort()
-            self._waiter.join(5.0)
-
-    def _wait(self) -> None:
-        """The waiter's thread."""
-        while (sent := self._sent.get()) is not None:
-            task, works, done = sent
-            failed: BytesschedError | None = None
-            try:
-                for work, peer in works:
-                    self._messages.wait(work, peer, task=task.name)
-            except TransportError as error:
-                failed = (
-                    SchedulerClosed(f"closed while {task.name} was being sent")
-                    if self._closed
-                    else error
-                )
-            done(task, failed)
+        """What is under way fails. Called by the scheduler, once."""
+        self._lane.stop()
+        if any(move.busy for move in self._by_index.values()):
+            self._group.abort()
+        self._lane.join()
 
     def _finished(self, task: CommTask) -> None:
         with self._progress.changed:

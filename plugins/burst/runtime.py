@@ -27,7 +27,7 @@ from bytesched.plugins.burst.groups import (
     open_session,
 )
 from bytesched.plugins.burst.moves import Moves, samples_at
-from bytesched.plugins.burst.structure import check, end_of, items_of, layers_of
+from bytesched.plugins.burst.structure import check, items_of, layers_of
 from bytesched.plugins.burst.walk import Walk
 from bytesched.plugins.c10d.joining import joining
 from bytesched.plugins.c10d.opening import store_of
@@ -213,7 +213,7 @@ class Burst(nn.Module):
 
     @property
     def _last(self) -> Place:
-        return end_of(self.plan[-1])
+        return self.plan[-1].end
 
     # -- from outside ------------------------------------------------------------------
 

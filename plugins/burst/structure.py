@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +13,7 @@ from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
 from bytesched.plugins.burst.branched import Branched
 
-__all__ = ["Item", "check", "end_of", "items_of", "layers_of", "places_of", "plan_for"]
+__all__ = ["Item", "branches_of", "check", "items_of", "layers_of", "places_of", "plan_for"]
 
 #: a layer or branches, where it is, and its name
 Item = tuple[nn.Module, Place | PlacedBranches, str]
@@ -100,32 +100,33 @@ def items_of(chain: nn.Sequential, plan: Plan, prefix: str) -> Iterator[Item]:
         yield module, placed, f"{prefix}{name}"
 
 
-def layers_of(items: Iterator[Item]) -> Iterator[tuple[nn.Module, Place, str]]:
+def layers_of(items: Iterable[Item]) -> Iterator[tuple[nn.Module, Place, str]]:
     """Every layer with its place, also those in branches."""
     for module, placed, name in items:
         if isinstance(placed, Place):
             yield module, placed, name
             continue
-        for branch in _branches_of(module, placed, name):
+        for branch in branches_of(module, placed, name)[1]:
             yield from layers_of(branch)
 
 
-def places_of(items: Iterator[Item]) -> Iterator[tuple[Place, str]]:
+def places_of(items: Iterable[Item]) -> Iterator[tuple[Place, str]]:
     """Every place that a batch is brought to, with the name of the layer or join that is there."""
     for module, placed, name in items:
         if isinstance(placed, Place):
             yield placed, name
             continue
-        for branch in _branches_of(module, placed, name):
+        for branch in branches_of(module, placed, name)[1]:
             yield from places_of(branch)
         yield placed.join, f"the join of {name}"
 
 
-def _branches_of(module: nn.Module, placed: PlacedBranches, name: str) -> Iterator[Iterator[Item]]:
+def branches_of(
+    module: nn.Module, placed: PlacedBranches, name: str
+) -> tuple[Branched, list[list[Item]]]:
+    """``module``, which is branched, and the items of each of its branches."""
     assert isinstance(module, Branched)
-    for index, (branch, plan) in enumerate(zip(module.branches, placed.branches, strict=True)):
-        yield items_of(cast(nn.Sequential, branch), plan, f"{name}.branches.{index}.")
-
-
-def end_of(placed: Place | PlacedBranches) -> Place:
-    return placed if isinstance(placed, Place) else placed.join
+    return module, [
+        list(items_of(cast(nn.Sequential, branch), plan, f"{name}.branches.{index}."))
+        for index, (branch, plan) in enumerate(zip(module.branches, placed.branches, strict=True))
+    ]

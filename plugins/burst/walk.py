@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import PluginError
-from bytesched.plugins.burst.branched import Branched
 from bytesched.plugins.burst.moves import Move, Moves, move, samples_at
-from bytesched.plugins.burst.structure import Item, end_of, items_of, places_of
+from bytesched.plugins.burst.structure import Item, branches_of, items_of, places_of
 
 __all__ = ["Walk"]
 
@@ -69,37 +68,31 @@ class Walk:
                 before = placed
                 x = module(x) if self._rank in placed.devices else self._absent(x, name)
                 continue
-            assert isinstance(module, Branched)
             x = self._run_branches(module, placed, name, x, before, batch)
             before = placed.join
         return x, before
 
     def _run_branches(
         self,
-        module: Branched,
+        module: nn.Module,
         placed: PlacedBranches,
         name: str,
         x: Tensor,
         before: Place,
         batch: int,
     ) -> Tensor:
-        branches = [
-            list(items_of(cast(nn.Sequential, branch), plan, f"{name}.branches.{index}."))
-            for index, (branch, plan) in enumerate(
-                zip(module.branches, placed.branches, strict=True)
-            )
-        ]
+        branched, branches = branches_of(module, placed, name)
         # All ways in before any branch is computed: the ranks of other lanes wait for them.
         entered = []
         for items in branches:
-            entry = end_of(items[0][1]) if items else before
+            entry = items[0][1].end if items else before
             where = items[0][2] if items else ""
             entered.append((self._moved(x, before, entry, batch, where), entry))
         left = [
             self._chain(items, y, entry, batch)
             for items, (y, entry) in zip(branches, entered, strict=True)
         ]
-        return module.join(
+        return branched.join(
             [
                 self._moved(y, end, placed.join, batch, f"{name}.join{index}")
                 for index, (y, end) in enumerate(left)
@@ -133,21 +126,8 @@ class Walk:
                 if isinstance(placed, Place):
                     x = copy.deepcopy(module).to("meta")(x)
                 else:
-                    assert isinstance(module, Branched)
-                    parts = zip(module.branches, placed.branches, strict=True)
-                    x = module.join(
-                        [
-                            walk(
-                                list(
-                                    items_of(
-                                        cast(nn.Sequential, branch), plan, f"{name}.branches.{n}."
-                                    )
-                                ),
-                                x,
-                            )
-                            for n, (branch, plan) in enumerate(parts)
-                        ]
-                    )
+                    branched, branches = branches_of(module, placed, name)
+                    x = branched.join([walk(branch, x) for branch in branches])
                 self._shapes[name] = x.shape[1:], x.dtype
             return x
 

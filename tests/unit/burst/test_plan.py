@@ -338,7 +338,7 @@ def test_one_batch_size_is_filled_in_and_said(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (recorded(0), "which batch size"),
+        (recorded(0), "no batch size"),
         (
             {"batch": 2, "layers": [{"forward_ms": 1, "backward_ms": 1, "shapes": [[2]]}] * 2},
             "what its layers hand on",
