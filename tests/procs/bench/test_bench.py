@@ -61,6 +61,7 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert "bytesched" in done.stdout
 
 
+@pytest.mark.slow
 def test_several_batch_sizes_are_recorded_for_the_burst_planner(tmp_path: Path) -> None:
     options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
     files = ["--json", "out.json", "--record", "mine.json"]

@@ -92,6 +92,7 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) 
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
     result = run_bench(
         tmp_path,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Pools = Callable[[int], "Ranks"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_both_controllers_are_tried_whatever_is_set(
     hvd_gloo: Pools, hvd_mpi: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -245,7 +245,17 @@ def test_more_ranks(hvd_gloo: Pools, world_size: int) -> None:
 
 
 @each(
-    *((scripts_optimizers.one_optimizer, name) for name in ("sgd_momentum", "adam", "adamw_fused")),
+    (scripts_optimizers.one_optimizer, "sgd_momentum"),
+    (models.sparse, False, "Average"),
+    (uses.joined_early, 0),
+)
+def test_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
+    check(hvd_mpi(2), *case)
+
+
+@pytest.mark.slow
+@each(
+    *((scripts_optimizers.one_optimizer, name) for name in ("adam", "adamw_fused")),
     (scripts.accumulated, 2),
     scripts.clipped,
     scripts.synchronized_twice,
@@ -256,17 +266,15 @@ def test_more_ranks(hvd_gloo: Pools, world_size: int) -> None:
     *HALVES,
     (models.branching, "differing_ranks"),
     models.two_losses_of_parts,
-    (models.sparse, False, "Average"),
     (models.sparse, True, "Sum"),
     models.two_models,
     models.two_optimizers,
     uses.broadcast,
     uses.collectives_without_synchronize,
-    (uses.joined_early, 0),
     (uses.joined_early, 1),
     uses.resumed,
     uses.unwrapped_in_the_middle,
     (uses.scaled, True),
 )
-def test_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
+def test_more_over_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_mpi(2), *case)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
-pytestmark = [pytest.mark.procs, pytest.mark.slow]
+pytestmark = pytest.mark.procs
 
 #: names of the operations of each phase: plain, few chunks at a time, all at a time, cut again
 PHASES = ("plain.", "bytesched.0.0", "bytesched.1.0", "bytesched.2.0")
 
 
-@pytest.fixture(params=["gloo", "mpi"])
+@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Kind:
     # Skips where it is missing.
     request.getfixturevalue(f"hvd_{request.param}")
@@ -71,7 +71,9 @@ def check_few_at_a_time(cycles: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "capacity"), [("gloo", 0), ("gloo", 4), ("mpi", 0)], indirect=["kind"]
+    ("kind", "capacity"),
+    [("gloo", 0), ("gloo", 4), pytest.param("mpi", 0, marks=pytest.mark.slow)],
+    indirect=["kind"],
 )
 def test_order_without_horovods_cache(kind: Kind, capacity: int, tmp_path: Path) -> None:
     """Rank 0's credit keeps the order where Horovod remembers too little to do so."""

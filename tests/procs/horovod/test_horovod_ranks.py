@@ -21,7 +21,7 @@ Pools = Callable[[int], "Ranks"]
 pytestmark = pytest.mark.procs
 
 
-@pytest.fixture(params=["gloo", "mpi"])
+@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     return kind

@@ -14,7 +14,14 @@ pytestmark = [
 ]
 
 #: for what shall work on every MPI that is at hand
-each_mpi = pytest.mark.parametrize("mpi", MPIS, ids=str)
+each_mpi = pytest.mark.parametrize(
+    "mpi",
+    [
+        pytest.param(mpi, marks=[pytest.mark.slow] if others else [])
+        for others, mpi in enumerate(MPIS)
+    ],
+    ids=str,
+)
 
 
 def mpirun(ranks: int, script: str, *args: str, flags: tuple[str, ...] = ()) -> tuple[int, str]:
