@@ -15,7 +15,7 @@ from bytesched.errors import ConfigError
 from bytesched.tunable import Setting
 from bytesched.tuning.space import Space
 
-__all__ = ["BayesianSearch", "GridSearch", "RandomSearch", "Searcher"]
+__all__ = ["BayesianSearch", "RandomSearch", "Searcher"]
 
 
 #: costs told before a surface through them says anything
@@ -84,24 +84,6 @@ class RandomSearch(_Told):
 
     def _propose(self, untold: list[Setting]) -> Setting | None:
         return next((setting for setting in self._order if setting not in self._costs), None)
-
-
-class GridSearch(_Told):
-    """Evenly spread settings from the smallest to the largest, at most `points` of them."""
-
-    def __init__(
-        self, space: Space, *, points: int | None = None, first: Sequence[Setting] = ()
-    ) -> None:
-        super().__init__(space, first)
-        if points is not None and points < 1:
-            raise ConfigError(f"a grid of {points} points: at least 1")
-        last = len(space) - 1
-        count = min(points or len(space), len(space))
-        chosen = {round(index * last / max(count - 1, 1)) for index in range(count)}
-        self._grid = [space.settings[index] for index in sorted(chosen)]
-
-    def _propose(self, untold: list[Setting]) -> Setting | None:
-        return next((setting for setting in self._grid if setting not in self._costs), None)
 
 
 class BayesianSearch(_Told):

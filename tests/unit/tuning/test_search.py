@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Decision, Setting
 from bytesched.tuning.contract import SearcherContract
-from bytesched.tuning.search import BayesianSearch, GridSearch, RandomSearch, Searcher
+from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
 from bytesched.tuning.space import Limits, Range, Space
 
 KIB = 1024
@@ -30,13 +30,6 @@ class TestRandom(SearcherContract):
 
     def searcher(self, space: Space, seed: int, first: Sequence[Setting]) -> Searcher:
         return RandomSearch(space, seed=seed, first=first)
-
-
-class TestGrid(SearcherContract):
-    patience = 40
-
-    def searcher(self, space: Space, seed: int, first: Sequence[Setting]) -> Searcher:
-        return GridSearch(space, points=40, first=first)
 
 
 class _Forgetful(RandomSearch):
