@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import itertools
@@ -56,6 +57,12 @@ class ForkServer:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         theirs.close()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Hangs up: the server ends its ranks and then itself."""
+        self._connection.close()
+        self._process.wait(timeout=20)
 
     def start(self, launch: Launch) -> int:
         """The process id of a new rank."""
