@@ -86,9 +86,9 @@ class Config:
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
-    split: str = "auto"
+    split: str = "off"
     """Send each gradient in two halves, a sum and its spreading, where a script asks for norms of
-    all gradients: `on`, `off`, or `auto`, which waits until one does."""
+    all gradients: `auto`, from when all ranks ask for one, `on` or `off`."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0

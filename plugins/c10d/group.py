@@ -24,7 +24,7 @@ from bytesched.plugins.c10d.notes import Notes
 __all__ = ["Group"]
 
 #: for threads of a broken group to end
-_PATIENCE_S: Final = 5.0
+PATIENCE_S: Final = 5.0
 
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
@@ -111,10 +111,17 @@ class Group:
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
-    def wait_message(self, work: Any, *, task: str = "") -> None:
-        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours."""
+    def wait_message(self, work: Any, *, task: str = "", limit: timedelta | None = None) -> None:
+        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours.
+
+        Args:
+            limit: how long; as long as any operation of the group if it is None.
+        """
         try:
-            work.wait()
+            if limit is None:
+                work.wait()
+            else:
+                work.wait(limit)
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
@@ -189,7 +196,7 @@ class Group:
         self.backend = None
         ending = threading.Thread(target=held.clear, name="bytesched-ending", daemon=True)
         ending.start()
-        ending.join(_PATIENCE_S)
+        ending.join(PATIENCE_S)
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from bytesched.errors import TransportError
@@ -33,7 +34,7 @@ class Messages:
         self._group = group
         self._awaited: set[_Awaited] = set()
 
-    def wait(self, work: Any, peer: int, *, task: str) -> None:
+    def wait(self, work: Any, peer: int, *, task: str, limit: timedelta | None = None) -> None:
         """Waits for the end of ``work``, a send to ``peer`` or a receive from it.
 
         On a daemon thread. Raises an error of ours.
@@ -41,7 +42,7 @@ class Messages:
         awaited = _Awaited(peer, task)
         self._awaited.add(awaited)
         try:
-            self._group.wait_message(work, task=task)
+            self._group.wait_message(work, task=task, limit=limit)
         finally:
             self._awaited.discard(awaited)
 

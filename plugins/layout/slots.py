@@ -49,6 +49,8 @@ class Slot:
 
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
+    #: the gradient of this round was read whole: there may be other tensors over its memory
+    is_read: bool = False
     #: see `LazyGrad.desk`
     desk: Desk | None = None
     #: what the script has done to the elements of the gradient while it was outstanding

@@ -59,6 +59,8 @@ class Running:
         self._retuning = retuning
         self._splitting = splitting
         self._whole_carrier = parts.carrier
+        #: how many there are, and how many steps they took in this round
+        self._optimizers = self._steps = 0
 
     # -- forward -----------------------------------------------------------------------
 
@@ -100,6 +102,7 @@ class Running:
             bundle.sending = len(bundle.chunks)
         plan.flags_reduced = False
         self._progress.outstanding = len(plan.chunks)
+        self._steps = 0
         if self._splitting is not None:
             self._splitting.begin_round()
 
@@ -165,12 +168,17 @@ class Running:
     # -- step --------------------------------------------------------------------------
 
     def introduce(self, deferred: Deferred) -> None:
+        self._optimizers += 1
         self._arming.introduce(deferred)
 
     def step(
         self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        return self._arming.step(deferred, args, kwargs)
+        instead = self._arming.step(deferred, args, kwargs)
+        self._steps += 1
+        if self._splitting is not None and self._steps == self._optimizers:
+            self._splitting.end_round()
+        return instead
 
     def stepped(self) -> None:
         self._arming.stepped()
@@ -182,7 +190,8 @@ class Running:
 
     @property
     def traffic(self) -> Traffic:
-        return self._carrier.traffic
+        whole = self._whole_carrier.traffic
+        return whole if self._splitting is None else whole + self._splitting.traffic
 
     @property
     def order(self) -> str:

@@ -12,7 +12,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.pending import Desk
-from bytesched.plugins.session.carrier import Carrier
+from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.progress import Progress
@@ -30,7 +30,7 @@ NORMS: Final[frozenset[Any]] = frozenset(
 #: The same of several tensors at once.
 NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
 
-#: The ranks vote after 1, 2, 4, 8, ... steps, and from here on at equal distances.
+#: The ranks vote after 1, 2, 4, 8, ... rounds, and from here on at equal distances.
 _VOTES_EVERY: Final = 256
 
 _VOTE: Final = "split or whole"
@@ -52,6 +52,9 @@ class SplitCarrier(Carrier, Protocol):
 
     def begin_round(self) -> None:
         """A new backward pass begins: what was asked of the last one is over."""
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped: nothing more is asked."""
 
     def lost(self) -> BaseException | None:
         """The error of something that is waited for and cannot come, if there is one."""
@@ -104,6 +107,9 @@ class Splitting:
         self._mode = mode
         self._reduced = reduced
         self._steps_seen = 0
+        #: rounds in which a step was taken, and what was carried by carriers that are closed
+        self._stepped_rounds = 0
+        self._past = Traffic()
         self._split: SplitCarrier | None = None
         #: a norm was asked for since the round began, while nothing was split
         self._was_asked = False
@@ -113,7 +119,8 @@ class Splitting:
         """What carries the next round, after so many calls of ``step()``."""
         if steps != self._steps_seen:
             self._steps_seen = steps
-            if _is_due(steps, self._mode, is_split=self._split is not None):
+            self._stepped_rounds += 1
+            if _is_due(self._stepped_rounds, self._mode, is_split=self._split is not None):
                 self._decide()
         return self._parts.carrier if self._split is None else self._split
 
@@ -122,6 +129,16 @@ class Splitting:
         self._was_asked = False
         if self._split is not None:
             self._split.begin_round()
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped."""
+        if self._split is not None:
+            self._split.end_round()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was carried in split rounds."""
+        return self._past if self._split is None else self._past + self._split.traffic
 
     def close(self) -> None:
         """Ends what carries split rounds."""
@@ -146,27 +163,37 @@ class Splitting:
             self._leave(self._split)
 
     def _enter(self) -> None:
+        try:
+            self._split = self._entered()
+        except BaseException as error:
+            # The plan is cut for what does not exist.
+            self._context.progress.fail(error)
+            raise
+
+    def _entered(self) -> SplitCarrier:
         parts, context = self._parts, self._context
         self._splitter.cut(parts.plan, self._setting.partition_bytes)
         self._plan_cut()
-        self._split = self._splitter.carrier(
+        split = self._splitter.carrier(
             parts.plan,
             parts.packer,
             context.progress,
             reduced=self._reduced,
             observers=context.observers,
         )
-        context.progress.story = self._split.story
-        context.progress.look = self._split.lost
-        self._use_desk(self._split.desk)
+        context.progress.story = split.story
+        context.progress.look = split.lost
+        self._use_desk(split.desk)
         if context.backend.rank == 0:
             log.info("the script asks for norms of its gradients: every all-reduce is split in two")
+        return split
 
     def _leave(self, split: SplitCarrier) -> None:
         parts, progress = self._parts, self._context.progress
         self._use_desk(self._watch)
         self._split = None
         split.close()
+        self._past += split.traffic
         parts.plan.cut(self._setting.partition_bytes)
         self._plan_cut()
         parts.carrier.change(self._setting)
@@ -189,7 +216,7 @@ class Splitting:
         return NotImplemented
 
 
-def _is_due(steps: int, mode: str, *, is_split: bool) -> bool:
+def _is_due(rounds: int, mode: str, *, is_split: bool) -> bool:
     if mode == "on":
         return not is_split
-    return steps % _VOTES_EVERY == 0 or (steps < _VOTES_EVERY and steps & (steps - 1) == 0)
+    return rounds % _VOTES_EVERY == 0 or (rounds < _VOTES_EVERY and rounds & (rounds - 1) == 0)

@@ -52,6 +52,8 @@ class Synchronizing:
             bundle.held = False
             for slot in bundle.slots:
                 slot.unguarded = False
+                if slot.changes and not slot.taken:
+                    slot.change()
                 if is_held(slot.parameter):
                     release(slot.parameter)
 
@@ -102,13 +104,13 @@ class Synchronizing:
             bundle.sending and not bundle.armed for bundle in self._plan.bundles
         ):
             self.wait_reduced()
-        elif not self._progress.outstanding:
+        else:
             self._change()
 
     def _change(self) -> None:
         """Makes changes that were noted of gradients which no ``step()`` has taken."""
         for slot in self._plan.slots:
-            if slot.changes and not slot.taken:
+            if slot.changes and not slot.taken and not slot.sending:
                 slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
@@ -122,6 +124,7 @@ class Synchronizing:
             self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
         if not slot.taken:
             slot.change()
+        slot.is_read = True
 
     def state(self) -> str:
         """In a few words, for ``repr()``."""

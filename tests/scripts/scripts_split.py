@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import STEPS, Job, adamw, mlp, sgd, train
 
@@ -46,6 +47,66 @@ def norm_logged_by_rank_0(job: Job) -> None:
         job.record("norm", norm)
 
     _train(job, log)
+
+
+def logged_by_rank_0_before_changes(job: Job) -> None:
+    """Rank 0 asks once more than others, before what all of them change."""
+
+    def clip(model: nn.Module, _: int) -> None:
+        if job.rank == 0:
+            nn.utils.get_total_norm(_gradients(model))
+        for gradient in _gradients(model):
+            gradient.div_(3.0)
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+
+    _train(job, clip)
+
+
+def changed_out_of_sight(job: Job) -> None:
+    """Through operations and aliases that are not noted, between norms that are."""
+
+    def clip(model: nn.Module, step: int) -> None:
+        gradients = _gradients(model)
+        job.record("norm", nn.utils.get_total_norm(gradients))
+        gradients[0].add_(0.01)
+        flat = gradients[2].view(-1)
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        gradients[2].mul_(2.0)
+        flat.add_(0.001)
+        job.record("flat", flat)
+        job.record("norm", nn.utils.get_total_norm(gradients))
+
+    _train(job, clip)
+
+
+def norms_of_rows(job: Job) -> None:
+    """Of parts of tensors, and of kinds that are for matrices alone."""
+
+    def log(model: nn.Module, _: int) -> None:
+        weight = next(model.parameters()).grad
+        assert weight is not None
+        job.record("rows", weight.norm(dim=1))
+        job.record("kept", weight.norm(keepdim=True))
+        job.record("matrix", torch.linalg.norm(weight, 2))
+        job.record("frobenius", torch.linalg.norm(weight, "fro"))
+        job.record("counted", torch.linalg.vector_norm(weight, 0))
+        job.record("wide", torch.linalg.vector_norm(weight, 2, dtype=torch.float64))
+
+    _train(job, log)
+
+
+def clipped_on_the_wire(job: Job) -> None:
+    """With compression, to which plain DDP has a hook that rounds alike."""
+    model = job.ddp(mlp())
+    if not job.wrapped:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = job.wrap(adamw(model), model, compression="fp16")
+
+    def clip(_: int) -> None:
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+
+    train(job, model, optimizer, before_step=clip)
+    job.record_state(model, optimizer)
 
 
 def different_norms(job: Job) -> None:

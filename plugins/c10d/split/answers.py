@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final
 
 import torch
 
 from bytesched.errors import BytesschedError
-from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
 
 __all__ = ["Answers"]
@@ -20,14 +22,17 @@ _TAG: Final = 1 << 16
 #: round, question, signature, whether the round goes on
 _HEADER: Final = 4
 
-_PATIENCE_S: Final = 5.0
+#: An answer may be as late as the script is; whoever needs one waits with a deadline.
+_NO_LIMIT: Final = timedelta(days=365)
+
+_TASK: Final = "a norm of all gradients"
 
 
 class Answers:
     """Answers to numbered questions of a round, from every other rank.
 
-    A rank answers when its own script asks; so a rank that asks alone gets no answer, and has to
-    find out by itself. Between two rounds nothing is under way: every rank ends each of its rounds.
+    A rank answers when its own script asks; so a rank that asks alone gets no answer, and needs
+    whole gradients. Where every rank has ended a round, nothing is under way before the next.
 
     Args:
         group: of the exchange.
@@ -53,6 +58,8 @@ class Answers:
         self._round = 0
         self._is_open = False
         self._closed = False
+        #: sends that may be under way, with what they send
+        self._sent: list[tuple[Any, torch.Tensor]] = []
         #: (round, question, signature) -> by rank
         self._found: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -82,7 +89,7 @@ class Answers:
         """No more questions of this round are answered by this rank. The user's thread."""
         if self._is_open:
             self._is_open = False
-            self._send(torch.zeros(_HEADER + self._values, dtype=torch.float64))
+            self._send(torch.zeros(_HEADER + self._values, dtype=torch.float64, device="cpu"))
 
     @property
     def is_open(self) -> bool:
@@ -91,7 +98,9 @@ class Answers:
 
     def give(self, question: int, signature: int, values: torch.Tensor) -> None:
         """Sends this rank's answer to all others; 0 where it owns nothing."""
-        header = torch.tensor([self._round, question, signature, 1], dtype=torch.float64)
+        header = torch.tensor(
+            [self._round, question, signature, 1], dtype=torch.float64, device="cpu"
+        )
         self._send(torch.cat([header, values]))
 
     def total(self, question: int, signature: int, own: torch.Tensor) -> torch.Tensor | None:
@@ -110,20 +119,33 @@ class Answers:
         return self._messages.lost()
 
     def close(self) -> None:
-        """Ends the threads; the group has been aborted if a round was open."""
+        """Ends the threads. Idempotent.
+
+        They end by themselves where all ranks have ended the round; where one has not, connections
+        are broken after a while.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        deadline_s = monotonic() + PATIENCE_S
         for thread in self._threads:
-            thread.join(_PATIENCE_S)
+            thread.join(max(0.0, deadline_s - monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._group.abort()
+            for thread in self._threads:
+                thread.join(PATIENCE_S)
+        # What is under way holds the group.
+        self._sent.clear()
 
     def _send(self, message: torch.Tensor) -> None:
+        # Not waited for: a rank receives when it has begun the round, too.
+        self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
         for peer in self._peers:
             try:
                 work = self._group.backend.send([message], peer, _TAG)
             except RuntimeError as error:
-                raise self._group.error(error, task="a norm of all gradients") from error
-            self._group.wait_message(work, task="a norm of all gradients")
+                raise self._group.error(error, task=_TASK) from error
+            self._sent.append((work, message))
 
     def _receive_from(self, peer: int) -> None:
         """A thread for each other rank."""
@@ -131,9 +153,9 @@ class Answers:
         while self._has_begun(number := number + 1):
             try:
                 while True:
-                    message = torch.empty(_HEADER + self._values, dtype=torch.float64)
+                    message = torch.empty(_HEADER + self._values, dtype=torch.float64, device="cpu")
                     work = self._group.backend.recv([message], peer, _TAG)
-                    self._messages.wait(work, peer, task="a norm of all gradients")
+                    self._messages.wait(work, peer, task=_TASK, limit=_NO_LIMIT)
                     if not message[_HEADER - 1]:
                         break
                     self._keep(peer, message)

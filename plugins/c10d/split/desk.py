@@ -48,9 +48,6 @@ ALIASES: Final[frozenset[Any]] = frozenset(
 #: a message for every tensor.
 _MOST_QUESTIONS: Final = 8
 
-#: Signatures are sent as float64.
-_SIGNATURES: Final = 1 << 32
-
 _Change = Callable[[list[torch.Tensor]], None]
 
 
@@ -77,9 +74,10 @@ class Desk:
         self._answers = answers
         self._progress = progress
         self._index = {slot: index for index, slot in enumerate(plan.slots)}
-        #: by signature and number of changes before it: one number for each slot
-        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        #: by question and the changes before it: one number for each slot
+        self._known: dict[tuple[str, int], torch.Tensor] = {}
         self._questions = 0
+        #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
         #: whether the script has asked for a norm in this round
         self.was_asked = False
@@ -89,6 +87,8 @@ class Desk:
         self._known.clear()
         self._questions = self._changes = 0
         self.was_asked = False
+        for slot in self._plan.slots:
+            slot.is_read = False
         self._answers.begin_round()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,13 +111,13 @@ class Desk:
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = self._slots(args[:1])
-        if slots is None or not _are_plain([*args[1:], *kwargs.values()]):
+        if slots is None or not _is_of_whole_tensor(func, args[1:], kwargs):
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return [func(tensor, *args[1:], **kwargs) for tensor in tensors]
 
-        found = self._ask(_signature(func, args[1:], kwargs), measure, slots)
+        found = self._ask(_question(func, args[1:], kwargs), measure, slots)
         return NotImplemented if found is None else found[0]
 
     def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,20 +128,22 @@ class Desk:
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return list(func(tensors, *args[1:], **kwargs)) if tensors else []
 
-        found = self._ask(_signature(func, args[1:], kwargs), measure, slots)
+        found = self._ask(_question(func, args[1:], kwargs), measure, slots)
         return NotImplemented if found is None else found
 
     def _ask(
         self,
-        signature: int,
+        question: str,
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         slots: Sequence[Slot],
     ) -> list[torch.Tensor] | None:
         """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
         self.was_asked = True
-        key = signature, self._changes
+        if not self._answers.is_open:
+            return None
+        key = question, self._changes
         if key not in self._known:
-            found = self._find(signature, measure)
+            found = self._find(question, measure)
             if found is None:
                 return None
             self._known[key] = found
@@ -157,22 +159,25 @@ class Desk:
             ]
 
     def _find(
-        self, signature: int, measure: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+        self, question: str, measure: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> torch.Tensor | None:
-        question = self._questions
+        number = self._questions
         self._questions += 1
-        if question >= _MOST_QUESTIONS or not self._answers.is_open:
+        if number >= _MOST_QUESTIONS:
             return None
+        # What was read whole may have been changed out of sight.
+        read = [index for index, slot in enumerate(self._plan.slots) if slot.is_read]
+        signature = _digest(f"{question} after {self._changes}, without {read}")
         self._progress.wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
-        own = torch.zeros(len(self._plan.slots), dtype=torch.float64)
+        own = torch.zeros(len(self._plan.slots), dtype=torch.float64, device="cpu")
         mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
         self._measure(own, mine, measure)
-        self._answers.give(question, signature, own)
+        self._answers.give(number, signature, own)
         total: torch.Tensor | None = None
 
         def has_come() -> bool:
             nonlocal total
-            total = self._answers.total(question, signature, own)
+            total = self._answers.total(number, signature, own)
             return total is not None or not self._progress.outstanding
 
         self._progress.wait(has_come, "the norms of other ranks' gradients")
@@ -210,7 +215,7 @@ class Desk:
             for tensor in tensors:
                 func(tensor, *numbers, **named)
 
-        self._note(slots, change)
+        self._note(slots, change, _question(func, numbers, named))
         return args[0]
 
     def _change_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +224,8 @@ class Desk:
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
-        self._note(slots, lambda tensors: func(tensors, *numbers, **named))
+        what = _question(func, numbers, named)
+        self._note(slots, lambda tensors: func(tensors, *numbers, **named), what)
         return None
 
     def _unscale(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,25 +245,30 @@ class Desk:
                 found.append(one.reshape(()))
             return found
 
-        infs = self._ask(_signature(UNSCALE, (), {}), measure, slots)
+        question = _question(UNSCALE, (inverse,), {})
+        infs = self._ask(question, measure, slots)
         if infs is None:
             return NotImplemented
         if any(bool(inf) for inf in infs):
             found_inf.fill_(1.0)
-        self._note(slots, unscale)
+        self._note(slots, unscale, question)
         return None
 
-    def _note(self, slots: Sequence[Slot], change: _Change) -> None:
-        self._changes += 1
+    def _note(self, slots: Sequence[Slot], change: _Change, what: str) -> None:
+        positions = [self._index[slot] for slot in slots]
+        self._changes = _digest(f"{self._changes} {what} of {positions}")
         for slot in slots:
             slot.changes.append(change)
 
     def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
-        """Those of ``tensors``, if all are lazy gradients of this plan that no step has taken."""
+        """Those of ``tensors``, if all are lazy gradients of this plan that no step has taken.
+
+        None if one was read whole in this round: there may be aliases of its memory.
+        """
         slots = []
         for tensor in tensors:
             slot = tensor.owner if isinstance(tensor, LazyGrad) else None
-            if slot not in self._index or slot.taken:
+            if slot not in self._index or slot.taken or slot.is_read:
                 return None
             slots.append(slot)
         return slots
@@ -283,7 +294,28 @@ def _kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[
     return [keep(value) for value in args], {name: keep(v) for name, v in kwargs.items()}
 
 
-def _signature(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """The same number on all ranks for the same question."""
-    text = f"{getattr(func, '__name__', func)} {args} {sorted(kwargs.items())}"
-    return zlib.crc32(text.encode()) % _SIGNATURES
+def _is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` makes one number of any tensor, whatever its shape."""
+    named = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
+        return False
+    kind = args[0] if args else named.get("p", named.get("ord"))
+    if func is torch.linalg.norm:
+        return kind is None
+    return kind != "nuc" and _are_plain([kind, named.get("dtype")])
+
+
+def _question(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The same text on all ranks for the same call."""
+    values = [_number(value) for value in args]
+    named = sorted((name, _number(value)) for name, value in kwargs.items())
+    return f"{getattr(func, '__name__', func)} {values} {named}"
+
+
+def _number(value: Any) -> str:
+    return repr(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def _digest(text: str) -> int:
+    """A whole number that travels as float64."""
+    return zlib.crc32(text.encode())

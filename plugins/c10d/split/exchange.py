@@ -1,8 +1,8 @@
 """The split all-reduce over Gloo: slices to their owners, and sums back from them.
 
 Gloo's own reduce-scatter and all-gather take as long as its all-reduce; exchanged by sends and
-receives, each phase moves half of its bytes in half of its time. Nobody has to agree on an order:
-messages have tags, and what a rank sends first is its own affair.
+receives, each phase moves half of its bytes in half of its time. Messages have tags, so
+ranks need not agree on an order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 
 from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
-from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
@@ -30,9 +30,6 @@ __all__ = ["Exchange"]
 
 #: messages to one rank that are under way: one on the wire, one that follows it
 _WINDOW: Final = 2
-
-#: how long threads have to end
-_PATIENCE_S: Final = 5.0
 
 _TO_OWNER: Final = 0
 _FROM_OWNER: Final = 1
@@ -83,7 +80,7 @@ class Exchange:
             for chunk in self._owned
             for peer in self._peers
         }
-        #: guards all that follows
+        #: guards what follows, but for reads of single numbers
         self._changed = threading.Condition()
         #: rounds begun, and chunks of the current one that were submitted, are not summed here
         #: and not reduced
@@ -163,7 +160,7 @@ class Exchange:
             self._group.abort()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_PATIENCE_S)
+                thread.join(PATIENCE_S)
 
     # -- the carrier's threads ---------------------------------------------------------
 
@@ -225,6 +222,8 @@ class Exchange:
         for part in parts[1:-1]:
             total = total.add_(part) if total is not own else torch.add(total, part)
         torch.add(total, parts[-1], out=own)
+        # The arena has the sum from here on: norms are taken of it while it is being sent.
+        self._packer.receive(chunk)
 
     def _summed(self, chunk: CommTask) -> None:
         first = _TO_OWNER if chunk.index in self._plan.shared else _FROM_OWNER

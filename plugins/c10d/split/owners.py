@@ -14,8 +14,8 @@ def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | N
     dealt from the last to the first, as backward computes them, to the rank that has least: so
     both directions of every link are busy at any time, not only on the whole.
 
-    None for a tensor with more than one rank's share of all bytes: nobody owns it, and its chunks
-    are summed by all ranks in turn.
+    None for a tensor with more than one rank's share of all bytes: its chunks are summed by all
+    ranks in turn.
     """
     share = sum(nbytes) / ranks
     owners: list[int | None] = [None] * len(nbytes)

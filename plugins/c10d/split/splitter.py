@@ -85,7 +85,8 @@ class ExchangeCarrier:
         observers: Observers,
     ) -> None:
         self._group = group
-        self._closed = closed
+        self._give_back = closed
+        self._closed = False
 
         def notify() -> None:
             with progress.changed:
@@ -126,10 +127,16 @@ class ExchangeCarrier:
     def story(self) -> str:
         return self._exchange.story()
 
+    def end_round(self) -> None:
+        self._answers.end_round()
+
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         # Without it others would wait for more; after an error they do not.
         with contextlib.suppress(BytesschedError):
             self._answers.end_round()
         self._exchange.close()
         self._answers.close()
-        self._closed(self._group)
+        self._give_back(self._group)
