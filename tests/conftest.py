@@ -39,14 +39,13 @@ def group_of(path: Path) -> str | None:
     return str(next((folder for folder in ONE_AFTER_THE_OTHER if folder in path.parents), path))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        path = item.path.relative_to(HERE)
-        if (group := group_of(path)) is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-        if path.parts[0] == "procs":
-            item.add_marker("procs")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Not when all are collected: pytest-xdist has read the groups by then.
+    path = item.path.relative_to(HERE)
+    if (group := group_of(path)) is not None:
+        item.add_marker(pytest.mark.xdist_group(group))
+    if path.parts[0] == "procs":
+        item.add_marker("procs")
 
 
 @pytest.fixture(autouse=True)
