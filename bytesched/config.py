@@ -86,7 +86,7 @@ class Config:
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
-    split: str = "off"
+    split: str = "auto"
     """Send each gradient in two halves, a sum and its spreading, where a script asks for norms of
     all gradients: `auto`, from when all ranks ask for one, `on` or `off`."""
     find_unused_parameters: bool | None = None

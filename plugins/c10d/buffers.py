@@ -23,7 +23,8 @@ class BufferBroadcast:
     the error would be torch's. A copy of the model, or a saved one, has DDP's broadcast again.
 
     Args:
-        group: what the buffers travel on; None in a copy.
+        group: of Gloo, what the buffers travel on; None in a copy. Those of a GPU pass through
+            the host: a second communicator of NCCL beside that of the gradients could block both.
         fail: called with an error.
     """
 
@@ -56,8 +57,13 @@ class BufferBroadcast:
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
         sent = []
-        for tensors in kinds.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for (dtype, _), tensors in kinds.items():
+            if group.rank == 0:
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+            else:
+                # What it holds is of no interest: no device is waited for.
+                numel = sum(tensor.numel() for tensor in tensors)
+                flat = torch.empty(numel, dtype=dtype, device="cpu")
             sent.append((group.backend.broadcast([flat], options), flat, tensors))
         for work, flat, tensors in sent:
             group.wait(work, task="the broadcast of buffers")

@@ -126,7 +126,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
             ]
         )
         buffers = None
-        if ddp is not None and kind == "gloo" and _broadcasts_buffers(ddp):
+        if ddp is not None and kind in ("gloo", "nccl") and _broadcasts_buffers(ddp):
             buffers = ranks.open("buffers")
         observers = ranks.observers()
         if ddp is None:
@@ -162,9 +162,9 @@ def _splitter(
         return None
     numbers = itertools.count()
 
-    def opened() -> Group:
-        purpose = f"{name}/exchange{next(numbers)}"
-        return backend.add(open_group(base, "gloo", name=purpose, timeout_s=backend.timeout_s))
+    def opened(purpose: str) -> Group:
+        group_name = f"{name}/{purpose}{next(numbers)}"
+        return backend.add(open_group(base, "gloo", name=group_name, timeout_s=backend.timeout_s))
 
     return ExchangeSplitter(backend.size, opened, backend.remove)
 
@@ -172,8 +172,9 @@ def _splitter(
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
     carried = ""
-    if _is_nccl(model) and any(True for _ in model.buffers()):
-        carried = "on NCCL, the forward pass has collectives of its own: buffers are broadcast"
+    ddp = find_ddp(model)
+    if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not _broadcasts_buffers(ddp):
+        carried = "on NCCL, the forward pass has collectives of its own: a hook for buffers"
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
 
 
@@ -237,8 +238,10 @@ def _is_nccl(model: nn.Module) -> bool:
 
 
 def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether ``ddp`` broadcasts rank 0's buffers in its own way."""
-    return bool(ddp.modules_buffers) and not hasattr(ddp, "buffer_hook")
+    """Whether ``ddp`` broadcasts rank 0's buffers in its own way, or in ours."""
+    hook = getattr(ddp, "buffer_hook", None)
+    is_known = hook is None or isinstance(hook.buffer_comm_hook, BufferBroadcast)
+    return bool(ddp.modules_buffers) and is_known
 
 
 def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:

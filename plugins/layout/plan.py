@@ -116,6 +116,11 @@ class Plan:
         """The rank that sums the gradient of ``slot``; None: no rank alone."""
         return None if self._ownership is None else self._ownership.owners[self._position[slot]]
 
+    def computed(self, chunk: CommTask) -> tuple[int, int]:
+        """Sorts chunks as backward completes them, and those of one tensor front to back."""
+        slices = self.slices[chunk.index]
+        return -min((self._position[s.slot] for s in slices), default=-1), chunk.index
+
     def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
         memory = torch.zeros(

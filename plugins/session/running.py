@@ -30,7 +30,7 @@ class Running:
         setting: what training begins with.
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
-        splitting: changes the carrier between two steps, if it can be split.
+        splitting: changes the carrier between two rounds, if it can be split.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class Running:
     def before_forward(self, steps: int) -> None:
         if self._retuning is not None:
             self._retuning.before_forward(steps)
-        if self._splitting is not None:
-            self._carrier = self._splitting.carrier(steps)
 
     def forward_begins(self) -> None:
         # Backward would add to gradients on the wire.
@@ -93,6 +91,8 @@ class Running:
                 slot.unguarded = slot.taken and bundle.held
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
+        if self._splitting is not None:
+            self._carrier = self._splitting.begin_round(stepped=self._steps > 0)
         for slot in plan.slots:
             if is_kept(slot):
                 keep_apart(slot.lazy)
@@ -103,8 +103,6 @@ class Running:
         plan.flags_reduced = False
         self._progress.outstanding = len(plan.chunks)
         self._steps = 0
-        if self._splitting is not None:
-            self._splitting.begin_round()
 
     def gradient(self, slot: Slot) -> None:
         self._take(slot)

@@ -84,7 +84,7 @@ class Splitter(Protocol):
 
 
 class Splitting:
-    """Enters and leaves the split, on all ranks between the same two steps.
+    """Enters and leaves the split, on all ranks before the same round.
 
     Args:
         mode: "auto", or "on": from the first step on, and for good.
@@ -106,7 +106,6 @@ class Splitting:
         self._setting = setting
         self._mode = mode
         self._reduced = reduced
-        self._steps_seen = 0
         #: rounds in which a step was taken, and what was carried by carriers that are closed
         self._stepped_rounds = 0
         self._past = Traffic()
@@ -115,20 +114,20 @@ class Splitting:
         self._was_asked = False
         self._use_desk(self._watch)
 
-    def carrier(self, steps: int) -> Carrier:
-        """What carries the next round, after so many calls of ``step()``."""
-        if steps != self._steps_seen:
-            self._steps_seen = steps
+    def begin_round(self, *, stepped: bool) -> Carrier:
+        """A new backward pass begins, after a step or not; returns what carries its gradients.
+
+        Collective now and then: all ranks reduce what backward computes, and wait for each other.
+        """
+        if stepped:
             self._stepped_rounds += 1
             if _is_due(self._stepped_rounds, self._mode, is_split=self._split is not None):
                 self._decide()
-        return self._parts.carrier if self._split is None else self._split
-
-    def begin_round(self) -> None:
-        """A new backward pass begins."""
         self._was_asked = False
-        if self._split is not None:
-            self._split.begin_round()
+        if self._split is None:
+            return self._parts.carrier
+        self._split.begin_round()
+        return self._split
 
     def end_round(self) -> None:
         """Every optimizer has stepped."""

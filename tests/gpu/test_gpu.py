@@ -119,9 +119,10 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
 
 
 @needs_nccl
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_nccl(one_rank: Ranks, fused: bool) -> None:
-    ((same, figures),) = one_rank.run(scripts.over_nccl, fused)
+def test_nccl(one_rank: Ranks, fused: bool, norms: bool) -> None:
+    ((same, figures),) = one_rank.run(scripts.over_nccl, fused, norms)
     assert same
     assert int(figures["barrier_crossed_steps"]) > 0
 

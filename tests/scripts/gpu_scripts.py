@@ -229,10 +229,14 @@ def wide_steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
         yield step
 
 
-def run_over_nccl(*, wrapped: bool, fused: bool) -> tuple[list[Tensor], dict[str, Any]]:
+def run_over_nccl(
+    *, wrapped: bool, fused: bool, norms: bool
+) -> tuple[list[Tensor], dict[str, Any]]:
     torch.manual_seed(7)
     with nccl() as group:
-        model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
+        layers = [nn.BatchNorm1d(WIDE), *wide()] if norms else [*wide()]
+        inner = nn.Sequential(*layers).to(DEVICE)
+        model = DistributedDataParallel(inner, process_group=group)
         optimizer = adamw(model, lr=1e-4, fused=fused)
         x = torch.randn(4096, WIDE, device=DEVICE)
         stats: dict[str, Any] = {}
@@ -243,13 +247,17 @@ def run_over_nccl(*, wrapped: bool, fused: bool) -> tuple[list[Tensor], dict[str
                 pass
             if wrapped:
                 stats = session.stats()
-        return [p.detach().cpu() for p in model.parameters()], stats
+        return [t.detach().cpu() for t in (*model.parameters(), *model.buffers())], stats
 
 
-def over_nccl(fused: bool) -> tuple[bool, dict[str, Any]]:
-    """Whether a wrapped run over NCCL has the bits of a plain one, and its figures."""
-    plain, _ = run_over_nccl(wrapped=False, fused=fused)
-    got, stats = run_over_nccl(wrapped=True, fused=fused)
+def over_nccl(fused: bool, norms: bool) -> tuple[bool, dict[str, Any]]:
+    """Whether a wrapped run over NCCL has the bits of a plain one, and its figures.
+
+    Args:
+        norms: with batch norm, whose buffers DDP broadcasts.
+    """
+    plain, _ = run_over_nccl(wrapped=False, fused=fused, norms=norms)
+    got, stats = run_over_nccl(wrapped=True, fused=fused, norms=norms)
     return all(map(torch.equal, plain, got)), stats
 
 

@@ -16,8 +16,7 @@ from bytesched.plugins.c10d.messages import Messages
 
 __all__ = ["Answers"]
 
-#: above those of chunks
-_TAG: Final = 1 << 16
+_TAG: Final = 0
 
 #: round, question, signature, whether the round goes on
 _HEADER: Final = 4
@@ -35,7 +34,7 @@ class Answers:
     whole gradients. Where every rank has ended a round, nothing is under way before the next.
 
     Args:
-        group: of the exchange.
+        group: only these answers use it.
         values: how many numbers an answer has.
         arrived: called when an answer of another rank is there.
         failed: called with the first error.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
@@ -28,7 +29,8 @@ from bytesched.task import CommTask
 
 __all__ = ["Exchange"]
 
-#: messages to one rank that are under way: one on the wire, one that follows it
+#: messages to one rank that are under way: one on the wire, one that follows it. One of phase two
+#: is alone while backward computes: what is to be summed must not wait for more than one.
 _WINDOW: Final = 2
 
 _TO_OWNER: Final = 0
@@ -72,7 +74,10 @@ class Exchange:
         self._observers = observers
         self._messages = Messages(group)
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
-        self._owned = [c for c in plan.chunks if plan.owners[c.index] == group.rank]
+        #: in the order of backward; and in that of the forward pass
+        self._owned = sorted(
+            (c for c in plan.chunks if plan.owners[c.index] == group.rank), key=plan.computed
+        )
         self._foreign = [c for c in plan.chunks if plan.owners[c.index] != group.rank]
         #: what the other ranks send of each chunk that this rank owns
         self._incoming = {
@@ -96,9 +101,12 @@ class Exchange:
         self._busy_ns = self._busy_since_ns = self._chunks = self._nbytes = 0
         self._closed = False
         self._error: BaseException | None = None
+        #: what is received in phase two of the current round and nobody waits for yet, front first
+        self._gathers: deque[tuple[CommTask, int, Any]] = deque()
         threads: list[tuple[str, Callable[[], None]]] = [
             ("bytesched-sums", self._sum_owned),
-            ("bytesched-gathers", self._receive_foreign),
+            ("bytesched-gathers-front", self._gather_front),
+            ("bytesched-gathers-back", self._gather_back),
         ]
         for peer in self._peers:
             threads.append((f"bytesched-send-{peer}", partial(self._send_to, peer)))
@@ -197,8 +205,7 @@ class Exchange:
                 key: self._receive(memory, key[1], key[0], _TO_OWNER)
                 for key, memory in self._incoming.items()
             }
-            # As backward computes them.
-            for chunk in reversed(self._owned):
+            for chunk in self._owned:
                 for peer in self._peers:
                     self._messages.wait(works[chunk.index, peer], peer, task=chunk.name)
                 if not self._is_submitted(chunk):
@@ -236,9 +243,10 @@ class Exchange:
             self._changed.notify_all()
         self._tell_summed()
 
-    def _receive_foreign(self) -> None:
-        """Phase two: receives the sums of other owners."""
-        shared = [chunk for chunk in reversed(self._foreign) if chunk.index in self._plan.shared]
+    def _gather_front(self) -> None:
+        """Phase two: receives the sums of other owners, those of the front layers first."""
+        shared = [chunk for chunk in self._foreign if chunk.index in self._plan.shared]
+        shared.sort(key=self._plan.computed)
         others = [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
         number = 0
         while self._begun(number := number + 1):
@@ -248,9 +256,31 @@ class Exchange:
                 for chunk in (*shared, *others)
                 for owner in [self._plan.owners[chunk.index]]
             ]
-            for chunk, owner, work in works:
-                self._messages.wait(work, owner, task=chunk.name)
-                self._finish(chunk)
+            with self._changed:
+                self._gathers.extend(works)
+                self._changed.notify_all()
+            while self._gather(from_front=True):
+                pass
+
+    def _gather_back(self) -> None:
+        """Those of the back layers, which come while backward computes the front ones."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._gathers)
+                if self._over:
+                    return
+            self._gather(from_front=False)
+
+    def _gather(self, *, from_front: bool) -> bool:
+        """Waits for one of what is received; false if another thread waits for the last."""
+        with self._changed:
+            if not self._gathers:
+                return False
+            gather = self._gathers.popleft() if from_front else self._gathers.pop()
+        chunk, owner, work = gather
+        self._messages.wait(work, owner, task=chunk.name)
+        self._finish(chunk)
+        return True
 
     def _send_to(self, peer: int) -> None:
         queue = self._queues[peer]
@@ -260,7 +290,8 @@ class Exchange:
                 self._changed.wait_for(lambda: self._over or queue or under_way)
                 if self._over:
                     return
-                message = heapq.heappop(queue) if queue and len(under_way) < _WINDOW else None
+                is_next = queue and len(under_way) < self._window(queue[0][0])
+                message = heapq.heappop(queue) if is_next else None
             if message is None:
                 work, chunk = under_way.pop(0)
                 self._messages.wait(work, peer, task=chunk.name)
@@ -272,6 +303,11 @@ class Exchange:
                 memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
                 tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
                 under_way.append((self._group.backend.send([memory], peer, tag), chunk))
+
+    def _window(self, phase: int) -> int:
+        """How many messages there may be under way with the next one, which is of ``phase``."""
+        is_urgent = phase == _TO_OWNER or len(self._submitted) == len(self._plan.chunks)
+        return _WINDOW if is_urgent else 1
 
     def _sent(self, chunk: CommTask) -> None:
         """One more message of ``chunk`` has left; if it was the last, its memory is free."""

@@ -11,18 +11,23 @@ def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | N
     """The owner of each tensor, from their bytes in forward order.
 
     Neighbours go together in runs of at least ``run_bytes``, so that chunks stay large. Runs are
-    dealt from the last to the first, as backward computes them, to the rank that has least: so
-    both directions of every link are busy at any time, not only on the whole.
+    dealt from the first to the last to the rank that has least: so what is still to be sent at any
+    time of a backward pass is even over the ranks, and above all at its end, where norms wait.
 
-    None for a tensor with more than one rank's share of all bytes: its chunks are summed by all
-    ranks in turn.
+    None for a large tensor that one rank would receive too late: its chunks are summed by all ranks
+    in turn, and gathered for its norm, which takes 2/n of the time. Never on two ranks.
     """
-    share = sum(nbytes) / ranks
     owners: list[int | None] = [None] * len(nbytes)
     loads = [0] * ranks
     run: list[int] = []
-    for index in reversed(range(len(nbytes))):
-        if nbytes[index] > share:
+    shared_bytes = after_bytes = 0
+    for index, n in enumerate(nbytes):
+        # One link takes about as many bytes as backward computes meanwhile.
+        alone = (ranks - 1) * n - after_bytes
+        together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
+        after_bytes += n
+        if n >= run_bytes and alone > together:
+            shared_bytes += n
             _deal(run, nbytes, owners, loads)
             run = []
             continue

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Final
 
 from bytesched.errors import BytesschedError
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.sockets import short_queues
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.desk import Desk
 from bytesched.plugins.c10d.split.exchange import Exchange
@@ -21,18 +23,21 @@ from bytesched.tunable import Setting
 
 __all__ = ["ExchangeCarrier", "ExchangeSplitter"]
 
+#: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
+_UNSENT_BYTES: Final = 128 << 10
+
 
 class ExchangeSplitter:
     """See splitting.Splitter.
 
     Args:
         ranks: how many there are.
-        open_group: opens a group of Gloo for one carrier; collective.
+        open_group: opens a group of Gloo for a purpose; collective.
         close_group: closes it.
     """
 
     def __init__(
-        self, ranks: int, open_group: Callable[[], Group], close_group: Callable[[Group], None]
+        self, ranks: int, open_group: Callable[[str], Group], close_group: Callable[[Group], None]
     ) -> None:
         self._ranks = ranks
         self._open_group = open_group
@@ -52,8 +57,11 @@ class ExchangeSplitter:
         reduced: Callable[[CommTask], None],
         observers: Observers,
     ) -> ExchangeCarrier:
+        with short_queues(_UNSENT_BYTES):
+            exchange = self._open_group("exchange")
         return ExchangeCarrier(
-            self._open_group(),
+            exchange,
+            self._open_group("answers"),
             plan,
             packer,
             progress,
@@ -67,8 +75,9 @@ class ExchangeCarrier:
     """See splitting.SplitCarrier.
 
     Args:
-        group: only this carrier uses it.
-        closed: called with the group when nothing of it is used any more.
+        group: for chunks; only this carrier uses it.
+        answers: for what is asked of gradients, which no chunk on the wire holds up.
+        closed: called with each group when nothing of it is used any more.
     """
 
     order = "exchange"
@@ -76,6 +85,7 @@ class ExchangeCarrier:
     def __init__(
         self,
         group: Group,
+        answers: Group,
         plan: Plan,
         packer: Packer,
         progress: Progress,
@@ -84,7 +94,7 @@ class ExchangeCarrier:
         closed: Callable[[Group], None],
         observers: Observers,
     ) -> None:
-        self._group = group
+        self._groups = group, answers
         self._give_back = closed
         self._closed = False
 
@@ -101,7 +111,7 @@ class ExchangeCarrier:
             failed=progress.fail,
             observers=observers,
         )
-        self._answers = Answers(group, len(plan.slots), arrived=notify, failed=progress.fail)
+        self._answers = Answers(answers, len(plan.slots), arrived=notify, failed=progress.fail)
         self.desk = Desk(plan, group.rank, self._exchange, self._answers, progress)
 
     @property
@@ -139,4 +149,5 @@ class ExchangeCarrier:
             self._answers.end_round()
         self._exchange.close()
         self._answers.close()
-        self._give_back(self._group)
+        for group in self._groups:
+            self._give_back(group)
