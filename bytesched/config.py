@@ -98,7 +98,7 @@ class Config:
     tune: bool = False
     """Look for the fastest sizes while training, and remember them for this cluster."""
     tune_steps: int = 150
-    """Most steps that this may take."""
+    """Most steps that one search may take; there is another when the cluster changes for good."""
     tune_space: str = ""
     """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around what
     the link asks for."""

@@ -91,7 +91,23 @@ class SchedulerTimeout(TransportError, TimeoutError):
 
 
 class PeerLost(TransportError, ConnectionError):
-    """Another rank is gone: its process died, or the link to it was cut."""
+    """Another rank is gone: its process died, or the link to it was cut.
+
+    Where they are known, the message names the rank and its host, and ``peers`` are the ranks to
+    which connections are broken: one, or several if survivors have given up before this one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peers: Sequence[int] = (),
+        task: str = "",
+        rank: int | None = None,
+        story: Sequence[object] = (),
+    ) -> None:
+        super().__init__(message, task=task, rank=rank, story=story)
+        self.peers = tuple(peers)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["read_text", "replacing", "write_text"]
+__all__ = ["locked", "read_text", "replacing", "write_text"]
+
+_LOOKS_EVERY_S = 0.02
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -70,6 +74,34 @@ def read_text(path: Path) -> str:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a regular file")
         return file.read().decode()
+
+
+@contextmanager
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Holds the file ``path``, which stays behind, empty: one process or thread at a time does.
+
+    Raises ``TimeoutError`` if another one does not let go, ``OSError`` if it cannot be opened, as
+    a link cannot.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        deadline_s = time.monotonic() + timeout_s
+        while not _is_taken(descriptor):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(errno.ETIMEDOUT, f"held for {timeout_s:g} s", str(path))
+            time.sleep(_LOOKS_EVERY_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _mode(path: Path) -> int | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import logging
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -65,17 +68,21 @@ class WrappedStore(Protocol):
         """Flushes, ends, and returns the store beneath."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
-    #: kept alive, so that its id stays its own
-    optimizer: Any
+    optimizer: weakref.ref[Any]
     session: Wrapped
     #: the process that has the threads of the session; a forked child has not
     pid: int
+    #: ends the session with its model
+    end: weakref.finalize[..., Any] | None
 
 
-#: in the order of wrapping, by the id of the optimizer
-_entries: dict[int, _Entry] = {}
+#: in the order of wrapping
+_entries: dict[_Entry, None] = {}
+
+#: threads that end sessions whose models are gone
+_ending: set[threading.Thread] = set()
 
 _store_kinds: list[type[Any]] = []
 
@@ -102,8 +109,15 @@ def announce(optimizer: Any, model: Any) -> None:
 
 
 def add(optimizer: Any, session: Wrapped) -> None:
-    """From now on ``session`` stands behind ``optimizer``, until `unwrap` or the process's end."""
-    _entries[id(optimizer)] = _Entry(optimizer, session, os.getpid())
+    """From now on ``session`` stands behind ``optimizer``.
+
+    Until `unwrap`, until nothing refers to its model any more, or until the process ends.
+    """
+    end = next((entry.end for entry in list(_entries) if entry.session is session), None)
+    if end is None and session.root is not None:
+        end = weakref.finalize(session.root, _model_gone, session)
+        end.atexit = False
+    _entries[_Entry(weakref.ref(optimizer), session, os.getpid(), end)] = None
     # Handlers run last in, first out: ours goes before that of what carries the session.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
@@ -111,15 +125,15 @@ def add(optimizer: Any, session: Wrapped) -> None:
 
 def is_wrapped(optimizer: Any) -> bool:
     """Whether a session stands behind ``optimizer``."""
-    return id(optimizer) in _entries
+    return any(entry.optimizer() is optimizer for entry in list(_entries))
 
 
 def sessions(x: Any = None) -> list[Wrapped]:
     """The sessions of an optimizer or a model, or all of them, in the order of wrapping."""
     found: list[Wrapped] = []
-    for entry in _entries.values():
+    for entry in list(_entries):
         session = entry.session
-        if (x is None or x is entry.optimizer or x is session.root) and session not in found:
+        if (x is None or x is entry.optimizer() or x is session.root) and session not in found:
             found.append(session)
     return found
 
@@ -159,9 +173,42 @@ def unwrap(x: Any) -> Any:
             session.flush()
         finally:
             session.close()
-            for key in [key for key, entry in _entries.items() if entry.session is session]:
-                del _entries[key]
+            _forget(session)
     return x
+
+
+def _forget(session: Wrapped) -> list[_Entry]:
+    """Takes the entries of ``session`` out, and returns them."""
+    gone = [entry for entry in list(_entries) if entry.session is session]
+    for entry in gone:
+        _entries.pop(entry, None)
+        if entry.end is not None:
+            entry.end.detach()
+    return gone
+
+
+def _model_gone(session: Wrapped) -> None:
+    """Nothing refers to the model of ``session`` any more. Any thread, between any two lines."""
+    if os.getpid() in [entry.pid for entry in _forget(session)]:
+        # Not in this thread, which may be one that the end has to wait for; and not by way of
+        # Thread.start(), which takes locks that the collector may have come between.
+        _thread.start_new_thread(_end_beside, (session,))
+
+
+def _end_beside(session: Wrapped) -> None:
+    thread = threading.Thread(target=_end, args=(session,), name="bytesched-ending", daemon=True)
+    _ending.add(thread)
+    thread.start()
+
+
+def _end(session: Wrapped) -> None:
+    try:
+        if session.error is None:
+            session.flush()
+    except Exception:
+        log.exception("the last step of a model that is gone could not be applied")
+    _close(session)
+    _ending.discard(threading.current_thread())
 
 
 def _store_of(x: Any) -> WrappedStore | None:
@@ -176,7 +223,9 @@ def _store_of(x: Any) -> WrappedStore | None:
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
     died = getattr(sys, "last_value", None)
-    here = [entry.session for entry in _entries.values() if entry.pid == os.getpid()]
+    for thread in tuple(_ending):
+        thread.join()
+    here = [entry.session for entry in list(_entries) if entry.pid == os.getpid()]
     for session in sessions():
         if session not in here:
             continue

@@ -61,7 +61,16 @@ class Fingerprint:
 
     def is_same(self, other: Fingerprint) -> bool:
         """Whether what holds for `other` holds here."""
-        return self._identity() == other._identity() and self._same_link(other)
+        return self.is_same_case(other) and self._same_link(other)
+
+    def is_same_case(self, other: Fingerprint) -> bool:
+        """Whether no more than the link, as it was measured, differs."""
+        return self._identity() == other._identity()
+
+    def ratio_of_rates(self, other: Fingerprint) -> float:
+        """How many times as fast the faster one of the two links is."""
+        slow, fast = sorted((self.bytes_per_s, other.bytes_per_s))
+        return fast / slow
 
     def is_same_cluster(self, other: Fingerprint) -> bool:
         """Whether only the model or a version differs."""
@@ -84,9 +93,8 @@ class Fingerprint:
         )
 
     def _same_link(self, other: Fingerprint) -> bool:
-        slow, fast = sorted((self.bytes_per_s, other.bytes_per_s))
         low_s, high_s = sorted((self.overhead_s, other.overhead_s))
-        return fast <= _SAME_BANDWIDTH * slow and (
+        return self.ratio_of_rates(other) <= _SAME_BANDWIDTH and (
             high_s <= _SAME_OVERHEAD * low_s or high_s <= _NO_OVERHEAD_S
         )
 

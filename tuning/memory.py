@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
+from bytesched.files import locked, write_text
 from bytesched.tuning.file import Fingerprint, TuningFile
 
 __all__ = ["Memory", "cache_folder"]
@@ -49,15 +48,19 @@ class Memory:
         self._places: dict[Fingerprint, Path] = {}
 
     def find(self, fingerprint: Fingerprint) -> tuple[TuningFile | None, list[TuningFile]]:
-        """The tuning of this very case, if it was finished, and others of the same cluster."""
-        near = [
-            known
-            for _, known in self.entries()
-            if known.fingerprint.is_same_cluster(fingerprint) and known.state == "done"
-        ]
-        same = [known for known in near if known.fingerprint.is_same(fingerprint)]
-        same.sort(key=lambda known: known.saved_at)
-        return (same[-1] if same else None), [known for known in near if known not in same]
+        """The tuning of this case, if it was finished, and others of the same cluster.
+
+        A link that measured otherwise may be the same one in a noisy moment: where none of the
+        tunings of this case had a link like this one, it is that of the nearest rate.
+        """
+        done = [known for _, known in self.entries() if known.state == "done"]
+        case = [known for known in done if known.fingerprint.is_same_case(fingerprint)]
+        same = [known for known in case if known.fingerprint.is_same(fingerprint)]
+        found = max(same, key=lambda known: known.saved_at, default=None) or min(
+            case, key=lambda known: known.fingerprint.ratio_of_rates(fingerprint), default=None
+        )
+        near = [known for known in done if known.fingerprint.is_same_cluster(fingerprint)]
+        return found, [known for known in near if known not in case]
 
     def entries(self) -> Iterator[tuple[Path, TuningFile]]:
         """Every file that can be read, and what is in it."""
@@ -88,7 +91,7 @@ class Memory:
         try:
             path = self.path_of(tuning.fingerprint)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path):
+            with locked(path.with_name(f".{path.name}.lock"), _LOCK_TIMEOUT_S):
                 return path if self._write(path, tuning) else None
         except OSError as error:
             where = self._file or self._folder
@@ -126,15 +129,3 @@ class Memory:
         if (message := f"tuning: {path} {what}") not in self._complained:
             self._complained.add(message)
             log.warning("%s", message)
-
-
-def _locked(path: Path) -> AbstractContextManager[object]:
-    """One writer at a time; TimeoutError, which is an OSError, if another does not let go."""
-    try:
-        from filelock import FileLock
-    except ImportError as error:
-        raise ConfigError("tuning needs filelock: pip install 'bytesched[tune]'") from error
-    lock: AbstractContextManager[object] = FileLock(
-        path.with_name(f".{path.name}.lock"), timeout=_LOCK_TIMEOUT_S
-    )
-    return lock

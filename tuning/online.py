@@ -27,12 +27,14 @@ __all__ = ["OnlineTuner", "tuner_of"]
 
 log = logging.getLogger("bytesched")
 
-_NEEDED = ("numpy", "skopt", "platformdirs", "filelock")
+_NEEDED = ("numpy", "skopt", "platformdirs")
 _SEED = 0
 #: the most promising settings of the model, which are tried before those of the search
 _FIRST_TRIALS = 3
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
+#: a remembered setting that cuts a model into more would take hours for a step
+_MOST_CHUNKS = 20_000
 #: between two looks at whether another model is still being tuned
 _WAIT_STEPS = 20
 
@@ -161,6 +163,9 @@ class OnlineTuner:
         And what a step took under it, NaN if it was never measured.
         """
         same, near = self._memory.find(fingerprint)
+        near = [tuning for tuning in near if self._is_usable(tuning)]
+        if same is not None and not self._is_usable(same):
+            same = None
         near.sort(key=lambda tuning: _unlike(tuning.fingerprint, fingerprint))
         adopted = dict.fromkeys(_adopted(tuning) for tuning in near)
         self._near = [setting for setting in adopted if setting.enabled][:_NEAR]
@@ -182,6 +187,20 @@ class OnlineTuner:
             return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan
+
+    def _is_usable(self, tuning: TuningFile) -> bool:
+        """Whether the setting of a file can be used, which may be from anyone; else it is named."""
+        setting = _adopted(tuning)
+        chunks = self._facts.model_bytes // setting.partition_bytes
+        is_usable = chunks <= _MOST_CHUNKS or self._limits.partition.is_point
+        if not is_usable:
+            log.warning(
+                "tuning: %s, remembered on %s, is ignored: it would cut this model into %d chunks",
+                setting,
+                tuning.saved_at[:10],
+                chunks,
+            )
+        return is_usable
 
     @property
     def _can_switch_off(self) -> bool:

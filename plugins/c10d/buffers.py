@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ class BufferBroadcast:
     def take_over(self, ddp: DistributedDataParallel) -> Callable[[], None]:
         """Makes ``ddp`` call this; returns what undoes it."""
         ddp._register_buffer_comm_hook(ddp, self, _BufferCommHookLocation.PRE_FORWARD)
-        return lambda: delattr(ddp, "buffer_hook")
+        return partial(_give_back, weakref.ref(ddp))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, ddp: DistributedDataParallel, buffers: dict[str, torch.Tensor]) -> None:
@@ -73,3 +75,9 @@ class BufferBroadcast:
 
     def __reduce__(self) -> Any:
         return BufferBroadcast, ()
+
+
+def _give_back(weak_ddp: weakref.ref[DistributedDataParallel]) -> None:
+    ddp = weak_ddp()
+    if ddp is not None:
+        del ddp.buffer_hook

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -132,30 +133,36 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         if ddp is None:
             broadcast(data, model)
     backend = C10dBackend(data, control, buffers)
+    # A session ends with its model, so it must not keep it alive.
+    weak_ddp = None if ddp is None else weakref.ref(ddp)
     session = Session(
         model,
         slots,
         config,
         backend=backend,
-        splitter=_splitter(base, backend, slots[0].parameter.device, name),
-        sync=partial(_syncs, ddp),
+        splitter=_splitter(base, backend, slots[0].parameter.device, name, data.hosts),
+        sync=partial(_syncs, weak_ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
     )
-    if ddp is not None:
+    if ddp is not None and weak_ddp is not None:
         if buffers is not None:
             session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
         # Last of all: from here on, gradients are averaged by the session or not at all. DDP learns
         # a static graph once, as the compiler does its code; and DDP does not compress.
         can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
         can_stop = can_stop and config.compression == "none"
-        session.take_over(partial(_take_over, ddp), can_stop=can_stop)
+        session.take_over(partial(_take_over, weak_ddp), can_stop=can_stop)
     return session
 
 
 def _splitter(
-    base: dist.ProcessGroup, backend: C10dBackend, device: torch.device, name: str
+    base: dist.ProcessGroup,
+    backend: C10dBackend,
+    device: torch.device,
+    name: str,
+    hosts: Sequence[str],
 ) -> ExchangeSplitter | None:
     """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs."""
     if backend.wire != "gloo" or device.type != "cpu":
@@ -164,7 +171,9 @@ def _splitter(
 
     def opened(purpose: str) -> Group:
         group_name = f"{name}/{purpose}{next(numbers)}"
-        return backend.add(open_group(base, "gloo", name=group_name, timeout_s=backend.timeout_s))
+        group = open_group(base, "gloo", name=group_name, timeout_s=backend.timeout_s)
+        group.hosts = hosts
+        return backend.add(group)
 
     return ExchangeSplitter(backend.size, opened, backend.remove)
 
@@ -210,8 +219,9 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
-def _syncs(ddp: DistributedDataParallel | None) -> bool:
+def _syncs(weak_ddp: weakref.ref[DistributedDataParallel] | None) -> bool:
     """Whether the backward pass of the forward pass that begins now is reduced."""
+    ddp = None if weak_ddp is None else weak_ddp()
     if ddp is None:
         return True
     join = getattr(ddp, "_join_config", None)
@@ -244,16 +254,21 @@ def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.modules_buffers) and is_known
 
 
-def _take_over(ddp: DistributedDataParallel) -> Callable[[], None]:
-    """Makes ``ddp`` a shell: it keeps buffers and no_sync, and reduces no gradients.
+def _take_over(weak_ddp: weakref.ref[DistributedDataParallel]) -> Callable[[], None]:
+    """Makes the DDP a shell: it keeps buffers and no_sync, and reduces no gradients.
 
     Returns what undoes it.
     """
+    ddp = weak_ddp()
+    assert ddp is not None
     ddp._remove_autograd_hooks()
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = True
 
     def give_back() -> None:
+        ddp = weak_ddp()
+        if ddp is None:
+            return
         parameters, expect_sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)

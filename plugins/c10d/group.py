@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -54,6 +54,8 @@ class Group:
         self.size: int = backend.size()
         self.name = name
         self.timeout_s = timeout_s
+        #: of every rank, where they are known
+        self.hosts: Sequence[str] = ()
         self._notes = notes
         self._aborted = self._closed = False
 
@@ -201,6 +203,11 @@ class Group:
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
         text = str(cause)
+        about: dict[str, Any] = {"task": task, "rank": self.rank, "story": story.splitlines()}
+        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+            peers = self._lost_peers()
+            what = f"{self._named(peers)} gone ({text.strip()}); see its own log for the reason"
+            return PeerLost(what + self.note(), peers=peers, **about)
         kind: type[TransportError] = TransportError
         what = f"all-reduce failed: {text}"
         if any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
@@ -209,10 +216,23 @@ class Group:
                 f"no progress within {self.timeout_s:g} s: a peer is stopped, stuck or in other "
                 f"code ({text.strip()}); raise timeout_s if it was only slow"
             )
-        elif any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
-            kind = PeerLost
-            what = f"another rank is gone ({text.strip()}); see its own log for the reason"
-        return kind(what + self.note(), task=task, rank=self.rank, story=story.splitlines())
+        return kind(what + self.note(), **about)
+
+    def _lost_peers(self) -> list[int]:
+        """The ranks whose connections are broken, unless this one has broken them itself."""
+        if self._aborted or self.backend.name() != "gloo":
+            return []
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return [rank for rank in others if self.broken([rank]) is not None]
+
+    def _named(self, peers: Sequence[int]) -> str:
+        """``peers`` with their hosts, as the beginning of a sentence."""
+        names = [f"rank {peer}" for peer in peers]
+        if self.hosts:
+            names = [f"rank {peer} on {self.hosts[peer]}" for peer in peers]
+        if len(names) == 1:
+            return f"{names[0]} is"
+        return f"one of {', '.join(names)} is" if names else "another rank is"
 
 
 def _stop(backend: Any, how: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -35,13 +36,19 @@ class Joining:
         self._closing = ExitStack()
         #: only connections of Gloo show that a rank is lost
         self._gloo: Group
+        self._hosts: list[str] = []
+        self._groups: list[Group] = []
 
     def open(self, purpose: str, kind: str = "gloo") -> Group:
         """A group of all ranks."""
         group = self._opened(kind, purpose)
         self._closing.enter_context(closed_on_error(group))
+        self._groups.append(group)
         if kind == "gloo":
             self._gloo = group
+            self._hosts = self._hosts or group.gather_text("host", socket.gethostname())
+        for opened in self._groups:
+            opened.hosts = self._hosts
         return group
 
     def agree(self, statements: list[str]) -> None:

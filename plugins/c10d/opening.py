@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
+from bytesched.plugins.c10d.devices import shared_devices
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.notes import Notes
 
 __all__ = ["closed_on_error", "open_gloo", "open_group", "store_of"]
+
+#: purposes of groups that carry little, one thing at a time
+_SHORT: Final = frozenset({"buffers", "control"})
 
 
 @contextlib.contextmanager
@@ -78,10 +82,16 @@ def open_gloo(
 ) -> Group:
     """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
 
+    Two collectives run at a time, as on a group of torch's; one if its purpose asks for no more.
     Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
     """
+    is_short = name.rpartition("/")[2] in _SHORT
+    options: Any = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = shared_devices("messages" if is_short else "data")
+    options._threads = len(options._devices) * (1 if is_short else 2)
     try:
-        backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise SchedulerTimeout(
             f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "

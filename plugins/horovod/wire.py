@@ -171,10 +171,10 @@ class Wire:
         what = f"Horovod failed: {text}"
         gave_up = _GAVE_UP.search(text)
         if gave_up is not None:
-            kind = HorovodPeerLost
             culprit = int(gave_up.group(1)) - 1
             what = f"rank {culprit} gave up; see its own log for the reason"
-        elif "has been cleared" in text:
+            return HorovodPeerLost(what, peers=[culprit], task=task, rank=self.rank)
+        if "has been cleared" in text:
             what = f"this rank shut Horovod down before it was complete ({text})"
         elif "shut down" in text:
             kind = HorovodPeerLost

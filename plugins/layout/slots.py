@@ -144,3 +144,5 @@ class Job:
     by: Update
     hyperparameters: dict[str, Any]
     slots: list[Slot] = field(default_factory=list)
+    #: alive until the update is applied
+    keeps: object = None

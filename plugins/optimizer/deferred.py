@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ class Deferred:
     """One optimizer, and a copy of it that updates bundles.
 
     Args:
+        optimizer: not kept alive: one that the user has let go of has nothing to defer.
         kind: the class whose ``step()`` does the update: the optimizer's own, or one beneath it
             whose ``step()`` the optimizer's own calls.
         synchronize: applies what is outstanding.
@@ -40,7 +42,7 @@ class Deferred:
         *,
         cross: bool,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         #: updates may be applied after ``step()`` has returned
         self.cross = cross
         #: of the step pre-hook
@@ -57,26 +59,40 @@ class Deferred:
         self._raw_step: Callable[..., Any] = getattr(step, "__wrapped__", step)
         self.guard()
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, in a call of its own or as long as a job keeps it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything refers to the optimizer."""
+        return self._optimizer() is not None
+
     def guard(self) -> None:
         """Guards ``optimizer.state``, again if it was replaced."""
-        state = self.optimizer.state
+        optimizer = self.optimizer
+        state = optimizer.state
         if not isinstance(state, GuardedState):
-            state = self.optimizer.state = GuardedState(state, self._synchronize)
+            state = optimizer.state = GuardedState(state, self._synchronize)
         self._copies_state = AliasedState(state, self._real)
 
     def unguard(self) -> None:
         """Gives the optimizer a plain state back, as it is: nothing is applied."""
-        if isinstance(self.optimizer.state, GuardedState):
+        if self.is_alive and isinstance(self.optimizer.state, GuardedState):
             self.optimizer.state = defaultdict(dict, dict.items(self.optimizer.state))
 
     def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer with other groups, the same state, and no hooks."""
+        optimizer = self.optimizer
         copied: torch.optim.Optimizer = self._kind.__new__(self._kind)
-        copied.__dict__.update(self.optimizer.__dict__)
+        copied.__dict__.update(optimizer.__dict__)
         copied.state = self._copies_state  # type: ignore[assignment]
         copied.param_groups = param_groups
-        copied._optimizer_step_pre_hooks = type(self.optimizer._optimizer_step_pre_hooks)()
-        copied._optimizer_step_post_hooks = type(self.optimizer._optimizer_step_post_hooks)()
+        copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+        copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         return copied
 
     def is_outer(self) -> bool:

@@ -7,6 +7,7 @@ the nearest module around the parameter that is really called.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,38 +24,45 @@ __all__ = ["FirstUse"]
 
 
 class FirstUse:
-    """Watches one forward pass of ``root``: order of first use, and which modules are called."""
+    """Watches one forward pass of ``root``: order of first use, and which modules are called.
+
+    Modules are known by their ids and not kept alive: the user may drop them at any time.
+    """
 
     def __init__(self, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._moment = 0
         self._touched: dict[int, int] = {}
-        self._called: dict[nn.Module, int] = {}
+        #: module -> when it was called first
+        self._called: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         #: module -> its parent, for the first path that leads there
-        self._parents: dict[nn.Module, nn.Module | None] = {}
+        self._parents: dict[int, int | None] = {}
         #: parameter id -> the modules that own it
-        self._owners: dict[int, list[nn.Module]] = {}
-        self._compiled: set[nn.Module] = set()
+        self._owners: dict[int, list[int]] = {}
+        self._compiled: set[int] = set()
+        self._names = {id(module): name for name, module in root.named_modules()}
         self._visit(root, None, inside_compiled=False)
-        for module in self._parents:
-            if module not in self._compiled:
-                hook = StayingHook(self._on_call)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def _visit(self, module: nn.Module, parent: nn.Module | None, *, inside_compiled: bool) -> None:
-        if module in self._parents:
+    def _visit(self, module: nn.Module, parent: int | None, *, inside_compiled: bool) -> None:
+        key = id(module)
+        if key in self._parents:
             return
-        self._parents[module] = parent
+        self._parents[key] = parent
+        self._modules[key] = weakref.ref(module)
         inside_compiled = inside_compiled or isinstance(module, torch.jit.ScriptModule)
         if inside_compiled:
-            self._compiled.add(module)
+            self._compiled.add(key)
+        else:
+            hook = StayingHook(self._on_call)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._owners.setdefault(id(parameter), []).append(module)
+                self._owners.setdefault(id(parameter), []).append(key)
         inside_compiled = inside_compiled or is_compiled(module)
         for child in module.children():
-            self._visit(child, module, inside_compiled=inside_compiled)
+            self._visit(child, key, inside_compiled=inside_compiled)
 
     # -- watching ----------------------------------------------------------------------
 
@@ -62,8 +70,7 @@ class FirstUse:
         """The forward pass starts."""
         for parameter in self._parameters.values():
             seen_inside_compiled = all(
-                owner in self._compiled or is_compiled(owner)
-                for owner in self._owners.get(id(parameter), ())
+                self._runs_compiled(owner) for owner in self._owners.get(id(parameter), ())
             )
             if type(parameter) is nn.Parameter and not seen_inside_compiled:
                 hold(parameter, partial(self._on_touch, parameter))
@@ -83,6 +90,12 @@ class FirstUse:
             handle.remove()
         self._handles.clear()
 
+    def _runs_compiled(self, key: int) -> bool:
+        if key in self._compiled:
+            return True
+        module = self._modules[key]()
+        return module is not None and is_compiled(module)
+
     def _on_touch(self, parameter: nn.Parameter) -> None:
         self._moment += 1
         self._touched.setdefault(id(parameter), self._moment)
@@ -90,7 +103,7 @@ class FirstUse:
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         self._moment += 1
-        self._called.setdefault(module, self._moment)
+        self._called.setdefault(id(module), self._moment)
 
     # -- what was learned --------------------------------------------------------------
 
@@ -106,13 +119,15 @@ class FirstUse:
             keys.append((moment, index))
         return [index for _, index in sorted(keys)]
 
-    def gates(self, used: Callable[[nn.Parameter], bool]) -> dict[nn.Module, list[nn.Parameter]]:
-        """For each module that must wait when it is called, the parameters it waits for.
+    def gates(
+        self, used: Callable[[nn.Parameter], bool]
+    ) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
+        """Each module that must wait when it is called, its name, and what it waits for.
 
         The owner waits. If it was not called although the parameter is used (a ParameterList,
         the out_proj of MultiheadAttention), its nearest called ancestor waits as well.
         """
-        waits: dict[nn.Module, list[nn.Parameter]] = {}
+        waits: dict[int, list[nn.Parameter]] = {}
         for key, parameter in self._parameters.items():
             for owner in self._owners.get(key, ()):
                 if owner not in self._compiled:
@@ -121,11 +136,14 @@ class FirstUse:
                 for guardian in self._guardians(key):
                     if parameter not in _by_identity(waits.get(guardian, ())):
                         waits.setdefault(guardian, []).append(parameter)
-        return waits
+        for module_key, parameters in waits.items():
+            module = self._modules[module_key]()
+            if module is not None:
+                yield module, self._names[module_key] or type(module).__name__, parameters
 
-    def _guardians(self, key: int) -> Iterator[nn.Module]:
+    def _guardians(self, key: int) -> Iterator[int]:
         for owner in self._owners.get(key, ()):
-            module: nn.Module | None = owner
+            module: int | None = owner
             while module is not None and (module not in self._called or module in self._compiled):
                 module = self._parents[module]
             if module is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,12 +75,18 @@ def gate(
             return compiled(*args, **kwargs)
 
         module._compiled_call_impl = call
-
-        def restore() -> None:
-            if module.__dict__.get("_compiled_call_impl") is call:
-                module._compiled_call_impl = compiled
-
-        return restore
+        return partial(_restore, weakref.ref(module), weakref.ref(call), weakref.ref(compiled))
 
     hook = StayingHook(lambda module, args: wait(module), traced)
     return module.register_forward_pre_hook(hook, prepend=True).remove
+
+
+def _restore(
+    weak_module: weakref.ref[nn.Module],
+    weak_call: weakref.ref[Any],
+    weak_compiled: weakref.ref[Any],
+) -> None:
+    """Takes a gate off compiled code, unless another one or nothing is in its place by now."""
+    module, call = weak_module(), weak_call()
+    if module is not None and call and module.__dict__.get("_compiled_call_impl") is call:
+        module._compiled_call_impl = weak_compiled()

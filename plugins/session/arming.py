@@ -84,7 +84,7 @@ class Arming:
                     slot.used, slot.taken = False, True
                     jobs = armed.setdefault(slot.bundle, [])
                     if not jobs or jobs[-1].hyperparameters is not taken:
-                        jobs.append(Job(deferred, taken))
+                        jobs.append(Job(deferred, taken, keeps=deferred.optimizer))
                     jobs[-1].slots.append(slot)
                 elif parameter.grad is not None:
                     if slot is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
-
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.first_use import FirstUse
@@ -21,7 +19,6 @@ class Gates:
 
     def __init__(
         self,
-        root: nn.Module,
         plan: Plan,
         first_use: FirstUse,
         synchronizing: Synchronizing,
@@ -30,13 +27,11 @@ class Gates:
         #: what each gate waits for, and the parameters that it stands before
         self._gated: list[tuple[list[Bundle], list[Slot]]] = []
         self._undo: list[Callable[[], None]] = []
-        names = {module: name for name, module in root.named_modules()}
         slots = {id(slot.parameter): slot for slot in plan.slots}
         used = {key for key, slot in slots.items() if slot.used}
-        for module, parameters in first_use.gates(lambda p: id(p) in used).items():
+        for module, name, parameters in first_use.gates(lambda p: id(p) in used):
             bundles: list[Bundle] = []
             self._gated.append((bundles, [slots[id(parameter)] for parameter in parameters]))
-            name = names.get(module) or type(module).__name__
             passed = partial(synchronizing.gate, bundles, name)
             self._undo.append(gate(module, passed, inside_compiled))
         self.plan_cut()

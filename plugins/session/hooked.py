@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -29,7 +30,7 @@ class HookedModel(ABC):
     Who inherits hooks the model and keeps in ``_undo`` what ends that.
 
     Args:
-        root: the module whose call is a forward pass.
+        root: the module whose call is a forward pass; not kept alive.
         slots: its parameters, in registration order, the same on all ranks.
         backend: the ranks.
     """
@@ -37,7 +38,7 @@ class HookedModel(ABC):
     def __init__(
         self, root: nn.Module, slots: Sequence[Slot], backend: Backend, observers: Observers
     ) -> None:
-        self.root = root
+        self._root = weakref.ref(root)
         self._backend = backend
         self._observers = observers
         self._closed = False
@@ -46,6 +47,11 @@ class HookedModel(ABC):
         self._progress = Progress(backend)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module whose call is a forward pass; None when nothing else refers to it any more."""
+        return self._root()
 
     @property
     @abstractmethod

@@ -85,6 +85,6 @@ class Progress:
             self.error = error
             self.changed.notify_all()
         # Without the lock: a store that does not answer may take its time.
-        if not isinstance(error, PeerLost):
+        if not isinstance(error, PeerLost) or error.peers:
             self._backend.leave_note(in_one_line(error))
         self._backend.abort()

@@ -75,7 +75,6 @@ class Session(HookedModel):
             log.warning("tune is on, but nothing can change at run time over %s", backend.wire)
         context = Context(backend, self._progress, self._streams, self._meter, observers)
         warming_up = WarmingUp(
-            root,
             slots,
             config,
             context,
@@ -98,20 +97,21 @@ class Session(HookedModel):
         )
         self._stepping = Stepping(self._rounds, self._takeover, context)
         try:
-            self._hook()
+            self._hook(root)
         except BaseException:
             self.close()
             raise
 
-    def _hook(self) -> None:
+    def _hook(self, root: nn.Module) -> None:
         if self._sync is not None:
             for slot in self._rounds.slots:
                 self._undo.append(self._rounds.hook(slot))
         before = StayingHook(self.before_forward, self._inside_compiled)
-        self._undo.append(self.root.register_forward_pre_hook(before, prepend=True).remove)
+        self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
-        self._forward_hook = self.root.register_forward_hook(after, always_call=True)
+        self._forward_hook = root.register_forward_hook(after, always_call=True)
         self._undo.append(self._forward_hook.remove)
+        self._undo.append(self._stepping.close)
 
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
@@ -120,7 +120,8 @@ class Session(HookedModel):
 
         ``kind`` is the class whose ``step()`` does them.
         """
-        self._undo.extend(self._stepping.add(optimizer, kind, cross=cross))
+        # The user may name the optimizer instead of the model, which is there as long as it is.
+        self._stepping.add(optimizer, kind, self.root, cross=cross)
 
     def take_over(self, take: Callable[[], Callable[[], None]], *, can_stop: bool) -> None:
         """``take`` makes gradients the session's; what it returns makes them the framework's.

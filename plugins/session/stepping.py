@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 from bytesched.plugins.optimizer.deferred import Deferred
@@ -22,6 +23,7 @@ class Stepping:
 
     ``step()`` is redirected, in a pre-hook, to a copy of the optimizer that holds only what can
     be updated at once. The method itself is never replaced: learning-rate schedulers patch it.
+    An optimizer is not kept alive, except by updates that are outstanding.
     """
 
     def __init__(self, rounds: Rounds, takeover: Takeover, context: Context) -> None:
@@ -31,13 +33,20 @@ class Stepping:
         self._meter = context.meter
         self._names = {id(slot.parameter): slot.name for slot in rounds.slots}
         self._deferred: list[Deferred] = []
+        self._handles: list[RemovableHandle] = []
         #: calls of ``step()``, of all optimizers
         self.steps = 0
 
     def add(
-        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
-    ) -> list[Callable[[], None]]:
-        """Hooks ``optimizer``, which ``kind`` updates; returns what takes the hooks off again."""
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        model: nn.Module | None,
+        *,
+        cross: bool,
+    ) -> None:
+        """Hooks ``optimizer``, which ``kind`` updates, and which keeps ``model`` alive."""
+        self._deferred = [other for other in self._deferred if other.is_alive]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self._deferred:
             shared = mine & other.parameter_ids() & self._names.keys()
@@ -49,14 +58,20 @@ class Stepping:
         self._rounds.phase.introduce(deferred)
         before_step = optimizer.register_step_pre_hook(partial(self._before_step, deferred))
         deferred.hook_id = before_step.id
-        handles = (
+        self._handles += [
             before_step,
             optimizer.register_step_post_hook(partial(self._after_step, deferred)),
             optimizer.register_state_dict_pre_hook(lambda _: self._synchronize_all()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._synchronize_all()),
+            optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
             optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
-        )
-        return [deferred.unguard, *(handle.remove for handle in handles)]
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off; nothing is applied."""
+        for handle in self._handles:
+            handle.remove()
+        for deferred in self._deferred:
+            deferred.unguard()
 
     @property
     def crosses(self) -> bool:
@@ -71,6 +86,9 @@ class Stepping:
     def _synchronize_all(self) -> None:
         if not self._takeover.off:
             self._rounds.phase.synchronize_all()
+
+    def _before_load(self, model: nn.Module | None, *_: Any) -> None:
+        self._synchronize_all()
 
     def _before_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

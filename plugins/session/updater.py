@@ -51,23 +51,29 @@ class Updater:
 
     def _run(self) -> None:
         while self._pushed.acquire() and not self._closed:
-            with self._progress.changed:
-                bundles, jobs = self._take()
-            if not jobs:
-                continue
-            began_ns = perf_counter_ns()
+            # In a function of its own: its variables keep optimizers alive.
             try:
-                with self._streams.update(), record_function("bytesched::update"):
-                    _update(jobs)
+                self._apply()
             except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
                 self._progress.fail(error)
                 return
-            self._meter.updated(bundles, began_ns)
-            with self._progress.changed:
-                for bundle in bundles:
-                    # Another optimizer may have armed it meanwhile, and pushed it again.
-                    bundle.armed = bool(bundle.jobs)
-                self._progress.notify()
+
+    def _apply(self) -> None:
+        with self._progress.changed:
+            bundles, jobs = self._take()
+        if not jobs:
+            return
+        began_ns = perf_counter_ns()
+        with self._streams.update(), record_function("bytesched::update"):
+            _update(jobs)
+        # Before the update counts as applied: then nothing of ours holds the optimizer.
+        jobs.clear()
+        self._meter.updated(bundles, began_ns)
+        with self._progress.changed:
+            for bundle in bundles:
+                # Another optimizer may have armed it meanwhile, and pushed it again.
+                bundle.armed = bool(bundle.jobs)
+            self._progress.notify()
 
     def _take(self) -> tuple[list[Bundle], list[Job]]:
         """The next bundles and their jobs; a bundle that was pushed twice has none left."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
 from typing import Any
 
-from torch import nn
-
 from bytesched.config import Config
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
@@ -33,7 +31,6 @@ class WarmingUp:
     """The life of a session up to the end of its first round (see phase.Phase).
 
     Args:
-        root: the module whose call is a forward pass.
         first_use: learns which parameters it uses first.
         decisions: of rank 0 about the setting, if it is tuned.
         find_unused: whether parameters may get no gradient; None if the first round is to show it.
@@ -48,7 +45,6 @@ class WarmingUp:
 
     def __init__(
         self,
-        root: nn.Module,
         slots: Sequence[Slot],
         config: Config,
         context: Context,
@@ -64,7 +60,6 @@ class WarmingUp:
     ) -> None:
         #: where it is not known, what is missing at the end of backward is unused
         self.find_unused = find_unused is not False
-        self._root = root
         self._slots = slots
         self._config = config
         self._context = context
@@ -131,7 +126,7 @@ class WarmingUp:
             observers=context.observers,
         )
         progress.story = carrier.story
-        gates = Gates(self._root, plan, self._first_use, synchronizing, self._inside_compiled)
+        gates = Gates(plan, self._first_use, synchronizing, self._inside_compiled)
         meter.active(plan.nbytes, len(plan.chunks), setting)
         parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
         splitting = None

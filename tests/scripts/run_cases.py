@@ -363,7 +363,7 @@ def run_both_ways(cases: dict[str, Case], kind: type[Job]) -> None:
     for name, case in cases.items():
         said.lines.clear()
         job = _job(kind, case, wrapped=True)
-        modes = [entry.session.stats()["mode"] for entry in registry._entries.values()]
+        modes = [entry.session.stats()["mode"] for entry in registry._entries]
         found = [
             line
             for (what, expected), (_, got) in zip(plain[name].records, job.records, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from typing import Any
 
 import pytest
@@ -26,13 +27,13 @@ FORKED = """
             print(self.name, "closed by", who, flush=True)
 
     who = "parent"
-    registry.add(object(), Session("before"))
+    registry.add(Session("optimizer"), Session("before"))
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0
     else:
         who = "child"
-        registry.add(object(), Session("after"))
+        registry.add(Session("optimizer"), Session("after"))
 """
 
 
@@ -65,6 +66,17 @@ def _nothing_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Optimizer:
     """Anything with an identity."""
+
+
+class Model:
+    """The same."""
+
+
+def ended(session: Session) -> bool:
+    deadline_s = time.monotonic() + 10
+    while "close" not in session.calls and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return session.calls == ["flush", "close"]
 
 
 def test_a_process_ends_the_sessions_that_it_made_itself() -> None:
@@ -100,7 +112,7 @@ def test_stats_are_those_of_the_last_wrap_that_has_not_failed() -> None:
 
 
 def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
-    model, one, another = object(), Optimizer(), Optimizer()
+    model, one, another = Model(), Optimizer(), Optimizer()
     session = Session("shared", root=model)
     registry.add(one, session)
     registry.add(another, session)
@@ -111,6 +123,39 @@ def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
     assert session.calls == ["flush", "close"]
     assert not registry.is_wrapped(one)
     assert not registry.is_wrapped(another)
+
+
+def test_a_session_ends_with_its_model() -> None:
+    model, optimizers = Model(), [Optimizer(), Optimizer()]
+    session = Session("dropped", root=model)
+    for optimizer in optimizers:
+        registry.add(optimizer, session)
+    session.root = None
+    assert not session.calls
+    del model
+    assert ended(session)
+    assert registry.sessions() == []
+    assert not registry.is_wrapped(optimizers[0])
+
+
+def test_what_was_unwrapped_is_not_ended_again_with_its_model() -> None:
+    model, optimizer = Model(), Optimizer()
+    session = Session("unwrapped", root=model)
+    registry.add(optimizer, session)
+    registry.unwrap(optimizer)
+    session.root = None
+    del model
+    assert not registry._ending
+    assert session.calls == ["flush", "close"]
+
+
+def test_a_session_lives_on_without_its_optimizers() -> None:
+    model, optimizer = Model(), Optimizer()
+    session = Session("alone", root=model)
+    registry.add(optimizer, session)
+    del optimizer
+    assert registry.sessions() == [session]
+    assert registry.session_of(model) is session
 
 
 def test_a_wrapped_store_is_found_also_behind_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, UnusedParameterError
@@ -50,7 +49,6 @@ class StoreRunning:
 
     def __init__(
         self,
-        root: nn.Module,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         first_use: FirstUse,
@@ -97,7 +95,7 @@ class StoreRunning:
             self._versions[slot] = slot.parameter._version
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot))
             self._undo.append(hook.remove)
-        gates = Gates(root, plan, first_use, self._synchronizing, _nothing)
+        gates = Gates(plan, first_use, self._synchronizing, _nothing)
         self._undo.append(gates.remove)
         setting = Setting(config.partition_bytes, config.credit_bytes, config.policy, config.order)
         self._meter.active(plan.nbytes, len(plan.chunks), setting)

@@ -55,9 +55,11 @@ class StoreSession(HookedModel):
         observers: Observers,
     ) -> None:
         super().__init__(root, slots, backend, observers)
+        # All workers end it together, with unwrap or with themselves.
+        self._kept_root = root
         context = Context(backend, self._progress, self._streams, self._meter, observers)
         self._now: _StoreLife = _FirstForward(
-            root, slots, optimizer, self._first_use, config, backend, context
+            slots, optimizer, self._first_use, config, backend, context
         )
         before = StayingHook(self._before_forward)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
@@ -136,7 +138,6 @@ class _FirstForward:
 
     def __init__(
         self,
-        root: nn.Module,
         slots: Sequence[Slot],
         optimizer: torch.optim.Optimizer,
         first_use: FirstUse,
@@ -144,7 +145,6 @@ class _FirstForward:
         backend: StoreBackend,
         context: Context,
     ) -> None:
-        self._root = root
         self._slots = slots
         self._optimizer = optimizer
         self._first_use = first_use
@@ -163,7 +163,6 @@ class _FirstForward:
         order = from_leader(self._backend, self._first_use.order(), cpu, "order")
         slots = [self._slots[index] for index in order]
         return StoreRunning(
-            self._root,
             self._optimizer,
             Plan(slots, partition_bytes=self._config.partition_bytes),
             self._first_use,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,6 +128,7 @@ def test_every_survivor_is_told(scenario: Scenario, runs: Runs) -> None:
     leader, died, other = runs.of(scenario)
     for survivor in (leader, other):
         check_told_of(survivor, died, {"PeerLost"}, PROMPTLY_S)
+        assert f"rank 1 on {socket.gethostname()} is gone" in survivor.stderr
 
 
 @each([scenario(LEADER, "in_backward", "stop", TIMEOUT_S, suffix="-continued", continues=True)])

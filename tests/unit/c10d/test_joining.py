@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ class FakeGroup:
         self.name = name
         self.rank = 0
         self.others_text: str | None = None
+        self.hosts: list[str] = []
         self._calls = calls
 
     def gather_text(self, key: str, text: str) -> list[str]:
@@ -56,7 +58,12 @@ def test_what_was_joined_stays_open(ranks: Joining, calls: list[str]) -> None:
         ranks.open("control")
         ranks.agree(["one model"])
         assert not ranks.observers()
-    assert calls == ["open data on nccl", "open control on gloo", "control gathers plan"]
+    assert calls == [
+        "open data on nccl",
+        "open control on gloo",
+        "control gathers host",
+        "control gathers plan",
+    ]
 
 
 def test_a_group_that_cannot_be_opened_closes_the_others(ranks: Joining, calls: list[str]) -> None:
@@ -85,13 +92,14 @@ def test_an_error_closes_all_groups(ranks: Joining, calls: list[str]) -> None:
     with pytest.raises(PeerLost):
         join()
     # The note of a rank that only lost another one would hide the reason.
-    assert calls[2:] == ["control breaks", "control closes", "data breaks", "data closes"]
+    assert calls[3:] == ["control breaks", "control closes", "data breaks", "data closes"]
 
 
 def test_ranks_that_differ_do_not_begin(ranks: Joining, calls: list[str]) -> None:
     def join() -> None:
         with ranks:
             control: Any = ranks.open("control")
+            assert control.hosts == [socket.gethostname()] * 2
             control.others_text = '["theirs"]'
             ranks.agree(["mine"])
 

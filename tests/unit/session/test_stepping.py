@@ -146,7 +146,8 @@ def test_a_state_that_is_loaded_is_trained_on_with(
 
 def test_parameters_are_in_one_optimizer(loopback: Loopback) -> None:
     model: Any = mlp()
-    session = loopback.wrap(model, sgd(model), **SMALL)
+    optimizer = sgd(model)
+    session = loopback.wrap(model, optimizer, **SMALL)
     other = torch.optim.SGD([model[2].weight], lr=0.1)
     with pytest.raises(PluginError, match=r"parameter '2.weight' is in two optimizers"):
         session.add_optimizer(other, torch.optim.SGD, cross=True)

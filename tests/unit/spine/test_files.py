@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bytesched.files import read_text, replacing, write_text
+from bytesched.files import locked, read_text, replacing, write_text
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -115,3 +115,20 @@ def test_text_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
     reader.join(10)
     assert found == ["text"]
     assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_one_at_a_time_holds_a_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked(path, 0.0), pytest.raises(TimeoutError, match="held"), locked(path, 0.05):
+        pass
+    with locked(path, 0.0):
+        pass
+
+
+def test_a_link_is_no_lock(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "lock").symlink_to(precious)
+    with pytest.raises(OSError, match="lock"), locked(tmp_path / "lock", 0.0):
+        pass
+    assert precious.read_text() == "precious"

@@ -41,8 +41,10 @@ def test_it_is_found_again(tmp_path: Path) -> None:
     ("change", "same", "near"),
     [
         ({"bytes_per_s": 1.6e8, "overhead_s": 3e-4}, True, False),
-        ({"bytes_per_s": 2.4e8}, False, False),
-        ({"overhead_s": 2e-2}, False, False),
+        # Compared by what a step takes: see Drift.
+        ({"bytes_per_s": 2.7e9}, True, False),
+        ({"overhead_s": 2e-2}, True, False),
+        ({"bytes_per_s": 2.4e8, "signature": "other"}, False, False),
         ({"signature": "other"}, False, True),
         ({"framework": "torch 2.14.0"}, False, True),
         ({"version": "9.9"}, False, True),
@@ -70,6 +72,16 @@ def test_one_file_per_case(tmp_path: Path) -> None:
     found, _ = memory.find(FINGERPRINT)
     assert found is not None
     assert found.setting == UNTUNED
+
+
+def test_of_several_links_the_like_one_is_found_or_the_nearest(tmp_path: Path) -> None:
+    memory = Memory(folder=tmp_path)
+    for rate in (3e6, 2.7e7):
+        memory.save(replace(DONE, fingerprint=replace(FINGERPRINT, bytes_per_s=rate)))
+    for rate, nearest in ((3.5e6, 3e6), (6e6, 3e6), (1.6e7, 2.7e7), (2.7e7, 2.7e7), (1e9, 2.7e7)):
+        found, near = memory.find(replace(FINGERPRINT, bytes_per_s=rate))
+        assert found is not None
+        assert (found.fingerprint.bytes_per_s, near) == (nearest, [])
 
 
 def test_one_that_runs_is_kept_but_not_used(tmp_path: Path) -> None:

@@ -70,6 +70,38 @@ def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path) -> None:
     assert again.step_ms == pytest.approx(tuning.step_ms, rel=0.05)
 
 
+def test_a_noisy_probe_of_a_known_link_tunes_nothing_again(tmp_path: Path) -> None:
+    cluster = Cluster()
+    found = train(cluster, tuner_on(cluster, tmp_path), 200).setting
+    memory = Memory(folder=tmp_path)
+    ((path, tuning),) = memory.entries()
+    path.unlink()
+    memory = Memory(folder=tmp_path)
+    rate = tuning.fingerprint.bytes_per_s / 9
+    memory.save(replace(tuning, fingerprint=replace(tuning.fingerprint, bytes_per_s=rate)))
+    again = Cluster(seed=1)
+    assert train(again, tuner_on(again, tmp_path), 300).setting == found
+    assert set(again.history) == {found}
+    assert len(list(memory.entries())) == 1
+
+
+def test_a_setting_from_a_file_that_would_never_end_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster()
+    train(cluster, tuner_on(cluster, tmp_path), 200)
+    memory = Memory(folder=tmp_path)
+    ((_, tuning),) = memory.entries()
+    tiny = Setting(16, 64)
+    memory.save(replace(tuning, setting=tiny))
+    for model in ("gpt", "vgg"):
+        again = Cluster(model)
+        train(again, tuner_on(again, tmp_path), 200)
+        assert tiny not in again.history
+    assert "partition 16 B" in caplog.text
+    assert "is ignored" in caplog.text
+
+
 def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
     cluster = Cluster("gpt")
     train(cluster, tuner_on(cluster, tmp_path), 200)
