@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 log = logging.getLogger("bytesched")
+
+_LOOKS_EVERY_S = 0.005
 
 
 class Wrapped(Protocol):
@@ -81,8 +84,8 @@ class _Entry:
 #: in the order of wrapping
 _entries: dict[_Entry, None] = {}
 
-#: threads that end sessions whose models are gone
-_ending: set[threading.Thread] = set()
+#: sessions whose models are gone, until they have ended
+_ending: dict[Wrapped, None] = {}
 
 _store_kinds: list[type[Any]] = []
 
@@ -192,13 +195,12 @@ def _model_gone(session: Wrapped) -> None:
     if os.getpid() in [entry.pid for entry in _forget(session)]:
         # Not in this thread, which may be one that the end has to wait for; and not by way of
         # Thread.start(), which takes locks that the collector may have come between.
+        _ending[session] = None
         _thread.start_new_thread(_end_beside, (session,))
 
 
 def _end_beside(session: Wrapped) -> None:
-    thread = threading.Thread(target=_end, args=(session,), name="bytesched-ending", daemon=True)
-    _ending.add(thread)
-    thread.start()
+    threading.Thread(target=_end, args=(session,), name="bytesched-ending", daemon=True).start()
 
 
 def _end(session: Wrapped) -> None:
@@ -208,7 +210,7 @@ def _end(session: Wrapped) -> None:
     except Exception:
         log.exception("the last step of a model that is gone could not be applied")
     _close(session)
-    _ending.discard(threading.current_thread())
+    del _ending[session]
 
 
 def _store_of(x: Any) -> WrappedStore | None:
@@ -223,8 +225,8 @@ def _store_of(x: Any) -> WrappedStore | None:
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
     died = getattr(sys, "last_value", None)
-    for thread in tuple(_ending):
-        thread.join()
+    while _ending:
+        time.sleep(_LOOKS_EVERY_S)
     here = [entry.session for entry in list(_entries) if entry.pid == os.getpid()]
     for session in sessions():
         if session not in here:
