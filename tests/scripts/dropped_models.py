@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,11 +53,16 @@ def dropped_in_turn(count: int, reads: bool) -> list[str]:
     before = held()
     for turn in range(count):
         model = _trained(reads=reads)
-        if not _settles(lambda model=model: model() is None and held() == before):  # type: ignore[misc]
+        if not _settles(partial(_is_gone, model, before)):
             names = [thread.name for thread in threading.enumerate()]
             found.append(f"turn {turn}: {held()}, was {before}; {names}")
     dist.barrier()
     return found
+
+
+def _is_gone(model: weakref.ref[nn.Module], before: tuple[int, int]) -> bool:
+    threads, descriptors = held()
+    return model() is None and threads <= before[0] and descriptors <= before[1]
 
 
 def _threads() -> int:
