@@ -86,12 +86,13 @@ def open_gloo(
     Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
     """
     is_short = name.rpartition("/")[2] in _SHORT
-    options: Any = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = shared_devices("messages" if is_short else "data")
     options._threads = len(options._devices) * (1 if is_short else 2)
     try:
-        backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        backend = gloo(store, rank, size, options)
     except RuntimeError as error:
         raise SchedulerTimeout(
             f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
