@@ -49,6 +49,7 @@ __all__ = [
     "UnusedParameterError",
     "__version__",
     "flush",
+    "separable",
     "stats",
     "unwrap",
     "wrap",
@@ -67,6 +68,7 @@ tunable.provide_tuner(_tuner_of)
 
 OptimizerT = TypeVar("OptimizerT")
 WrappedT = TypeVar("WrappedT")
+ClassT = TypeVar("ClassT", bound=type)
 
 
 @overload
@@ -102,6 +104,19 @@ def wrap(
     from bytesched import plugins
 
     return plugins.wrap(optimizer, model, kvstore, **fields)
+
+
+def separable(cls: ClassT) -> ClassT:
+    """Vouch for a class of torch optimizers: its updates may be applied parameter by parameter.
+
+    That is so if its `step` computes each parameter from that parameter, its gradient, its state
+    and its group alone, changes nothing else but its groups, and calls a closure once, before all
+    this. Classes that nobody vouches for are tried on small copies when they are wrapped. Returns
+    the class, so that it serves as a decorator; raises `PluginError` for anything else.
+    """
+    from bytesched import plugins
+
+    return plugins.separable(cls)
 
 
 def flush(x: object = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if __name__ != "bytesched.plugins":
     raise ImportError(
@@ -19,13 +19,22 @@ from bytesched.plugins.wrapping import settings, wrap_optimizer
 if TYPE_CHECKING:
     from bytesched.plugins.registry import Wrapped
 
-__all__ = ["flush", "stats", "unwrap", "wrap"]
+__all__ = ["flush", "separable", "stats", "unwrap", "wrap"]
+
+ClassT = TypeVar("ClassT", bound=type)
 
 
 def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
     """See :func:`bytesched.wrap`."""
     announce(optimizer, model)
     return wrap_found(optimizer, model, kvstore, **fields)
+
+
+def separable(cls: ClassT) -> ClassT:
+    """See :func:`bytesched.separable`."""
+    from bytesched.plugins.optimizer import separable as vouch_for
+
+    return vouch_for(cls)
 
 
 def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:

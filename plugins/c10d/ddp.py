@@ -7,6 +7,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.joining import joining
 from bytesched.plugins.c10d.opening import open_group
 from bytesched.plugins.c10d.split import ExchangeSplitter
+from bytesched.plugins.optimizer.stepping import stepping_optimizer
 from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import sessions
 from bytesched.plugins.session import beginning
@@ -92,15 +94,16 @@ def begin(
     show(config.log_level, dist.get_rank())
     if stays_plain(why_plain(model) if config.enabled else "enabled is off"):
         return None
+    optimizer = stepping_optimizer(optimizer)
+    why = why_whole(optimizer, model, config)
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, Session)]
     if known and is_configured:
         log.warning("this model is wrapped already: the settings of then hold")
     session = known[0] if known else attach(optimizer, model, config)
     try:
-        why = why_whole(optimizer, model, config)
         add_optimizer(session, optimizer, type(optimizer), why)
-    except PluginError:
+    except BaseException:
         if not known:
             session.close()
         raise
@@ -146,14 +149,17 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
     )
-    if ddp is not None and weak_ddp is not None:
-        if buffers is not None:
-            session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
-        # Last of all: from here on, gradients are averaged by the session or not at all. DDP learns
-        # a static graph once, as the compiler does its code; and DDP does not compress.
-        can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
-        can_stop = can_stop and config.compression == "none"
-        session.take_over(partial(_take_over, weak_ddp), can_stop=can_stop)
+    with ExitStack() as half_attached:
+        half_attached.callback(session.close)
+        if ddp is not None and weak_ddp is not None:
+            if buffers is not None:
+                session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
+            # Last of all: from here on, gradients are averaged by the session or not at all. DDP
+            # learns a static graph once, as the compiler does its code; and DDP does not compress.
+            can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
+            can_stop = can_stop and config.compression == "none"
+            session.take_over(partial(_take_over, weak_ddp), can_stop=can_stop)
+        half_attached.pop_all()
     return session
 
 

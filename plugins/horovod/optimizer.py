@@ -110,9 +110,13 @@ def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
     if stays_plain(why_plain(optimizer, model, config) if config.enabled else "enabled is off"):
         return None
-    session = attach(optimizer, model, config)
     why = why_whole(optimizer, model, config)
-    add_optimizer(session, optimizer, updating_class(optimizer), why)
+    session = attach(optimizer, model, config)
+    try:
+        add_optimizer(session, optimizer, updating_class(optimizer), why)
+    except BaseException:
+        session.close()
+        raise
     return session
 
 

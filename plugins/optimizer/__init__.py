@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from bytesched.plugins.optimizer.deferred import Deferred
-from bytesched.plugins.optimizer.separable import is_elementwise, why_not_deferred
+from bytesched.plugins.optimizer.separable import is_elementwise, separable, why_not_deferred
+from bytesched.plugins.optimizer.stepping import stepping_optimizer
 
-__all__ = ["Deferred", "is_elementwise", "why_not_deferred"]
+__all__ = [
+    "Deferred",
+    "is_elementwise",
+    "separable",
+    "stepping_optimizer",
+    "why_not_deferred",
+]

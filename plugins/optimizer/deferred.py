@@ -19,6 +19,7 @@ from torch import nn
 
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.state import AliasedState, GuardedState
+from bytesched.plugins.optimizer.stepping import raw_step
 from bytesched.plugins.proxies.compiling import updating
 
 __all__ = ["Deferred", "snapshot"]
@@ -54,9 +55,8 @@ class Deferred:
         own: Any = type(optimizer).step
         #: of the ``step()`` around that of ``kind``, if there is one
         self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
-        step = kind.step
         # Around it torch runs the hooks of the user's step(); they have run already.
-        self._raw_step: Callable[..., Any] = getattr(step, "__wrapped__", step)
+        self._raw_step = raw_step(kind)
         self.guard()
 
     @property
@@ -95,6 +95,13 @@ class Deferred:
         copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         return copied
 
+    def stepped(self, copied: torch.optim.Optimizer) -> None:
+        """``copied`` was stepped in place of the optimizer: what it counts in its groups counts."""
+        for group, after in zip(self.optimizer.param_groups, copied.param_groups, strict=False):
+            for name, value in after.items():
+                if name != "params" and group.get(name, self) is not value:
+                    group[name] = value
+
     def is_outer(self) -> bool:
         """True in a hook of the outer of two nested ``step()`` calls, each of which has hooks."""
         if self._outer_code is None:
@@ -113,7 +120,7 @@ class Deferred:
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         """Runs the real update of ``slots`` under the hyper-parameters of each group."""
         copied = self.copy(
-            [{**snapshot, "params": [s.alias for s in slots]} for snapshot, slots in groups]
+            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups]
         )
         with updating():
             self._raw_step(copied)

@@ -82,3 +82,37 @@ class AliasedState(dict[Any, Any]):
 
     def __missing__(self, alias: Any) -> Any:
         return self._state.raw(self._real.get(alias, alias))
+
+    def __contains__(self, alias: Any) -> bool:
+        return dict.__contains__(self._state, self._real.get(alias, alias))
+
+    def __setitem__(self, alias: Any, entry: Any) -> None:
+        dict.__setitem__(self._state, self._real.get(alias, alias), entry)
+
+    def __delitem__(self, alias: Any) -> None:
+        dict.__delitem__(self._state, self._real.get(alias, alias))
+
+    def get(self, alias: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        return dict.get(self._state, self._real.get(alias, alias), default)
+
+    def setdefault(self, alias: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        return dict.setdefault(self._state, self._real.get(alias, alias), default)
+
+    def pop(self, alias: Any, *default: Any) -> Any:
+        """As of any dictionary."""
+        return dict.pop(self._state, self._real.get(alias, alias), *default)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def call(self: AliasedState, *args: Any) -> Any:
+        raise TypeError(f"{name} of the state as a whole, in an update of some parameters alone")
+
+    return call
+
+
+_WHOLE = "__iter__ __len__ clear copy items keys popitem update values"
+
+for _name in _WHOLE.split():
+    setattr(AliasedState, _name, _refused(_name))

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PluginError
+from bytesched.errors import BytesschedError
 from bytesched.log import show
 from bytesched.plugins import wrap_found
 from bytesched.plugins.proxies.hooks import StayingHook
@@ -120,8 +120,10 @@ class Watched(ABC):
             return
         try:
             wrap_found(optimizer, module)
-        except (MismatchError, PluginError) as error:
-            self._say(str(error))
+        except Exception as error:
+            known = isinstance(error, BytesschedError)
+            self._say(str(error) if known else f"{type(error).__name__}: {error}")
+            log.debug("%s could not be wrapped", self.name, exc_info=error)
         if is_wrapped(optimizer):
             self._wrapped.add(optimizer)
             log.info("%s: wrapped its optimizer, %s", self.name, type(optimizer).__name__)

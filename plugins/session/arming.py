@@ -36,27 +36,24 @@ class Arming:
         for slot in self._slots.values():
             deferred.know(slot)
 
-    def step(
-        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        """``step()`` is called; returns the arguments that it is to have instead, if any."""
+    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
+
+        Args:
+            whole: nothing of it can wait.
+        """
         optimizer = deferred.optimizer
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        # A closure evaluates the model again; a fused step under GradScaler finds the scale in
-        # an attribute that is taken away after step().
-        whole = closure is not None or hasattr(optimizer, "grad_scale")
-        # A hook that runs after ours may still change gradients or hyper-parameters.
-        whole = whole or next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
+        # A fused step under GradScaler finds the scale in an attribute that is taken away after
+        # step().
+        whole = whole or hasattr(optimizer, "grad_scale")
         if not self._progress.outstanding or not deferred.cross or whole:
-            self._synchronizing.wait_reduced()
-            self._synchronizing.synchronize_all()
-            self._plain_grads(optimizer)
+            self._synchronize(optimizer)
             self._meter.stepped(0)
             return None
         deferred.guard()
         eager, armed = self._sort(deferred)
         self._arm(armed)
-        return (deferred.copy(eager), *args[1:]), kwargs
+        return eager
 
     def stepped(self) -> None:
         """The step is over: gradients are lazy again."""
@@ -66,7 +63,7 @@ class Arming:
         self._stepped_plain.clear()
 
     def _sort(self, deferred: Deferred) -> tuple[list[dict[str, Any]], dict[Bundle, list[Job]]]:
-        """Groups of what must be stepped right now, and by bundle what can be armed."""
+        """The groups, with what must be stepped right now, and by bundle what can be armed."""
         eager: list[dict[str, Any]] = []
         armed: dict[Bundle, list[Job]] = {}
         for group in deferred.optimizer.param_groups:
@@ -90,8 +87,7 @@ class Arming:
                     if slot is not None:
                         self._synchronizing.synchronize(slot.bundle, slot.name)
                     now.append(parameter)
-            if now:
-                eager.append({**group, "params": now})
+            eager.append({**group, "params": now})
         return eager, armed
 
     def _arm(self, armed: dict[Bundle, list[Job]]) -> None:
@@ -111,13 +107,18 @@ class Arming:
             self._updater.push(bundle for bundle in armed if not bundle.sending)
         self._meter.stepped(crossing_bytes)
 
-    def _plain_grads(self, optimizer: torch.optim.Optimizer) -> None:
-        """What is reduced needs no lazy view: torch's fast paths want plain tensors."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                slot = self._slots.get(id(parameter))
-                if slot is not None:
-                    slot.used = False
-                    if parameter.grad is slot.lazy:
-                        parameter.grad = slot.view
-                        self._stepped_plain.append(slot)
+    def _synchronize(self, optimizer: torch.optim.Optimizer) -> None:
+        """Everything of ``optimizer`` is there; what others update may still be outstanding."""
+        slots = [
+            self._slots[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._slots
+        ]
+        self._synchronizing.wait_slots(slots)
+        for slot in slots:
+            slot.used = False
+            # What is reduced needs no lazy view: torch's fast paths want plain tensors.
+            if slot.parameter.grad is slot.lazy:
+                slot.parameter.grad = slot.view
+                self._stepped_plain.append(slot)

@@ -85,10 +85,12 @@ class Phase(Life, Protocol):
     def introduce(self, deferred: Deferred) -> None:
         """``deferred`` is one of the session's optimizers from now on."""
 
-    def step(
-        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        """``step()`` is called; returns the arguments that it is to have instead, if any."""
+    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
+
+        Args:
+            whole: nothing of it can wait.
+        """
 
     def stepped(self) -> None:
         """``step()`` has been executed, as far as it was not deferred."""

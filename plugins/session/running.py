@@ -169,14 +169,12 @@ class Running:
         self._optimizers += 1
         self._arming.introduce(deferred)
 
-    def step(
-        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        instead = self._arming.step(deferred, args, kwargs)
+    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+        eager = self._arming.step(deferred, whole=whole)
         self._steps += 1
         if self._splitting is not None and self._steps == self._optimizers:
             self._splitting.end_round()
-        return instead
+        return eager
 
     def stepped(self) -> None:
         self._arming.stepped()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,17 +55,24 @@ class Stepping:
                 name = self._names[shared.pop()]
                 raise PluginError(f"parameter {name!r} is in two optimizers")
         deferred = Deferred(optimizer, kind, self._synchronize_all, cross=cross)
+        handles: list[RemovableHandle] = []
+        try:
+            handles.append(optimizer.register_step_pre_hook(partial(self._before_step, deferred)))
+            deferred.hook_id = handles[0].id
+            handles += [
+                optimizer.register_step_post_hook(partial(self._after_step, deferred)),
+                optimizer.register_state_dict_pre_hook(lambda _: self._synchronize_all()),
+                optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
+                optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
+            ]
+        except BaseException:
+            for handle in handles:
+                handle.remove()
+            deferred.unguard()
+            raise
+        self._handles += handles
         self._deferred.append(deferred)
         self._rounds.phase.introduce(deferred)
-        before_step = optimizer.register_step_pre_hook(partial(self._before_step, deferred))
-        deferred.hook_id = before_step.id
-        self._handles += [
-            before_step,
-            optimizer.register_step_post_hook(partial(self._after_step, deferred)),
-            optimizer.register_state_dict_pre_hook(lambda _: self._synchronize_all()),
-            optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
-            optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),
-        ]
 
     def close(self) -> None:
         """Takes the hooks off; nothing is applied."""
@@ -95,19 +103,49 @@ class Stepping:
     ) -> tuple[Any, Any] | None:
         if deferred.is_outer():
             return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        # A hook that runs after ours may still change gradients or hyper-parameters.
+        whole = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
+        if closure is None or whole or not deferred.cross or self._takeover.off:
+            eager = self._updates(deferred, whole=whole or closure is not None)
+            return None if eager is None else ((deferred.copy(eager), *args[1:]), kwargs)
+        copied = deferred.copy([])
+        evaluate = partial(self._evaluate, closure, deferred, copied)
+        if "closure" in kwargs:
+            return (copied, *args[1:]), {**kwargs, "closure": evaluate}
+        return (copied, evaluate, *args[2:]), kwargs
+
+    def _evaluate(
+        self, closure: Callable[[], Any], deferred: Deferred, copied: torch.optim.Optimizer
+    ) -> Any:
+        """What ``step()`` of ``copied`` calls before it updates; returns the user's loss.
+
+        The backward pass may be in here, so that what ``copied`` updates is known only then.
+        """
+        loss = closure()
+        eager = self._updates(deferred, whole=False)
+        groups = deferred.optimizer.param_groups if eager is None else eager
+        # Not the groups alone: the closure may have loaded another state.
+        copied.__dict__.update(deferred.copy(groups).__dict__)
+        return loss
+
+    def _updates(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+        """Gradients are complete; see `Phase.step`."""
         self.steps += 1
         if self._takeover.off:
             return None
         self._progress.check()
         self._meter.step_begins()
         self._rounds.finish()
-        return self._rounds.phase.step(deferred, args, kwargs)
+        return self._rounds.phase.step(deferred, whole=whole)
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
         if self._takeover.off or deferred.is_outer():
             return
+        if args[0] is not optimizer:
+            deferred.stepped(args[0])
         self._rounds.phase.stepped()
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(deferred.hook_id)

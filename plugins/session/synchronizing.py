@@ -98,6 +98,20 @@ class Synchronizing:
             self._meter.waited("step", began_ns, None)
         self._change()
 
+    def wait_slots(self, slots: Sequence[Slot]) -> None:
+        """Returns when gradients and updates of ``slots`` are there."""
+        if self._progress.outstanding:
+            began_ns = perf_counter_ns()
+            self._progress.wait(
+                lambda: not any(slot.bundle.sending for slot in slots), "the optimizer's gradients"
+            )
+            self._meter.waited("step", began_ns, None)
+        for slot in slots:
+            if slot.bundle.held:
+                self.synchronize(slot.bundle, "step")
+            if not slot.taken:
+                slot.change()
+
     def wait_unstepped(self) -> None:
         """Returns when nothing is on the wire that no ``step()`` has taken."""
         if self._progress.outstanding and any(

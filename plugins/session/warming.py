@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
-from typing import Any
 
 from bytesched.config import Config
 from bytesched.plugins.layout.slots import Slot
@@ -169,10 +168,8 @@ class WarmingUp:
     def introduce(self, deferred: Deferred) -> None:
         self._deferred.append(deferred)
 
-    def step(
-        self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        return None
+    def step(self, deferred: Deferred, *, whole: bool) -> None:
+        pass
 
     def stepped(self) -> None:
         pass

@@ -149,6 +149,65 @@ def proxy_of_an_optimizer(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def forward_inside_step(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Any:
+            optimizer.zero_grad()
+            loss = model(job.inputs(step)).square().mean()
+            loss.backward()
+            return loss
+
+        job.record("loss", optimizer.step(closure))
+    job.record_state(model, optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Never initialised, with some of the hooks that it would have; slow weights follow."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self._patch_step_function()
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.defaults = optimizer.defaults
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        with torch.no_grad():
+            for slow, fast in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.lerp_(fast, 0.5)
+                fast.copy_(slow)
+        return loss
+
+
+def lookahead(job: Job) -> None:
+    model = job.ddp(mlp())
+    inner = adamw(model)
+    optimizer = Lookahead(inner)
+    train(job, model, optimizer)
+    job.record_state(model, inner)
+
+
+class Broken(torch.optim.SGD):
+    """Cannot be wrapped, for a reason that nobody has thought of."""
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        raise ZeroDivisionError("no hooks here")
+
+
+def wrap_fails(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = Broken(model.parameters(), lr=0.1)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 def first_forward_in_no_sync(job: Job) -> None:
     model = job.ddp(mlp())
     optimizer = sgd(model)
@@ -321,6 +380,9 @@ CASES: dict[str, Case] = {
         ddp_made_again,
         optimizer_inside_an_optimizer,
         proxy_of_an_optimizer,
+        forward_inside_step,
+        lookahead,
+        wrap_fails,
         first_forward_in_no_sync,
         evaluated_counted_and_copied,
         compiled_later,

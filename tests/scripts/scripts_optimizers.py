@@ -286,6 +286,28 @@ def closure_that_only_looks(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def closure_beside_no_sync(job: Job) -> None:
+    """As trainers accumulate: the closure alone in no_sync(), and in step() for the last batch."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(2 * STEPS):
+        last = step % 2 == 1
+
+        def evaluate(step: int = step, last: bool = last) -> Tensor:
+            if not last:
+                optimizer.zero_grad()
+            loss: Tensor = model(job.inputs(step)).square().mean()
+            loss.backward()
+            return loss
+
+        if last:
+            job.record("loss", optimizer.step(evaluate))
+        else:
+            with model.no_sync():
+                evaluate()
+    job.record_state(model, optimizer)
+
+
 def lbfgs(job: Job) -> None:
     model = job.ddp(mlp())
     optimizer = job.wrap(optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model)
@@ -347,6 +369,46 @@ def muon(job: Job) -> None:
     optimizer = job.wrap(optim.Muon(model.parameters(), lr=0.01), model)
     train(job, model, optimizer)
     job.record_state(model, optimizer)
+
+
+class Shell(optim.Optimizer):
+    """An optimizer in name only, as trainers put them around another one."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def delegating(job: Job) -> None:
+    model = job.ddp(mlp())
+    inner = adamw(model)
+    shell = job.wrap(Shell(inner), model)
+    train(job, model, inner, steps=2)
+    for step in range(2, STEPS):
+        inner.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        shell.step()
+    job.record_state(model, inner)
+
+
+def beside_one_that_steps_whole(job: Job) -> None:
+    model = job.ddp(mlp())
+    parameters = list(model.parameters())
+    whole = job.wrap(SignDescent(parameters[3:], lr=0.01), model)
+    other = job.wrap(optim.AdamW(parameters[:3], lr=0.01), model)
+    for step in range(STEPS):
+        other.zero_grad()
+        whole.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        for optimizer in (other, whole) if step % 2 else (whole, other):
+            optimizer.step()
+    job.record_state(model, whole, other)
 
 
 def adafactor(job: Job) -> None:

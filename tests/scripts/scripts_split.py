@@ -30,6 +30,23 @@ def norm_of_kind(job: Job, kind: float) -> None:
     _train(job, clip)
 
 
+def clipped_in_a_closure(job: Job) -> None:
+    """As a trainer does: everything up to the clipped gradients is in what step() calls."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(job.inputs(step)).square().mean()
+            loss.backward()
+            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+            return loss
+
+        job.record("loss", optimizer.step(evaluate))
+    job.record_state(model, optimizer)
+
+
 def norm_only_logged(job: Job) -> None:
     def log(model: nn.Module, _: int) -> None:
         job.record("norm", nn.utils.get_total_norm(_gradients(model)))

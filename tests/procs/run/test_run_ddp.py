@@ -22,6 +22,9 @@ MODES = {
     "ddp_made_again": ["cross"],
     "optimizer_inside_an_optimizer": ["backward"],
     "proxy_of_an_optimizer": ["cross"],
+    "forward_inside_step": ["cross"],
+    "lookahead": ["cross"],
+    "wrap_fails": [],
     "first_forward_in_no_sync": ["cross"],
     "evaluated_counted_and_copied": ["cross"],
     "compiled_later": ["cross"],
@@ -46,6 +49,7 @@ REASONS = {
     "inside_join": "join()",
     "stepped_inside_backward": "steps inside the backward pass",
     "optimizer_compiled": "no step() of an optimizer",
+    "wrap_fails": "ZeroDivisionError: no hooks here",
     "never_trained": "no step() of an optimizer",
 }
 

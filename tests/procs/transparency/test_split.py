@@ -31,6 +31,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
     split.norms_of_rows,
     split.clipped_on_the_wire,
     split.clipped_by_hand,
+    split.clipped_in_a_closure,
     split.each_clipped_by_itself,
     split.norm_after_changes,
     split.read_between_changes,

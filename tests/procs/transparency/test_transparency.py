@@ -47,7 +47,11 @@ def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> N
     optimizers.step_without_backward,
     optimizers.closure,
     optimizers.closure_that_only_looks,
+    optimizers.closure_beside_no_sync,
     optimizers.sharpness_aware,
+    optimizers.muon,
+    optimizers.beside_one_that_steps_whole,
+    optimizers.delegating,
     optimizers.global_step_hooks,
 )
 def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
@@ -58,7 +62,6 @@ def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     optimizers.lbfgs,
     optimizers.unknown_optimizer,
     optimizers.subclassed_optimizer,
-    optimizers.muon,
 )
 def test_optimizer_that_cannot_be_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, mode="backward")

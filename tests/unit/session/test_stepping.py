@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,18 +68,179 @@ def test_hyperparameters_are_those_of_the_step(
     check_equal(ours, plain)
 
 
-def test_a_closure_is_stepped_whole(ours: Training, plain: Training) -> None:
+def evaluating(training: Training, seed: int) -> Callable[[], Any]:
+    """A closure as trainers have it: everything from zero_grad() to backward() is in it."""
+
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        loss: Tensor = training.model(inputs(seed)).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd, adamw, grouped])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_a_closure_puts_on_the_wire_is_not_waited_for(
+    loopback: Loopback, optimizer_of: Any, by_name: bool
+) -> None:
+    ours, plain = Training(loopback, optimizer_of), Training(None, optimizer_of)
+    losses: list[list[Any]] = [[], []]
+    for training, seen in ((ours, losses[0]), (plain, losses[1])):
+        for seed in range(4):
+            if training is ours and seed == 3:
+                training.flush()
+                loopback.hold()
+            closure = evaluating(training, seed)
+            step: Any = training.optimizer.step
+            seen.append(step(closure=closure) if by_name else step(closure))
+        if training is ours:
+            assert all(is_held(parameter) for parameter in ours.model.parameters())
+            loopback.release()
+    assert all(map(torch.equal, *losses))
+    check_equal(ours, plain)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_users_hooks_run_beside_a_closure(ours: Training, plain: Training, moment: str) -> None:
+    seen: list[Tensor] = []
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        weight = optimizer.param_groups[0]["params"][0]
+        seen.append(weight.grad.clone())
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    for training in (ours, plain):
+        if moment == "before":
+            training.optimizer.register_step_pre_hook(look)
+        else:
+            training.optimizer.register_step_post_hook(look)
+        for seed in range(3):
+            training.optimizer.step(evaluating(training, seed))
+    assert all(map(torch.equal, seen[:3], seen[3:]))
+    check_equal(ours, plain)
+
+
+def test_a_schedule_steps_beside_closures(ours: Training, plain: Training) -> None:
+    for training in (ours, plain):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+        for seed in range(3):
+            training.optimizer.step(evaluating(training, seed))
+            schedule.step()
+    check_equal(ours, plain)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_closure_that_raises_leaves_training_as_it_would(
+    ours: Training, plain: Training, backward: bool
+) -> None:
     for training in (ours, plain):
 
-        def closure(training: Training = training) -> Tensor:
-            training.optimizer.zero_grad()
-            loss: Tensor = training.model(inputs(5)).square().mean()
-            loss.backward()
-            return loss
+        def closure(training: Training = training) -> None:
+            if backward:
+                evaluating(training, 5)()
+            raise ZeroDivisionError
 
-        training.optimizer.step(closure)  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            training.optimizer.step(closure)  # type: ignore[arg-type]
+        for seed in range(2):
+            training.optimizer.step(evaluating(training, seed))
+    check_equal(ours, plain)
+
+
+def test_a_closure_may_do_nothing(loopback: Loopback, ours: Training, plain: Training) -> None:
+    """As trainers pass one in manual optimisation; and one that skips its batch."""
+    before = ours.crossed_steps()
+    loopback.hold()
+    for training in (ours, plain):
+        training.backward()
+        step: Any = training.optimizer.step
+        assert step(lambda: None) is None
+    assert ours.crossed_steps() == before + 1
+    loopback.release()
+    for training in (ours, plain):
+        training.optimizer.step(training.optimizer.zero_grad)  # type: ignore[arg-type]
         training.train()
     check_equal(ours, plain)
+
+
+def test_what_a_closure_changes_of_its_optimizer_counts(ours: Training, plain: Training) -> None:
+    for training in (ours, plain):
+        state = copy.deepcopy(training.optimizer.state_dict())
+        training.train()
+
+        def closure(training: Training = training, state: Any = state) -> Any:
+            training.optimizer.load_state_dict(state)
+            training.optimizer.param_groups[0]["lr"] = 0.3
+            return evaluating(training, 5)()
+
+        training.optimizer.step(closure)
+        training.train()
+    check_equal(ours, plain)
+
+
+def test_two_optimizers_with_a_closure_each(loopback: Loopback) -> None:
+    trained: list[Training] = []
+    for training in (Training(loopback), Training(None)):
+        weights = list(training.model.parameters())
+        training.optimizer.param_groups[0]["params"] = weights[:3]
+        second = torch.optim.Adam(weights[3:], lr=0.01)
+        if training.session is not None:
+            training.session.add_optimizer(second, type(second), cross=True)
+        for seed in range(4):
+            training.optimizer.step(evaluating(training, seed))
+
+            def closure(training: Training = training, seed: int = seed) -> Tensor:
+                second.zero_grad()  # noqa: B023 - called at once
+                loss: Tensor = training.model(inputs(seed + 9)).square().mean()
+                loss.backward()
+                return loss
+
+            second.step(closure)
+        trained.append(training)
+    check_equal(*trained)
+    assert trained[0].crossed_steps()
+
+
+@pytest.mark.parametrize("first", ["whole", "other"])
+def test_one_that_steps_whole_leaves_the_others_alone(loopback: Loopback, first: str) -> None:
+    trained: list[Training] = []
+    for training in (Training(loopback), Training(None)):
+        weights = list(training.model.parameters())
+        other, whole = training.optimizer, torch.optim.SGD(weights[4:], lr=0.1)
+        other.param_groups[0]["params"] = weights[:4]
+        if training.session is not None:
+            training.session.add_optimizer(whole, type(whole), cross=False)
+        for step in range(4):
+            whole.zero_grad()
+            training.backward()
+            if training.session is not None and step == 3:
+                training.flush()
+                loopback.hold()
+                training.model(inputs(9)).square().mean().backward()
+            elif training.session is None and step == 3:
+                training.model(inputs(9)).square().mean().backward()
+            if first == "other":
+                other.step()
+                loopback.release()
+                whole.step()
+                if training.session is not None and step == 3:
+                    # It is updated by now, perhaps, and nobody has looked.
+                    assert is_held(weights[0])
+            else:
+                loopback.release()
+                whole.step()
+                other.step()
+        trained.append(training)
+    check_equal(*trained)
+
+
+def test_a_closure_under_loss_scaling_is_refused_as_torch_does(ours: Training) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    ours.backward()
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(ours.optimizer, closure=lambda: None)
 
 
 def test_a_gradient_of_the_users_is_stepped_at_once(
