@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import _thread
-import atexit
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+from bytesched.plugins.ending import at_exit, died_of, make_exit_fail
 
 __all__ = [
     "Wrapped",
@@ -45,8 +45,15 @@ class Wrapped(Protocol):
     def error(self) -> BaseException | None:
         """The first error, which is final."""
 
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """That error, if it was raised nowhere yet."""
+
     def flush(self) -> None:
         """Completes everything that was started, and applies everything armed."""
+
+    def disown(self) -> None:
+        """In a forked child, which has no thread of it: nothing waits or sends there any more."""
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank."""
@@ -75,8 +82,6 @@ class WrappedStore(Protocol):
 class _Entry:
     optimizer: weakref.ref[Any]
     session: Wrapped
-    #: the process that has the threads of the session; a forked child has not
-    pid: int
     #: ends the session with its model
     end: weakref.finalize[..., Any] | None
 
@@ -88,6 +93,11 @@ _entries: dict[_Entry, None] = {}
 _ending: dict[Wrapped, None] = {}
 
 _store_kinds: list[type[Any]] = []
+
+_watches_forks = False
+
+#: of the process that this one was forked from: none of it may be taken apart here
+_disowned: list[_Entry] = []
 
 _before_wrap: list[Callable[[Any, Any], None]] = []
 
@@ -120,10 +130,10 @@ def add(optimizer: Any, session: Wrapped) -> None:
     if end is None and session.root is not None:
         end = weakref.finalize(session.root, _model_gone, session)
         end.atexit = False
-    _entries[_Entry(weakref.ref(optimizer), session, os.getpid(), end)] = None
-    # Handlers run last in, first out: ours goes before that of what carries the session.
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    _entries[_Entry(weakref.ref(optimizer), session, end)] = None
+    # Anew each time: it goes before that of what carries the session.
+    at_exit(_at_exit)
+    _watch_forks()
 
 
 def is_wrapped(optimizer: Any) -> bool:
@@ -192,7 +202,7 @@ def _forget(session: Wrapped) -> list[_Entry]:
 
 def _model_gone(session: Wrapped) -> None:
     """Nothing refers to the model of ``session`` any more. Any thread, between any two lines."""
-    if os.getpid() in [entry.pid for entry in _forget(session)]:
+    if _forget(session):
         # Not in this thread, which may be one that the end has to wait for; and not by way of
         # Thread.start(), which takes locks that the collector may have come between.
         _ending[session] = None
@@ -224,21 +234,50 @@ def _store_of(x: Any) -> WrappedStore | None:
 
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
-    died = getattr(sys, "last_value", None)
-    while _ending:
-        time.sleep(_LOOKS_EVERY_S)
-    here = [entry.session for entry in list(_entries) if entry.pid == os.getpid()]
+    died = died_of()
+    _wait_for_ends()
     for session in sessions():
-        if session not in here:
-            continue
         try:
             if died is None and session.error is None:
                 session.flush()
             elif died is not None:
                 session.fail(died)
+            elif session.unseen_error is not None:
+                raise session.unseen_error
         except Exception:
             log.exception("the last step could not be applied")
+            make_exit_fail()
         _close(session)
+    _entries.clear()
+
+
+def _wait_for_ends() -> None:
+    while _ending:
+        time.sleep(_LOOKS_EVERY_S)
+
+
+def _watch_forks() -> None:
+    global _watches_forks
+    if not _watches_forks:
+        _watches_forks = True
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def _before_fork() -> None:
+    """A child has this process's memory and none of its threads: all values are to be there."""
+    _wait_for_ends()
+    for session in sessions():
+        if session.error is None:
+            try:
+                session.flush()
+            except Exception:
+                log.exception("a process is forked while updates are outstanding")
+
+
+def _after_fork() -> None:
+    for session in sessions():
+        session.disown()
+    _disowned.extend(_entries)
     _entries.clear()
 
 

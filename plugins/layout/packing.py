@@ -96,6 +96,6 @@ def _pack(slice_: Slice, scale: float) -> None:
         flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
         torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)
     else:
-        same = torch.empty_like(slot.view).copy_(grad)
+        same = torch.empty_like(slot.view, dtype=grad.dtype).copy_(grad)
         flat = same.as_strided((same.numel(),), (1,))
         torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)

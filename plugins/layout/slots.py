@@ -9,7 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bytesched.plugins.proxies.pending import Desk, LazyGrad
+from bytesched.plugins.layout.memory import (
+    has_aliases,
+    is_gradient_shared,
+    is_laid_out_as,
+    lies_over,
+)
+from bytesched.plugins.proxies.pending import Desk, LazyGrad, lazy_over, plain, point
 from bytesched.task import CommTask
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
@@ -32,6 +38,8 @@ class Slot:
     chunks: list[CommTask] = field(default_factory=list)
     #: the local gradient, from its hook until it is packed
     grad: torch.Tensor | None = None
+    #: the script sees that gradient in memory of its own: what is reduced is to be found there
+    apart: bool = False
     #: its chunks that are not reduced yet in this round
     sending: int = 0
     #: how often its hook fired in this round
@@ -49,7 +57,8 @@ class Slot:
 
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
-    #: the gradient of this round was read whole: there may be other tensors over its memory
+    #: since it was handed out, the gradient was read whole: there may be other tensors over its
+    #: memory, and it may have other memory itself
     is_read: bool = False
     #: see `LazyGrad.desk`
     desk: Desk | None = None
@@ -58,9 +67,37 @@ class Slot:
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
+    def take_gradient(self) -> None:
+        """``parameter.grad``, if there is one, is the local gradient of this round."""
+        grad = self.parameter.grad
+        if grad is None:
+            return
+        self.grad = None
+        self.apart = not grad.requires_grad and not is_laid_out_as(grad, self.view)
+        # There is no lazy gradient before the first round is over.
+        if grad is getattr(self, "lazy", None):
+            self.apart = self.apart or has_aliases(grad)
+            if lies_over(grad, self.view):
+                # The lazy gradient may get other memory before this is sent.
+                self.grad = self.view
+                return
+        elif not grad.requires_grad:
+            del grad
+            self.apart = is_gradient_shared(self.parameter) or self.apart
+            grad = self.parameter.grad
+        grad = plain(grad)
+        self.grad = grad.detach() if grad.requires_grad else grad
+
     def make_lazy(self, synchronize: Callable[[], None]) -> None:
-        """A new lazy view; the old one, if there is one, is not waited for any more."""
-        self.lazy = self.view.as_subclass(LazyGrad)
+        """A new lazy view; the old one, if there is one, is not waited for any more.
+
+        That which is the gradient of the parameter at the moment becomes it again.
+        """
+        lazy = getattr(self, "lazy", None)
+        if lazy is not None and self.parameter.grad is lazy:
+            point(self.lazy, self.view)
+        else:
+            self.lazy = lazy_over(self.view)
         self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
         self.use_desk(self.desk)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.layout.slots import Slot, Update
 from bytesched.plugins.optimizer.state import AliasedState, GuardedState
 from bytesched.plugins.optimizer.stepping import raw_step
+from bytesched.plugins.optimizer.surroundings import Surroundings
 from bytesched.plugins.proxies.compiling import updating
 
 __all__ = ["Deferred", "snapshot"]
@@ -117,6 +118,10 @@ class Deferred:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""
         self._real[slot.alias] = slot.parameter
 
+    def now(self) -> Update:
+        """The update as this thread would do it at this moment, for another one to do later."""
+        return _Later(self, Surroundings.here())
+
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         """Runs the real update of ``slots`` under the hyper-parameters of each group."""
         copied = self.copy(
@@ -124,6 +129,18 @@ class Deferred:
         )
         with updating():
             self._raw_step(copied)
+
+
+class _Later:
+    """An update under the surroundings of the thread that called ``step()``."""
+
+    def __init__(self, deferred: Deferred, surroundings: Surroundings) -> None:
+        self._deferred = deferred
+        self._surroundings = surroundings
+
+    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+        with self._surroundings.entered():
+            self._deferred.update(groups)
 
 
 def snapshot(group: dict[str, Any]) -> dict[str, Any]:

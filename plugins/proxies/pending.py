@@ -24,7 +24,10 @@ __all__ = [
     "hold",
     "is_held",
     "keep_apart",
+    "lazy_over",
     "plain",
+    "point",
+    "ready",
     "release",
 ]
 
@@ -98,7 +101,11 @@ class PendingParameter(nn.Parameter):
                 _synchronize_now(tensor)
         return func(*args, **kwargs)
 
-    # These two look at the type before they look at the values.
+    # These look at the type before they look at the values.
+
+    def as_subclass(self, cls: Any) -> Any:
+        _synchronize_now(self)
+        return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _synchronize_now(self)
@@ -155,6 +162,11 @@ class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
 
 class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     """A gradient that is being reduced; the first read of its values waits."""
+
+    def as_subclass(self, cls: Any) -> Any:
+        self.synchronize()
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.as_subclass(self, cls)
 
     #: both set by the session that owns the memory
     synchronize: Callable[[], None]
@@ -217,8 +229,42 @@ def alias_of(grad: LazyGrad) -> LazyGrad:
 def _give_own_memory(grad: LazyGrad) -> None:
     """Leaves the memory that is on the wire to the update, which still needs it."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad.data = torch.empty_like(grad.data)
+        memory = torch.empty_like(grad.data)
+    _move(grad, memory)
     free(grad)
+
+
+def lazy_over(memory: torch.Tensor) -> LazyGrad:
+    """A lazy gradient that is the elements of ``memory``; its owner is still to be set."""
+    lazy: LazyGrad = torch.Tensor._make_subclass(LazyGrad, _over(memory))
+    return lazy
+
+
+def point(grad: LazyGrad, memory: torch.Tensor) -> None:
+    """Makes ``grad`` the elements of ``memory``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad.data = _over(memory)
+
+
+def _over(memory: torch.Tensor) -> torch.Tensor:
+    """The elements of ``memory`` as a storage of its own.
+
+    So there is a count of the tensors over it, and it can get other memory together with them.
+    """
+    flat = memory.as_strided((memory.numel(),), (1,))
+    over = torch._C._from_dlpack(torch._C._to_dlpack(flat))
+    over.set_(over.untyped_storage(), 0, memory.shape, memory.stride())
+    return over
+
+
+def _move(grad: LazyGrad, memory: torch.Tensor) -> None:
+    """Gives ``grad``, and all tensors over its memory, that of ``memory``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storage, other = grad.untyped_storage(), memory.untyped_storage()
+        if storage.nbytes() == other.nbytes() and hasattr(storage, "_swap_data_ptr_"):
+            storage._swap_data_ptr_(other)
+        else:
+            grad.data = memory
 
 
 def has_own_memory(grad: LazyGrad) -> bool:
@@ -231,13 +277,14 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
     if type(grad) is not LazyGrad:
         return grad
     with torch._C.DisableTorchFunctionSubclass():
-        return grad.as_subclass(torch.Tensor)
+        return torch.Tensor.as_subclass(grad, torch.Tensor)
 
 
 def keep_apart(grad: LazyGrad) -> None:
     """Gives ``grad`` a copy of its values for good; nothing must be on the wire."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad.data = grad.data.clone()
+        memory = grad.data.clone()
+    _move(grad, memory)
     free(grad)
 
 
@@ -266,6 +313,15 @@ _AS_PLAIN = frozenset(
         torch.Tensor.__repr__,
     }
 )
+
+
+def ready(values: Any) -> None:
+    """Waits for every tensor among ``values``, which may be nested, that is outstanding."""
+    for tensor in _tensors(values):
+        if type(tensor) is PendingParameter:
+            _synchronize_now(tensor)
+        elif type(tensor) is LazyGrad:
+            tensor.synchronize()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

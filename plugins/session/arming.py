@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Bundle, Job, Slot
 from bytesched.plugins.optimizer.deferred import Deferred, snapshot
-from bytesched.plugins.proxies.pending import hold
+from bytesched.plugins.optimizer.surroundings import has_modes
+from bytesched.plugins.proxies.pending import free, hold, plain
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
@@ -29,7 +31,7 @@ class Arming:
         self._streams = context.streams
         self._meter = context.meter
         #: slots whose gradient is a plain tensor for the length of one whole step
-        self._stepped_plain: list[Slot] = []
+        self._stepped_plain: list[tuple[Slot, torch.Tensor]] = []
 
     def introduce(self, deferred: Deferred) -> None:
         """``deferred`` is one of the optimizers from now on."""
@@ -46,6 +48,8 @@ class Arming:
         # A fused step under GradScaler finds the scale in an attribute that is taken away after
         # step().
         whole = whole or hasattr(optimizer, "grad_scale")
+        # A mode sees every operation of its thread.
+        whole = whole or has_modes()
         if not self._progress.outstanding or not deferred.cross or whole:
             self._synchronize(optimizer)
             self._meter.stepped(0)
@@ -57,8 +61,8 @@ class Arming:
 
     def stepped(self) -> None:
         """The step is over: gradients are lazy again."""
-        for slot in self._stepped_plain:
-            if slot.parameter.grad is slot.view:
+        for slot, grad in self._stepped_plain:
+            if slot.parameter.grad is grad:
                 slot.parameter.grad = slot.lazy
         self._stepped_plain.clear()
 
@@ -66,12 +70,13 @@ class Arming:
         """The groups, with what must be stepped right now, and by bundle what can be armed."""
         eager: list[dict[str, Any]] = []
         armed: dict[Bundle, list[Job]] = {}
+        update = deferred.now()
         for group in deferred.optimizer.param_groups:
             taken: dict[str, Any] | None = None
             now = []
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is not None and slot.used and parameter.grad is slot.lazy:
+                if slot is not None and slot.used and _is_of_arena(slot):
                     if taken is None:
                         taken = snapshot(group)
                         self._streams.lend(taken.values())
@@ -81,7 +86,7 @@ class Arming:
                     slot.used, slot.taken = False, True
                     jobs = armed.setdefault(slot.bundle, [])
                     if not jobs or jobs[-1].hyperparameters is not taken:
-                        jobs.append(Job(deferred, taken, keeps=deferred.optimizer))
+                        jobs.append(Job(update, taken, keeps=deferred.optimizer))
                     jobs[-1].slots.append(slot)
                 elif parameter.grad is not None:
                     if slot is not None:
@@ -96,6 +101,8 @@ class Arming:
         for jobs in armed.values():
             for job in jobs:
                 for slot in job.slots:
+                    # As the update would: a graph that has saved the old value raises.
+                    torch.autograd.graph.increment_version(slot.parameter)
                     hold(slot.parameter, slot.synchronize)
         crossing_bytes = 0
         with self._progress.changed:
@@ -120,5 +127,17 @@ class Arming:
             slot.used = False
             # What is reduced needs no lazy view: torch's fast paths want plain tensors.
             if slot.parameter.grad is slot.lazy:
-                slot.parameter.grad = slot.view
-                self._stepped_plain.append(slot)
+                grad = slot.view if _is_of_arena(slot) else plain(slot.lazy)
+                slot.parameter.grad = grad
+                self._stepped_plain.append((slot, grad))
+
+
+def _is_of_arena(slot: Slot) -> bool:
+    """True if the gradient that the script sees is what was reduced, and not its own."""
+    if slot.parameter.grad is not slot.lazy:
+        return False
+    if lies_over(slot.lazy, slot.view):
+        return True
+    # It was given other memory, or another shape. No read need have shown that: ``set_``.
+    free(slot.lazy)
+    return False

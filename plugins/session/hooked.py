@@ -42,6 +42,8 @@ class HookedModel(ABC):
         self._backend = backend
         self._observers = observers
         self._closed = False
+        #: this process was forked from that of the session
+        self._is_disowned = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots))
         self._progress = Progress(backend)
@@ -72,6 +74,19 @@ class HookedModel(ABC):
     def error(self) -> BaseException | None:
         """The first error, which is final."""
         return self._progress.error
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """That error, if it was raised nowhere yet."""
+        return None if self._progress.is_error_seen else self._progress.error
+
+    def disown(self) -> None:
+        """In a forked child: parameters and gradients are ordinary ones, as they are now.
+
+        Those that were not there when the process was forked raise PluginError when they are read.
+        """
+        self._is_disowned = True
+        self._life.disown()
 
     def fail(self, error: BaseException) -> None:
         """Ends everything under way, on every rank."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from sys import getrefcount
 
+from bytesched.plugins.layout.memory import has_aliases
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import free, keep_apart, plain
 
-__all__ = ["give_back", "is_kept"]
+__all__ = ["give_back", "is_kept", "is_seen"]
 
 
 def _own_references() -> int:
@@ -26,9 +27,16 @@ def is_kept(slot: Slot) -> bool:
     return getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy
 
 
+def is_seen(slot: Slot) -> bool:
+    """True if the user has put a view of it aside: the view is to keep its values."""
+    # A desk hands out views without a read.
+    may_be = slot.is_read or slot.desk is not None
+    return may_be and slot.parameter.grad is not slot.lazy and has_aliases(slot.lazy)
+
+
 def give_back(slot: Slot) -> None:
     """Makes the gradient of ``slot`` an ordinary tensor, for good."""
-    if is_kept(slot):
+    if is_kept(slot) or is_seen(slot):
         keep_apart(slot.lazy)
     if slot.parameter.grad is slot.lazy:
         slot.parameter.grad = plain(slot.lazy)

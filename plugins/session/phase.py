@@ -50,6 +50,9 @@ class Life(Protocol):
     def state(self) -> str:
         """In a few words, for ``repr()``."""
 
+    def disown(self) -> None:
+        """In a forked child: what is outstanding will not come, and the rest is ordinary."""
+
     def close(self, *, release_parameters: bool) -> None:
         """Stops what carries the plan; what it has made of parameters and gradients is undone."""
 

@@ -33,6 +33,8 @@ class Progress:
         self.outstanding = 0
         #: the first error, which is final
         self.error: BaseException | None = None
+        #: it was raised in the user's thread
+        self.is_error_seen = False
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
         #: the error of something that is waited for and cannot come, if it knows of one
@@ -46,6 +48,7 @@ class Progress:
     def check(self) -> None:
         """Raises the first error, if there was one."""
         if self.error is not None:
+            self.is_error_seen = True
             # Without what earlier raises added: their frames keep batches and outputs alive.
             raise self.error.with_traceback(None)
 
@@ -62,6 +65,7 @@ class Progress:
                 )
             if error is not None:
                 self.fail(error)
+                self.is_error_seen = True
                 raise error
 
     def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:

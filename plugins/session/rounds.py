@@ -166,7 +166,7 @@ class Rounds:
         self.phase.begin_round(forward_seen=self.forward_seen)
         for slot in self.slots:
             slot.fired = 0
-            slot.used = slot.taken = False
+            slot.used = slot.taken = slot.apart = False
         self._missing = len(self.slots)
         self._open = True
         self.forward_seen = False

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
+from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
-from bytesched.plugins.proxies.pending import has_own_memory, is_held, keep_apart, plain, release
+from bytesched.plugins.proxies.pending import has_own_memory, is_held, keep_apart, release
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Parts
-from bytesched.plugins.session.lazy import give_back, is_kept
+from bytesched.plugins.session.disowned import disown_gradients, disown_updates
+from bytesched.plugins.session.lazy import give_back, is_kept, is_seen
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.splitting import Splitting
@@ -94,7 +96,7 @@ class Running:
         if self._splitting is not None:
             self._carrier = self._splitting.begin_round(stepped=self._steps > 0)
         for slot in plan.slots:
-            if is_kept(slot):
+            if is_kept(slot) or is_seen(slot):
                 keep_apart(slot.lazy)
                 self._synchronizing.make_lazy(slot)
             slot.sending = len(slot.chunks)
@@ -110,13 +112,13 @@ class Running:
 
     def _take(self, slot: Slot) -> None:
         assert slot.parameter.grad is not None
-        grad = plain(slot.parameter.grad)
-        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+        device = slot.parameter.grad.device
+        if device != slot.view.device:
             raise PluginError(
-                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
-                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted"
+                f"the gradient of {slot.name!r} is on {device}, it was on {slot.view.device}: "
+                "unwrap before the model is moved"
             )
-        slot.grad = grad.detach() if grad.requires_grad else grad
+        slot.take_gradient()
 
     def _source_ready(self, slot: Slot) -> None:
         for chunk in slot.chunks:
@@ -153,12 +155,18 @@ class Running:
                 slot.used = ranks > 0
 
     def hand_out(self) -> None:
-        """Gradients of this round become lazy views of what is reduced."""
+        """Gradients of this round become lazy views of what is reduced, or what they stand for."""
+        apart = []
         for slot in self.plan.slots:
-            if slot.used:
-                if has_own_memory(slot.lazy):
+            if slot.used and slot.apart:
+                apart.append(slot)
+            elif slot.used:
+                if has_own_memory(slot.lazy) or not lies_over(slot.lazy, slot.view):
                     self._synchronizing.make_lazy(slot)
+                slot.is_read = False
                 slot.parameter.grad = slot.lazy
+        for slot in apart:
+            self._synchronizing.fill_apart(slot)
 
     def wait_reduced(self) -> None:
         self._synchronizing.wait_reduced()
@@ -195,6 +203,10 @@ class Running:
 
     def state(self) -> str:
         return self._synchronizing.state()
+
+    def disown(self) -> None:
+        disown_updates(self.plan)
+        disown_gradients(self.plan)
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()

@@ -12,6 +12,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.observe import Observers
 from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.proxies.entries import guard_entries
 from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.hooked import HookedModel
@@ -64,6 +65,7 @@ class Session(HookedModel):
         splitter: Splitter | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
+        guard_entries()
         self._sync = sync
         self._takeover = Takeover()
         decisions = None
@@ -113,6 +115,10 @@ class Session(HookedModel):
         self._undo.append(self._forward_hook.remove)
         self._undo.append(self._stepping.close)
 
+    def disown(self) -> None:
+        self._takeover.off = True
+        super().disown()
+
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
     ) -> None:
@@ -139,6 +145,8 @@ class Session(HookedModel):
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """The root is called; its own hook calls this."""
+        if self._is_disowned:
+            return
         if not torch.is_grad_enabled():
             if not module.training:
                 self._life.synchronize_all()

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
+from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.compiling import waiting
-from bytesched.plugins.proxies.pending import is_held, release
+from bytesched.plugins.proxies.pending import free, is_held, plain, release
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -139,6 +140,18 @@ class Synchronizing:
         if not slot.taken:
             slot.change()
         slot.is_read = True
+
+    def fill_apart(self, slot: Slot) -> None:
+        """Waits for the gradient of ``slot``, and puts it where the script sees it."""
+        grad = slot.parameter.grad
+        if grad is not None:
+            self._synchronize_grad(slot)
+            if lies_over(grad, slot.view):
+                return
+            if grad is slot.lazy:
+                free(slot.lazy)
+            with torch.no_grad():
+                plain(grad).copy_(slot.view)
 
     def state(self) -> str:
         """In a few words, for ``repr()``."""

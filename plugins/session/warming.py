@@ -180,5 +180,8 @@ class WarmingUp:
     def state(self) -> str:
         return "warming up"
 
+    def disown(self) -> None:
+        pass
+
     def close(self, *, release_parameters: bool) -> None:
         pass

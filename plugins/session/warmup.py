@@ -93,7 +93,6 @@ class WarmUp:
             )
         unused = any(count < self._backend.size for count in fired)
         for slot, count in zip(self._slots, fired, strict=True):
-            slot.grad = slot.parameter.grad
             slot.used = count > 0
             slot.used_alone = False
         agreed = self._from_leader(list(order))
@@ -105,6 +104,7 @@ class WarmUp:
             find_unused=unused if find_unused is None else find_unused,
         )
         for slot in plan.slots:
+            slot.take_gradient()
             slot.sending = len(slot.chunks)
         packer = Packer(plan, self._backend.divisor, self._config.compression)
         for chunk in plan.chunks:

@@ -11,11 +11,24 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from faults_cases import FAULT_STEP, FAULTS, STEPS, Script, named, told, train_until_fault, wrap
+from faults_cases import (
+    FAULT_STEP,
+    FAULTS,
+    STEPS,
+    Net,
+    Script,
+    named,
+    net,
+    sgd,
+    told,
+    train_until_fault,
+    wrap,
+)
 from faults_runner import folder, is_stopped, tell
 from rank_worker import LOOPBACK, signals
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 
@@ -98,6 +111,49 @@ def last_update_is_lost(timeout_s: float) -> None:
     signals().set("rank 0 leaves")
 
 
+def takes_one_step_more(timeout_s: float) -> None:
+    """Rank 1 does, and nobody is left to add its gradients to."""
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train(STEPS + dist.get_rank())
+
+
+def trains_in_a_child(wrapped: bool) -> None:
+    """What this rank's weights are after its child has trained them; and how the child ended."""
+    print(*_child(wrapped, STEPS))
+
+
+def child_takes_one_step_more() -> None:
+    """How the child of this rank ended."""
+    print(_child(True, STEPS + dist.get_rank())[0])
+
+
+def _child(wrapped: bool, steps: int) -> tuple[int | None, list[float]]:
+    model = net().share_memory()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    context = torch.multiprocessing.get_context("fork")
+    child = context.Process(target=_train, args=(model, rank, wrapped, steps))
+    child.start()
+    child.join(90.0)
+    return child.exitcode, [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+def _train(model: Net, rank: int, wrapped: bool, steps: int) -> None:
+    store = TCPStore(LOOPBACK, int(os.environ["MASTER_PORT"]), is_master=False)
+    # Under names of its own: those of the parent's group are still there.
+    dist.init_process_group("gloo", store=PrefixStore("child", store), rank=rank, world_size=2)
+    ddp = DistributedDataParallel(model)
+    optimizer = sgd(model)
+    if wrapped:
+        bytesched.wrap(optimizer, ddp, partition_bytes=256, credit_bytes=512, timeout_s=20.0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
 def interrupted_at_a_gate(timeout_s: float) -> None:
     """Rank 0 waits for an update in its forward pass when Ctrl-C comes."""
     (folder() / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
@@ -128,20 +184,24 @@ def interrupted_at_a_gate(timeout_s: float) -> None:
 
 
 def forks_with_an_update_outstanding(timeout_s: float) -> None:
-    """A child of rank 0, which has none of its threads, runs the functions of its exit."""
+    """A child of rank 0, which has none of its threads, reads a weight and runs its exit."""
 
     def at(moment: str) -> None:
         if moment == "before_last_gradients" and dist.get_rank() == 1:
-            signals().wait("child has ended")
+            signals().wait("rank 0 forks")
         elif moment == "after_step" and dist.get_rank() == 0:
+            signals().set("rank 0 forks")
             child = os.fork()
             if child == 0:
+                tell(child_sum=float(script.model.first_weight.sum()))
                 # Not sys.exit: torch's own groups cannot be taken apart in a child.
                 atexit._run_exitfuncs()
                 os._exit(5)
             _, status = os.waitpid(child, 0)
-            tell(child_code=os.waitstatus_to_exitcode(status))
-            signals().set("child has ended")
+            tell(
+                child_code=os.waitstatus_to_exitcode(status),
+                sum=float(script.model.first_weight.sum()),
+            )
 
     script = Script(at)
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -419,4 +420,124 @@ def compressed(job: Job, dtype: str) -> None:
         (model(job.inputs(step)).square().mean() * 1e-5).backward()
         job.record("small", [p.grad for p in model.parameters()])
         optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def gradient_data_assigned(job: Job) -> None:
+    """`p.grad.data` and `p.grad.set_()`: other memory under the same object."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def assign(step: int) -> None:
+        for index, p in enumerate(model.parameters()):
+            if (index + step) % 3 == 0:
+                p.grad.data = p.grad.data * 0.5
+            elif (index + step) % 3 == 1:
+                p.grad.set_(torch.ones_like(p) * step)
+
+    train(job, model, optimizer, before_step=assign)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    zero = partial(optimizer.zero_grad, set_to_none=False)
+    train(job, model, optimizer, before_step=assign, zero_grad=zero)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def flat_gradients(job: Job, preset: str) -> None:
+    """Gradients are views of one buffer of the script's own, which it reads, clips and zeroes."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+
+    def use_flat() -> None:
+        parts = flat.split([p.numel() for p in parameters])
+        for p, part in zip(parameters, parts, strict=True):
+            if preset == "data" and p.grad is not None:
+                p.grad.data = part.view_as(p)
+            else:
+                p.grad = part.view_as(p)
+
+    if preset == "before":
+        use_flat()
+    else:
+        train(job, model, optimizer, steps=2)
+        use_flat()
+
+    def clip(_: int) -> None:
+        job.record("norm", flat.norm())
+        flat.clamp_(-0.01, 0.01)
+
+    train(job, model, optimizer, before_step=clip, zero_grad=flat.zero_)
+    job.record("flat", flat)
+    job.record("gradients", [p.grad for p in parameters])
+    job.record_state(model, optimizer)
+
+
+def gradients_referred_to(job: Job) -> None:
+    """A list of the gradients made once; they stay the same tensors, and are zeroed in place."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=2)
+    gradients = [p.grad for p in model.parameters()]
+    flattened = [p.grad.view(-1) for p in model.parameters()]
+
+    def look(_: int) -> None:
+        job.record("norms", torch._foreach_norm(gradients))
+        job.record(
+            "same", [p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)]
+        )
+        job.record("sums", [view.sum() for view in flattened])
+
+    zero = partial(optimizer.zero_grad, set_to_none=False)
+    train(job, model, optimizer, before_step=look, after_step=look, zero_grad=zero)
+    job.record_state(model, optimizer)
+
+
+def gradients_seen_through_views(job: Job) -> None:
+    """Views of gradients outlive them, and keep their values."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    kept: list[Tensor] = []
+
+    def keep(step: int) -> None:
+        for p in model.parameters():
+            kept.append((p.grad.data, p.grad.detach(), p.grad.view(-1))[step % 3])
+        kept.append(kept[-1].view(-1)[1:])
+
+    train(job, model, optimizer, before_step=keep)
+    job.record("kept", kept)
+    job.record_state(model, optimizer)
+
+
+def gradients_kept_by_a_hook(job: Job) -> None:
+    """What a hook of the script's own has put aside shows what is reduced."""
+    model = job.ddp(mlp())
+    kept: list[Tensor] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer)
+    job.record("kept", kept)
+    job.record_state(model, optimizer)
+
+
+def old_graph(job: Job) -> None:
+    """A graph that has saved weights from before the step: they are no more what they were."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = job.inputs(step).requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        for inputs in (x, *weights[:-1]):
+            try:
+                torch.autograd.grad(loss, inputs, retain_graph=True)
+            except RuntimeError as error:
+                job.record("refused", "modified by an inplace operation" in str(error))
+            else:
+                job.record("refused", None)
     job.record_state(model, optimizer)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
@@ -520,3 +523,75 @@ def communication_hook(job: Job) -> None:
 
 def grad_scaler(job: Job, name: str) -> None:
     scaled(job, *SPLITTABLE[name])
+
+
+class Counting(TorchFunctionMode):
+    """Counts the operations on lists that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func.__name__.startswith("_foreach")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def flushing_denormals() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextlib.contextmanager
+def other_default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+#: in which a step may be taken: what numbers depend on, and an optimizer that shows it
+SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], optim.Optimizer]]] = {
+    "autocast": (
+        partial(torch.autocast, "cpu", torch.bfloat16),
+        lambda model: optim.Adafactor(model.parameters(), lr=0.01),
+    ),
+    "denormals": (flushing_denormals, partial(sgd, lr=1e-39, momentum=0.0)),
+    "default_dtype": (other_default_dtype, adamw),
+    "default_device": (partial(torch.device, "cpu"), adamw),
+    "inference": (torch.inference_mode, sgd),
+    "no_grad": (torch.no_grad, sgd),
+}
+
+
+def stepped_within(job: Job, name: str) -> None:
+    around, optimizer_of = SURROUNDINGS[name]
+    module = mlp()
+    nn.init.zeros_(list(module.parameters())[-1])
+    model = job.ddp(module)
+    optimizer = job.wrap(optimizer_of(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        with around() if step else contextlib.nullcontext():
+            optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def mode_around_step(job: Job) -> None:
+    """A mode of the script's own sees the operations of the step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model, foreach=True), model)
+    mode = Counting()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        with mode:
+            optimizer.step()
+        job.record("seen", mode.seen)
+    job.record_state(model, optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -301,6 +302,39 @@ def read_by_other_threads(job: Job) -> None:
             job.record("theirs", [whole.result(), norms.result()])
 
     train(job, model, optimizer, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def read_by_forked_children(job: Job) -> None:
+    """As workers of a DataLoader do: values, a forward pass, and a step of the child's own."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+
+    def look(number: int) -> bytes:
+        values = [p.detach().sum() for p in model.parameters()]
+        values += [p.grad.sum() for p in model.parameters() if p.grad is not None]
+        if number % 2:
+            optimizer.step()
+        values += [model.module(job.inputs(100)).sum()]
+        return pickle.dumps([float(value) for value in values])
+
+    def fork(step: int) -> None:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writing, look(step))
+            except BaseException as error:  # noqa: BLE001 - the parent reports it
+                os.write(writing, pickle.dumps(repr(error)))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            job.record("child", pickle.loads(pipe.read()))  # noqa: S301 (its own bytes)
+        os.waitpid(child, 0)
+
+    train(job, model, optimizer, after_step=fork)
+    train(job, model, optimizer, steps=3, before_step=fork)
     job.record_state(model, optimizer)
 
 

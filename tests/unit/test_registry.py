@@ -23,6 +23,8 @@ FORKED = """
             self.name = name
         def flush(self):
             print(self.name, "flushed by", who, flush=True)
+        def disown(self):
+            print(self.name, "disowned by", who, flush=True)
         def close(self, release_parameters):
             print(self.name, "closed by", who, flush=True)
 
@@ -48,6 +50,13 @@ class Session:
 
     def flush(self) -> None:
         self.calls.append("flush")
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        return self.error
+
+    def disown(self) -> None:
+        self.calls.append("disown")
 
     def fail(self, error: BaseException) -> None:
         self.calls.append("fail")
@@ -88,6 +97,8 @@ def test_a_process_ends_the_sessions_that_it_made_itself() -> None:
         check=True,
     )
     assert run.stdout.splitlines() == [
+        "before flushed by parent",
+        "before disowned by child",
         "after flushed by child",
         "after closed by child",
         "before flushed by parent",

@@ -87,8 +87,6 @@ class Desk:
         self._known.clear()
         self._questions = self._changes = 0
         self.was_asked = False
-        for slot in self._plan.slots:
-            slot.is_read = False
         self._answers.begin_round()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from bytesched.plugins.proxies.compiling import updating
 from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.proxies.pending import LazyGrad, hold, is_held, release
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.disowned import disown_updates
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.synchronizing import Synchronizing
@@ -177,6 +178,8 @@ class StoreRunning:
         for slot in plan.slots:
             if slot.alias.data_ptr() != slot.parameter.data_ptr():
                 slot.realias()
+            # As the update would: a graph that has saved the old value raises.
+            torch.autograd.graph.increment_version(slot.parameter)
             self._versions[slot] = slot.parameter._version + 1
             slot.parameter.grad = None
             hold(slot.parameter, slot.synchronize)
@@ -226,6 +229,9 @@ class StoreRunning:
 
     def state(self) -> str:
         return self._synchronizing.state()
+
+    def disown(self) -> None:
+        disown_updates(self.plan)
 
     def close(self, *, release_parameters: bool) -> None:
         for undo in reversed(self._undo):

@@ -77,6 +77,8 @@ class StoreSession(HookedModel):
         return self._now
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_disowned:
+            return
         if not torch.is_grad_enabled():
             if not module.training:
                 self._now.synchronize_all()
@@ -185,6 +187,9 @@ class _FirstForward:
 
     def state(self) -> str:
         return "warming up"
+
+    def disown(self) -> None:
+        pass
 
     def close(self, *, release_parameters: bool) -> None:
         pass

@@ -7,6 +7,7 @@ import pytest
 from faults_cases import NO_TIMEOUT_S, TIMEOUT_S
 from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, selected
 from faults_runner import Runs, Scenario
+from ranks import run_fresh
 
 runs = pytest.fixture(scope="module")(selected)
 pytestmark = pytest.mark.procs
@@ -39,9 +40,35 @@ def test_a_checkpoint_without_the_last_update_cannot_be_saved(
     survivor, died = runs.of(scenario)
     assert died.code == -9
     assert survivor.told["checkpoint"]["error"] == "PeerLost"
+    assert survivor.code == 1
     assert "the last step could not be applied" in survivor.stderr
     assert "PeerLost" in survivor.stderr
     check_ended_well(survivor)
+
+
+@each(Scenario("one-step-more", cases.takes_one_step_more, (NO_TIMEOUT_S,)))
+def test_a_step_that_the_other_rank_does_not_take_is_a_failure(
+    scenario: Scenario, runs: Runs
+) -> None:
+    other, alone = runs.of(scenario)
+    assert (other.code, alone.code) == (0, 1), alone.stderr
+    assert "the last step could not be applied" in alone.stderr
+
+
+def test_the_last_step_of_ranks_in_children_of_multiprocessing() -> None:
+    """They end without atexit; their parents read the weights, in shared memory."""
+    ranks = [
+        run_fresh(cases.trains_in_a_child, timeout_s=120.0, args=(wrapped,))
+        for wrapped in (False, True)
+    ]
+    plain, wrapped = ([(rank.code, rank.stdout) for rank in run] for run in ranks)
+    assert [code for code, _ in plain] == [0, 0]
+    assert wrapped == plain, ranks[1][0].stderr
+
+
+def test_a_lost_step_fails_a_child_of_multiprocessing() -> None:
+    ranks = run_fresh(cases.child_takes_one_step_more, timeout_s=120.0)
+    assert [rank.stdout.split() for rank in ranks] == [["0"], ["1"]], ranks[1].stderr
 
 
 @each(Scenario("interrupted", cases.interrupted_at_a_gate, (NO_TIMEOUT_S,)))
@@ -58,6 +85,7 @@ def test_interrupted_at_a_gate(scenario: Scenario, runs: Runs) -> None:
 def test_a_forked_child_ends(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     assert ends[0].told.get("child_code") == 5, ends[0].stderr
+    assert ends[0].told["child_sum"] == ends[0].told["sum"]
     for end in ends:
         assert end.code == 0, end.stderr
         check_ended_well(end)

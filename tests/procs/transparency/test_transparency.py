@@ -76,6 +76,17 @@ def test_adafactor(two_ranks: Ranks) -> None:
     check(two_ranks, optimizers.adafactor)
 
 
+@pytest.mark.parametrize("name", optimizers.SURROUNDINGS)
+def test_step_within(two_ranks: Ranks, name: str) -> None:
+    """What a thread has of its own goes to the thread that updates."""
+    figures = check(two_ranks, optimizers.stepped_within, name)
+    assert all(int(stats["barrier_crossed_steps"]) for stats in figures)
+
+
+def test_step_within_a_mode_of_the_user(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.mode_around_step)
+
+
 def test_step_hooks_of_the_user(two_ranks: Ranks) -> None:
     check(two_ranks, optimizers.step_hooks)
 
@@ -116,6 +127,10 @@ def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.gradients_zeroed_before_step,
     gradients.user_gradient_hooks,
     gradients.collectives_of_the_user,
+    gradients.gradient_data_assigned,
+    gradients.gradients_referred_to,
+    gradients.gradients_seen_through_views,
+    gradients.gradients_kept_by_a_hook,
 )
 def test_gradients_used_between_backward_and_step(
     two_ranks: Ranks, script: Callable[..., None]
@@ -126,6 +141,15 @@ def test_gradients_used_between_backward_and_step(
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_user_hooks_after_accumulation(two_ranks: Ranks, made: str) -> None:
     check(two_ranks, gradients.user_hooks_after_accumulation, made)
+
+
+def test_graph_from_before_the_step(two_ranks: Ranks) -> None:
+    check(two_ranks, gradients.old_graph)
+
+
+@pytest.mark.parametrize("preset", ["before", "grad", "data"])
+def test_buffer_of_gradients_of_the_user(two_ranks: Ranks, preset: str) -> None:
+    check(two_ranks, gradients.flat_gradients, preset)
 
 
 @pytest.mark.parametrize("how", gradients.ZEROINGS)
@@ -234,6 +258,7 @@ def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
     reading.saved,
     reading.deep_copied_optimizer,
     reading.read_by_other_threads,
+    reading.read_by_forked_children,
     reading.converted_at_the_end,
     reading.resumed,
     reading.rolled_back,

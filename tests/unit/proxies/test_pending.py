@@ -19,6 +19,7 @@ from bytesched.plugins.proxies.pending import (
     hold,
     is_held,
     keep_apart,
+    lazy_over,
     plain,
     release,
 )
@@ -160,7 +161,7 @@ def test_released_it_is_a_parameter(parameter: nn.Parameter, update: Update) -> 
 
 def lazy_of(memory: Tensor, *, taken: bool = False) -> tuple[LazyGrad, Update]:
     update = Update(memory)
-    grad = memory.as_subclass(LazyGrad)
+    grad = lazy_over(memory)
     grad.synchronize = update.synchronize
     grad.is_taken = lambda: taken
     return grad, update

@@ -1,0 +1,56 @@
+"""The end of a process, whichever way it comes, and that it does not look like a success."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+
+__all__ = ["at_exit", "died_of", "make_exit_fail"]
+
+#: of the last `at_exit`, in the process that it was called in
+_finalizer: Finalize | None = None
+_failure: _Failure | None = None
+
+
+def at_exit(call: Callable[[], None]) -> None:
+    """Calls ``call`` as this process ends, before all that was asked for earlier.
+
+    Once for each time it is asked for anew, if at all: ``call`` may be called twice.
+    """
+    global _finalizer
+    atexit.unregister(call)
+    atexit.register(call)
+    if multiprocessing.parent_process() is not None:
+        # Children of multiprocessing end without the functions of atexit.
+        if _finalizer is not None:
+            _finalizer.cancel()
+        _finalizer = Finalize(None, call, exitpriority=1000)
+
+
+def died_of() -> BaseException | None:
+    """The uncaught exception that ends this process, if one does."""
+    died: BaseException | None = getattr(sys, "last_value", None)
+    if died is None and not isinstance(sys.exc_info()[1], SystemExit):
+        # multiprocessing runs its finalizers while the exception passes.
+        died = sys.exc_info()[1]
+    return died
+
+
+def make_exit_fail() -> None:
+    """This process, which is ending, ends with exit code 1."""
+    global _failure
+    if multiprocessing.parent_process() is not None:
+        Finalize(None, os._exit, (1,), exitpriority=-1_000_000)
+    else:
+        _failure = _Failure()
+
+
+class _Failure:
+    """Ends the process when the interpreter takes its modules apart, after all else was done."""
+
+    def __del__(self, exit_now: Callable[[int], None] = os._exit) -> None:
+        exit_now(1)

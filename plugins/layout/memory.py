@@ -1,0 +1,55 @@
+"""Whose memory a gradient lies in."""
+
+from __future__ import annotations
+
+from sys import getrefcount
+
+import torch
+from torch import nn
+
+__all__ = ["has_aliases", "is_gradient_shared", "is_laid_out_as", "lies_over"]
+
+
+def is_laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if both have the same elements at the same places of their memory, in one dtype."""
+    if tensor.dtype is not other.dtype or tensor.shape != other.shape:
+        return False
+    strides, others = tensor.stride(), other.stride()
+    return strides == others or all(
+        one == another
+        for size, one, another in zip(tensor.shape, strides, others, strict=True)
+        if size > 1
+    )
+
+
+def lies_over(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """True if ``tensor`` is the very elements of ``memory``; does not wait for a lazy gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr() == memory.data_ptr() and is_laid_out_as(tensor, memory)
+
+
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """True if there are other tensors over the memory of ``tensor``; does not wait for it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+        # One of them is ``storage`` itself.
+        return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def is_gradient_shared(parameter: nn.Parameter) -> bool:
+    """True if the script has ``parameter.grad`` under another name, or sees its memory."""
+    if getrefcount(parameter.grad) > _REFERENCES:
+        return True
+    grad = parameter.grad
+    # At version 0 the backward pass has just made it.
+    return grad is not None and grad._version > 0 and has_aliases(grad)
+
+
+def _references() -> int:
+    """What getrefcount returns for the gradient of a parameter that nothing else refers to."""
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
+    return getrefcount(parameter.grad)
+
+
+_REFERENCES = _references()

@@ -1,0 +1,89 @@
+"""What of a thread decides numbers: it goes with an update from ``step()`` to another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from sys import float_info
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+__all__ = ["Surroundings", "has_modes"]
+
+#: the kinds of devices that parameters are on
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of one thread at one moment."""
+
+    #: kind of device, whether autocast is on for it, and its dtype
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_autocast_cached: bool
+    is_grad_enabled: bool
+    is_inference: bool
+    flushes_denormals: bool
+    #: that compute one operation, for the order in which sums are added up
+    threads: int
+    #: default devices, the innermost last
+    modes: tuple[TorchFunctionMode, ...]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of the calling thread, whose modes are default devices alone."""
+        return cls(
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _DEVICES
+            ),
+            is_autocast_cached=torch.is_autocast_cache_enabled(),
+            is_grad_enabled=torch.is_grad_enabled(),
+            is_inference=torch.is_inference_mode_enabled(),
+            flushes_denormals=_flushes_denormals(),
+            threads=torch.get_num_threads(),
+            modes=tuple(_function_modes()),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the calling thread has them; it is one of ours, and keeps what costs to undo."""
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.is_autocast_cached)
+        if _flushes_denormals() != self.flushes_denormals:
+            torch.set_flush_denormal(self.flushes_denormals)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        for mode in self.modes:
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            with (
+                torch.inference_mode() if self.is_inference else nullcontext(),
+                torch.set_grad_enabled(self.is_grad_enabled),
+            ):
+                yield
+        finally:
+            for _ in self.modes:
+                torch._C._pop_torch_function_stack()
+
+
+def has_modes() -> bool:
+    """True if this thread has modes that see every operation, and so must see those of a step."""
+    return bool(torch._C._len_torch_dispatch_stack()) or not all(
+        isinstance(mode, DeviceContext) for mode in _function_modes()
+    )
+
+
+def _function_modes() -> Iterator[TorchFunctionMode]:
+    for index in range(torch._C._len_torch_function_stack()):
+        yield torch._C._get_function_stack_at(index)
+
+
+def _flushes_denormals() -> bool:
+    # torch has no way to ask. Of the thread, and so of Python's own numbers.
+    return float_info.min / 2 == 0.0

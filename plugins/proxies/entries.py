@@ -1,0 +1,107 @@
+"""Functions of torch's that take a tensor without asking its class: they wait for it first.
+
+Where torch asks, ``__torch_function__`` waits (pending.py); what these are given goes past it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.plugins.proxies.pending import LazyGrad, PendingParameter, plain, ready
+
+__all__ = ["guard_entries"]
+
+#: where they are found, by module and class
+_ENTRIES: dict[str, str] = {
+    "torch._C": "_broadcast_coalesced _to_dlpack _to_dlpack_versioned",
+    "torch._C.ScriptFunction": "__call__",
+    "torch._C.ScriptMethod": "__call__",
+    "torch._C._nested": "nested_tensor",
+    "torch._functorch.eager_transforms": "_wrap_tensor_for_grad",
+    "torch._functorch.vmap": "_create_batched_inputs",
+    "torch.Tensor": "new_tensor",
+    "torch.autograd": "_engine_run_backward",
+    "torch.distributed": "_broadcast_coalesced",
+    "torch.utils.dlpack": "to_dlpack",
+    "torch": "to_dlpack",
+}
+
+#: methods of process groups, which ``torch.distributed`` calls, and scripts may
+_OF_GROUPS = """
+    _allgather_base _reduce_scatter_base allgather allgather_coalesced
+    allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base broadcast
+    gather recv recv_anysource reduce reduce_scatter reduce_scatter_tensor_coalesced scatter send
+"""
+
+_guarded = False
+
+
+def guard_entries() -> None:
+    """From now on, and for good, they wait for what is outstanding among their arguments."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    entries = dict(_ENTRIES)
+    if torch.distributed.is_available():
+        for group in ("ProcessGroup", "Backend"):
+            entries[f"torch._C._distributed_c10d.{group}"] = _OF_GROUPS
+    for place, names in entries.items():
+        owner = _found(place)
+        for name in names.split():
+            if hasattr(owner, name):
+                setattr(owner, name, _waiting(getattr(owner, name)))
+    nn.Parameter.__new__ = _for_parameters(nn.Parameter.__new__)  # type: ignore[method-assign]
+    torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
+        _waiting(torch.Tensor._make_subclass)
+    )
+    # LazyGrad is equal to Tensor, and so found under its name.
+    for kind in (PendingParameter, torch.Tensor):
+        ForkingPickler.register(kind, _for_processes(kind))
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.rpartition(".")
+    return getattr(import_module(module), name) if module else import_module(name)
+
+
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            ready((args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
+    """``Parameter(data)`` looks at the class of ``data`` before it looks at the values."""
+
+    @functools.wraps(new)
+    def call(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if type(data) in (PendingParameter, LazyGrad):
+            ready(data)
+            data = plain(data)
+        return new(cls, data, *args, **kwargs)
+
+    return call
+
+
+def _for_processes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    """What multiprocessing sends: the memory of a parameter, not a copy of it."""
+    reducers: dict[type, Callable[..., Any]] = ForkingPickler._extra_reducers
+    reduce = reducers[nn.Parameter if kind is PendingParameter else kind]
+
+    def call(tensor: torch.Tensor) -> Any:
+        ready(tensor)
+        return reduce(plain(tensor))
+
+    return call

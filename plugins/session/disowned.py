@@ -1,0 +1,40 @@
+"""A plan in a forked child: no thread there receives or updates anything."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NoReturn
+
+from bytesched.errors import PluginError
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.proxies.pending import hold, is_held, release
+from bytesched.plugins.session.lazy import give_back
+
+__all__ = ["disown_gradients", "disown_updates"]
+
+
+def disown_updates(plan: Plan) -> None:
+    """Parameters are ordinary ones; those that were not updated raise PluginError when read."""
+    for bundle in plan.bundles:
+        for slot in bundle.slots:
+            if bundle.armed:
+                hold(slot.parameter, partial(_refuse, slot.name))
+            elif is_held(slot.parameter):
+                release(slot.parameter)
+        bundle.armed = bundle.held = False
+
+
+def disown_gradients(plan: Plan) -> None:
+    """Gradients are ordinary ones; those that were not reduced raise PluginError when read."""
+    for slot in plan.slots:
+        if slot.bundle.sending:
+            slot.lazy.synchronize = partial(_refuse, f"{slot.name}.grad")
+        else:
+            slot.change()
+            give_back(slot)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise PluginError(
+        f"{name!r} was outstanding when this process was forked, and nothing completes it here"
+    )
