@@ -56,6 +56,17 @@ class Elastic:
         """The first error of the current session."""
         return None if self._session is None else self._session.error
 
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """That error, if it was raised nowhere yet."""
+        return None if self._session is None else self._session.unseen_error
+
+    def disown(self) -> None:
+        """In a forked child: parameters and gradients are ordinary ones."""
+        self._begun = True
+        if self._session is not None:
+            self._session.disown()
+
     def flush(self) -> None:
         """Everything that was started is reduced, and everything armed is applied."""
         if self._session is not None:

@@ -69,24 +69,27 @@ class Slot:
 
     def take_gradient(self) -> None:
         """``parameter.grad``, if there is one, is the local gradient of this round."""
+        self.grad = None
         grad = self.parameter.grad
         if grad is None:
             return
-        self.grad = None
         self.apart = not grad.requires_grad and not is_laid_out_as(grad, self.view)
         # There is no lazy gradient before the first round is over.
-        if grad is getattr(self, "lazy", None):
+        lazy = getattr(self, "lazy", None)
+        if lazy is not None and grad is lazy:
             self.apart = self.apart or has_aliases(grad)
             if lies_over(grad, self.view):
                 # The lazy gradient may get other memory before this is sent.
                 self.grad = self.view
                 return
         elif not grad.requires_grad:
-            del grad
+            # Of the references to it, this one does not count.
+            grad = None
             self.apart = is_gradient_shared(self.parameter) or self.apart
-            grad = self.parameter.grad
-        grad = plain(grad)
-        self.grad = grad.detach() if grad.requires_grad else grad
+        assert self.parameter.grad is not None
+        self.grad = plain(self.parameter.grad)
+        if self.grad.requires_grad:
+            self.grad = self.grad.detach()
 
     def make_lazy(self, synchronize: Callable[[], None]) -> None:
         """A new lazy view; the old one, if there is one, is not waited for any more.

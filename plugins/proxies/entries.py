@@ -97,7 +97,8 @@ def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
 
 def _for_processes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
     """What multiprocessing sends: the memory of a parameter, not a copy of it."""
-    reducers: dict[type, Callable[..., Any]] = ForkingPickler._extra_reducers
+    pickler: Any = ForkingPickler
+    reducers: dict[type, Callable[..., Any]] = pickler._extra_reducers
     reduce = reducers[nn.Parameter if kind is PendingParameter else kind]
 
     def call(tensor: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ FORKED = """
         def flush(self):
             print(self.name, "flushed by", who, flush=True)
         def disown(self):
-            print(self.name, "disowned by", who, flush=True)
+            print(self.name, "disowned", flush=True)
         def close(self, release_parameters):
             print(self.name, "closed by", who, flush=True)
 
@@ -98,7 +98,7 @@ def test_a_process_ends_the_sessions_that_it_made_itself() -> None:
     )
     assert run.stdout.splitlines() == [
         "before flushed by parent",
-        "before disowned by child",
+        "before disowned",
         "after flushed by child",
         "after closed by child",
         "before flushed by parent",

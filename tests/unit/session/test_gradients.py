@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ def trained(loopback: Loopback | None, converted_at: int, *, before_step: bool) 
     Compared with plain training and not with DDP: torch 2.13's averages wrong once the strides of
     a gradient are not those that its buckets were made for.
     """
-    model = convolutions()
+    model: Any = convolutions()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if loopback is not None:
         loopback.wrap(model, optimizer, partition_bytes=256, credit_bytes=512)
