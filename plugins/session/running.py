@@ -94,7 +94,7 @@ class Running:
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
         if self._splitting is not None:
-            self._carrier = self._splitting.begin_round(stepped=self._steps > 0)
+            self._carrier = self._splitting.carrier(stepped=self._steps > 0)
         for slot in plan.slots:
             if is_kept(slot) or is_seen(slot):
                 keep_apart(slot.lazy)
@@ -105,6 +105,8 @@ class Running:
         plan.flags_reduced = False
         self._progress.outstanding = len(plan.chunks)
         self._steps = 0
+        if self._splitting is not None:
+            self._splitting.begin_round()
 
     def gradient(self, slot: Slot) -> None:
         self._take(slot)

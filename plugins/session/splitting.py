@@ -14,6 +14,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.pending import Desk
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.progress import Progress
 from bytesched.task import CommTask
@@ -73,12 +74,14 @@ class Splitter(Protocol):
         progress: Progress,
         *,
         reduced: Callable[[CommTask], None],
+        meter: Meter,
         observers: Observers,
     ) -> SplitCarrier:
         """Carries the chunks of ``plan``, which was cut here; collective.
 
         Args:
             progress: of the session; receives the first error.
+            meter: of the session; learns how long norms were waited for.
             reduced: called when the sum of a chunk is in the arena.
         """
 
@@ -114,8 +117,8 @@ class Splitting:
         self._was_asked = False
         self._use_desk(self._watch)
 
-    def begin_round(self, *, stepped: bool) -> Carrier:
-        """A new backward pass begins, after a step or not; returns what carries its gradients.
+    def carrier(self, *, stepped: bool) -> Carrier:
+        """What carries the round that begins, after a step or not.
 
         Collective now and then: all ranks reduce what backward computes, and wait for each other.
         """
@@ -123,11 +126,13 @@ class Splitting:
             self._stepped_rounds += 1
             if _is_due(self._stepped_rounds, self._mode, is_split=self._split is not None):
                 self._decide()
+        return self._parts.carrier if self._split is None else self._split
+
+    def begin_round(self) -> None:
+        """A new backward pass begins."""
         self._was_asked = False
-        if self._split is None:
-            return self._parts.carrier
-        self._split.begin_round()
-        return self._split
+        if self._split is not None:
+            self._split.begin_round()
 
     def end_round(self) -> None:
         """Every optimizer has stepped."""
@@ -178,6 +183,7 @@ class Splitting:
             parts.packer,
             context.progress,
             reduced=self._reduced,
+            meter=context.meter,
             observers=context.observers,
         )
         context.progress.story = split.story

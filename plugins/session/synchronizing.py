@@ -53,7 +53,8 @@ class Synchronizing:
             bundle.held = False
             for slot in bundle.slots:
                 slot.unguarded = False
-                if slot.changes and not slot.taken:
+                # A parameter that was not read in this round may be held since an earlier one.
+                if slot.changes and not slot.taken and not slot.sending:
                     slot.change()
                 if is_held(slot.parameter):
                     release(slot.parameter)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
 
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.c10d.split.questions import (
+    are_plain,
+    digest,
+    is_of_whole_tensor,
+    kept,
+    question_of,
+)
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import LazyGrad, alias_of
+from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.splitting import NORMS, NORMS_OF_ALL
 
@@ -66,13 +74,20 @@ class Desk:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, exchange: Exchange, answers: Answers, progress: Progress
+        self,
+        plan: Plan,
+        rank: int,
+        exchange: Exchange,
+        answers: Answers,
+        progress: Progress,
+        meter: Meter,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._exchange = exchange
         self._answers = answers
         self._progress = progress
+        self._meter = meter
         self._index = {slot: index for index, slot in enumerate(plan.slots)}
         #: by question and the changes before it: one number for each slot
         self._known: dict[tuple[str, int], torch.Tensor] = {}
@@ -109,24 +124,24 @@ class Desk:
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = self._slots(args[:1])
-        if slots is None or not _is_of_whole_tensor(func, args[1:], kwargs):
+        if slots is None or not is_of_whole_tensor(func, args[1:], kwargs):
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return [func(tensor, *args[1:], **kwargs) for tensor in tensors]
 
-        found = self._ask(_question(func, args[1:], kwargs), measure, slots)
+        found = self._ask(question_of(func, args[1:], kwargs), measure, slots)
         return NotImplemented if found is None else found[0]
 
     def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = self._slots(args[0])
-        if slots is None or not _are_plain([*args[1:], *kwargs.values()]):
+        if slots is None or not are_plain([*args[1:], *kwargs.values()]):
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return list(func(tensors, *args[1:], **kwargs)) if tensors else []
 
-        found = self._ask(_question(func, args[1:], kwargs), measure, slots)
+        found = self._ask(question_of(func, args[1:], kwargs), measure, slots)
         return NotImplemented if found is None else found
 
     def _ask(
@@ -165,8 +180,8 @@ class Desk:
             return None
         # What was read whole may have been changed out of sight.
         read = [index for index, slot in enumerate(self._plan.slots) if slot.is_read]
-        signature = _digest(f"{question} after {self._changes}, without {read}")
-        self._progress.wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
+        signature = digest(f"{question} after {self._changes}, without {read}")
+        self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
         own = torch.zeros(len(self._plan.slots), dtype=torch.float64, device="cpu")
         mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
         self._measure(own, mine, measure)
@@ -178,15 +193,18 @@ class Desk:
             total = self._answers.total(number, signature, own)
             return total is not None or not self._progress.outstanding
 
-        self._progress.wait(has_come, "the norms of other ranks' gradients")
+        self._wait(has_come, "the norms of other ranks' gradients")
         if total is None:
             return None
         shared = [slot for slot in self._plan.slots if self._plan.owner(slot) is None]
-        self._progress.wait(
-            lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum"
-        )
+        self._wait(lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum")
         self._measure(total, shared, measure)
         return total
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        began_ns = perf_counter_ns()
+        self._progress.wait(done, what)
+        self._meter.waited("norm of all gradients", began_ns, None)
 
     def _measure(
         self,
@@ -204,7 +222,7 @@ class Desk:
 
     def _change_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = self._slots(args[:1])
-        values = _kept([*args[1:]], kwargs)
+        values = kept([*args[1:]], kwargs)
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
@@ -213,16 +231,16 @@ class Desk:
             for tensor in tensors:
                 func(tensor, *numbers, **named)
 
-        self._note(slots, change, _question(func, numbers, named))
+        self._note(slots, change, question_of(func, numbers, named))
         return args[0]
 
     def _change_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = self._slots(args[0])
-        values = _kept([*args[1:]], kwargs)
+        values = kept([*args[1:]], kwargs)
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
-        what = _question(func, numbers, named)
+        what = question_of(func, numbers, named)
         self._note(slots, lambda tensors: func(tensors, *numbers, **named), what)
         return None
 
@@ -243,7 +261,7 @@ class Desk:
                 found.append(one.reshape(()))
             return found
 
-        question = _question(UNSCALE, (inverse,), {})
+        question = question_of(UNSCALE, (inverse,), {})
         infs = self._ask(question, measure, slots)
         if infs is None:
             return NotImplemented
@@ -254,7 +272,7 @@ class Desk:
 
     def _note(self, slots: Sequence[Slot], change: _Change, what: str) -> None:
         positions = [self._index[slot] for slot in slots]
-        self._changes = _digest(f"{self._changes} {what} of {positions}")
+        self._changes = digest(f"{self._changes} {what} of {positions}")
         for slot in slots:
             slot.changes.append(change)
 
@@ -270,50 +288,3 @@ class Desk:
                 return None
             slots.append(slot)
         return slots
-
-
-def _are_plain(values: Sequence[Any]) -> bool:
-    """Whether they are the same for all tensors: numbers, names, None."""
-    return all(
-        value is None or isinstance(value, (int, float, str, torch.dtype)) for value in values
-    )
-
-
-def _kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Numbers, and copies of tensors of one number; None if there is anything else."""
-    for value in [*args, *kwargs.values()]:
-        is_number = value is None or isinstance(value, (int, float))
-        if not is_number and not (type(value) is torch.Tensor and value.dim() == 0):
-            return None
-
-    def keep(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-    return [keep(value) for value in args], {name: keep(v) for name, v in kwargs.items()}
-
-
-def _is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` makes one number of any tensor, whatever its shape."""
-    named = {name: value for name, value in kwargs.items() if value not in (None, False)}
-    if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
-        return False
-    kind = args[0] if args else named.get("p", named.get("ord"))
-    if func is torch.linalg.norm:
-        return kind is None
-    return kind != "nuc" and _are_plain([kind, named.get("dtype")])
-
-
-def _question(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The same text on all ranks for the same call."""
-    values = [_number(value) for value in args]
-    named = sorted((name, _number(value)) for name, value in kwargs.items())
-    return f"{getattr(func, '__name__', func)} {values} {named}"
-
-
-def _number(value: Any) -> str:
-    return repr(value.item() if isinstance(value, torch.Tensor) else value)
-
-
-def _digest(text: str) -> int:
-    """A whole number that travels as float64."""
-    return zlib.crc32(text.encode())

@@ -7,9 +7,7 @@ ranks need not agree on an order.
 
 from __future__ import annotations
 
-import heapq
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
@@ -22,6 +20,8 @@ from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
+from bytesched.plugins.c10d.split.gathers import Gathers
+from bytesched.plugins.c10d.split.outbox import Outbox
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.session.carrier import Traffic
@@ -95,21 +95,35 @@ class Exchange:
         self._left = 0
         #: of each owned chunk, the sends of its sum that have not ended
         self._unsent: dict[int, int] = {}
-        self._queues: dict[int, list[tuple[int, int, CommTask]]] = {p: [] for p in self._peers}
+        self._outboxes = {
+            peer: Outbox(
+                self._changed,
+                is_over=lambda: self._over,
+                window=self._window,
+                begin=partial(self._send, peer),
+                end=partial(self._sent, peer),
+            )
+            for peer in self._peers
+        }
         self._sequence = 0
         self._started_ns: dict[int, int] = {}
         self._busy_ns = self._busy_since_ns = self._chunks = self._nbytes = 0
         self._closed = False
         self._error: BaseException | None = None
-        #: what is received in phase two of the current round and nobody waits for yet, front first
-        self._gathers: deque[tuple[CommTask, int, Any]] = deque()
+        gathers = Gathers(
+            self._changed,
+            is_over=lambda: self._over,
+            has_begun=self._begun,
+            receive=self._receive_foreign,
+            arrived=self._arrived,
+        )
         threads: list[tuple[str, Callable[[], None]]] = [
             ("bytesched-sums", self._sum_owned),
-            ("bytesched-gathers-front", self._gather_front),
-            ("bytesched-gathers-back", self._gather_back),
+            ("bytesched-gathers-front", gathers.run_front),
+            ("bytesched-gathers-back", gathers.run_back),
         ]
-        for peer in self._peers:
-            threads.append((f"bytesched-send-{peer}", partial(self._send_to, peer)))
+        for peer, outbox in self._outboxes.items():
+            threads.append((f"bytesched-send-{peer}", outbox.run))
         self._threads = [
             threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
             for name, run in threads
@@ -145,7 +159,7 @@ class Exchange:
             self._started_ns[chunk.index] = now_ns
             owner = self._plan.owners[chunk.index]
             if owner != self._group.rank:
-                self._enqueue(owner, (_TO_OWNER, self._next(), chunk))
+                self._outboxes[owner].put(_TO_OWNER, self._next(), chunk)
             self._changed.notify_all()
         if self._observers:
             self._observers.on_flow("s", chunk.index, "backward", now_ns)
@@ -237,80 +251,43 @@ class Exchange:
         with self._changed:
             self._unsummed -= 1
             self._unsent[chunk.index] = len(self._peers)
-            for peer in self._peers:
+            for outbox in self._outboxes.values():
                 place = self._next() if first == _TO_OWNER else chunk.index
-                self._enqueue(peer, (first, place, chunk))
+                outbox.put(first, place, chunk)
             self._changed.notify_all()
         self._tell_summed()
 
-    def _gather_front(self) -> None:
-        """Phase two: receives the sums of other owners, those of the front layers first."""
+    def _receive_foreign(self) -> list[tuple[CommTask, int, Any]]:
+        """Phase two: receives the sums of other owners."""
         shared = [chunk for chunk in self._foreign if chunk.index in self._plan.shared]
         shared.sort(key=self._plan.computed)
         others = [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
-        number = 0
-        while self._begun(number := number + 1):
-            # An owner sends its sum after it has all that this rank sends from the same memory.
-            works = [
-                (chunk, owner, self._receive(self._packer.memory(chunk), owner, chunk.index, 1))
-                for chunk in (*shared, *others)
-                for owner in [self._plan.owners[chunk.index]]
-            ]
-            with self._changed:
-                self._gathers.extend(works)
-                self._changed.notify_all()
-            while self._gather(from_front=True):
-                pass
+        # An owner sends its sum after it has all that this rank sends from the same memory.
+        return [
+            (chunk, owner, self._receive(self._packer.memory(chunk), owner, chunk.index, 1))
+            for chunk in (*shared, *others)
+            for owner in [self._plan.owners[chunk.index]]
+        ]
 
-    def _gather_back(self) -> None:
-        """Those of the back layers, which come while backward computes the front ones."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or self._gathers)
-                if self._over:
-                    return
-            self._gather(from_front=False)
-
-    def _gather(self, *, from_front: bool) -> bool:
-        """Waits for one of what is received; false if another thread waits for the last."""
-        with self._changed:
-            if not self._gathers:
-                return False
-            gather = self._gathers.popleft() if from_front else self._gathers.pop()
-        chunk, owner, work = gather
+    def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
         self._messages.wait(work, owner, task=chunk.name)
         self._finish(chunk)
-        return True
 
-    def _send_to(self, peer: int) -> None:
-        queue = self._queues[peer]
-        under_way: list[tuple[Any, CommTask]] = []
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or queue or under_way)
-                if self._over:
-                    return
-                is_next = queue and len(under_way) < self._window(queue[0][0])
-                message = heapq.heappop(queue) if is_next else None
-            if message is None:
-                work, chunk = under_way.pop(0)
-                self._messages.wait(work, peer, task=chunk.name)
-                self._sent(chunk)
-                continue
-            chunk = message[2]
-            is_sum = self._plan.owners[chunk.index] == self._group.rank
-            with record_function("bytesched::send"):
-                memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
-                tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
-                under_way.append((self._group.backend.send([memory], peer, tag), chunk))
+    def _send(self, peer: int, chunk: CommTask) -> Any:
+        is_sum = self._plan.owners[chunk.index] == self._group.rank
+        with record_function("bytesched::send"):
+            memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
+            tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
+            return self._group.backend.send([memory], peer, tag)
 
     def _window(self, phase: int) -> int:
         """How many messages there may be under way with the next one, which is of ``phase``."""
         is_urgent = phase == _TO_OWNER or len(self._submitted) == len(self._plan.chunks)
         return _WINDOW if is_urgent else 1
 
-    def _sent(self, chunk: CommTask) -> None:
-        """One more message of ``chunk`` has left; if it was the last, its memory is free."""
+    def _sent(self, peer: int, work: Any, chunk: CommTask) -> None:
+        """Waits until a message has left; if it was the last of a sum, its memory is free."""
+        self._messages.wait(work, peer, task=chunk.name)
         if self._plan.owners[chunk.index] != self._group.rank:
             return
         with self._changed:
@@ -341,9 +318,6 @@ class Exchange:
 
     def _receive(self, memory: torch.Tensor, peer: int, index: int, phase: int) -> Any:
         return self._group.backend.recv([memory], peer, _tag(index, phase))
-
-    def _enqueue(self, peer: int, message: tuple[int, int, CommTask]) -> None:
-        heapq.heappush(self._queues[peer], message)
 
     def _next(self) -> int:
         self._sequence += 1

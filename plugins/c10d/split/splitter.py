@@ -17,6 +17,7 @@ from bytesched.plugins.c10d.split.owners import owners_of
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
@@ -55,6 +56,7 @@ class ExchangeSplitter:
         progress: Progress,
         *,
         reduced: Callable[[CommTask], None],
+        meter: Meter,
         observers: Observers,
     ) -> ExchangeCarrier:
         with short_queues(_UNSENT_BYTES):
@@ -67,6 +69,7 @@ class ExchangeSplitter:
             progress,
             reduced=reduced,
             closed=self._close_group,
+            meter=meter,
             observers=observers,
         )
 
@@ -92,6 +95,7 @@ class ExchangeCarrier:
         *,
         reduced: Callable[[CommTask], None],
         closed: Callable[[Group], None],
+        meter: Meter,
         observers: Observers,
     ) -> None:
         self._groups = group, answers
@@ -112,7 +116,7 @@ class ExchangeCarrier:
             observers=observers,
         )
         self._answers = Answers(answers, len(plan.slots), arrived=notify, failed=progress.fail)
-        self.desk = Desk(plan, group.rank, self._exchange, self._answers, progress)
+        self.desk = Desk(plan, group.rank, self._exchange, self._answers, progress, meter)
 
     @property
     def traffic(self) -> Traffic:
