@@ -82,11 +82,12 @@ class Running:
     def begin_round(self, *, forward_seen: bool) -> None:
         """Makes the arena free for the gradients of a new round."""
         plan = self.plan
-        if not forward_seen and any(slot.used for slot in plan.slots):
+        # A gradient that was zeroed or taken away since then is no sum of both.
+        if not forward_seen and any(s.used and s.parameter.grad is s.lazy for s in plan.slots):
             raise PluginError(
                 f"backward() ran again on rank {self._rank} without a forward pass of the "
-                "wrapped model or a step() in between: gradients of the first may still be on "
-                "the wire"
+                "wrapped model, a step() or zero_grad() in between: gradients of the first may "
+                "still be on the wire"
             )
         for bundle in plan.bundles:
             for slot in bundle.slots:

@@ -170,6 +170,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         "scripts/find-python",
         "scripts/horovod-wheel",
         "scripts/mxnet-venv",
+        "scripts/trainers-venv",
         ".ci/run",
     ],
 )
@@ -221,9 +222,15 @@ def test_horovods_wheel_is_built_once(tmp_path: Path) -> None:
     assert (second.returncode, second.stdout) == (0, f"{kept}\n")
 
 
-def test_mxnets_environment_is_only_looked_for_if_asked_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [("mxnet-venv", "there is no MXNet for cp"), ("trainers-venv", "there are no trainers for")],
+)
+def test_an_environment_is_only_looked_for_if_asked_so(
+    script: str, missing: str, tmp_path: Path
+) -> None:
     run = subprocess.run(
-        [ROOT / "scripts" / "mxnet-venv", "--find", sys.executable],
+        [ROOT / "scripts" / script, "--find", sys.executable],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -231,7 +238,7 @@ def test_mxnets_environment_is_only_looked_for_if_asked_so(tmp_path: Path) -> No
         check=False,
     )
     assert (run.returncode, run.stdout) == (1, "")
-    assert "there is no MXNet for cp" in run.stderr
+    assert missing in run.stderr
     assert list(tmp_path.iterdir()) == []
 
 

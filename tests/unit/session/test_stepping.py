@@ -197,10 +197,40 @@ def test_two_optimizers_with_a_closure_each(loopback: Loopback) -> None:
                 loss.backward()
                 return loss
 
+            if training.session is not None and seed == 3:
+                training.flush()
+                loopback.hold()
             second.step(closure)
         trained.append(training)
+    assert all(is_held(weight) for weight in list(trained[0].model.parameters())[3:])
+    loopback.release()
     check_equal(*trained)
-    assert trained[0].crossed_steps()
+
+
+def test_two_optimizers_over_one_forward_pass_of_the_root(loopback: Loopback) -> None:
+    """As in manual optimisation of a trainer: all of it is inside what the root calls."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+            first, *others = self.parameters()
+            self.optimizers = torch.optim.SGD([first], lr=0.1), torch.optim.Adam(others, lr=0.01)
+
+        def forward(self, seed: int) -> None:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+                self.layers(inputs(seed)).square().mean().backward()
+                optimizer.step()
+
+    ours, plain = Inside(), Inside()
+    session = loopback.wrap(ours, ours.optimizers[0], **SMALL)
+    session.add_optimizer(ours.optimizers[1], torch.optim.Adam, cross=True)
+    for seed in range(4):
+        ours(seed)
+        plain(seed)
+    session.flush()
+    assert all(map(torch.equal, ours.state_dict().values(), plain.state_dict().values()))
 
 
 @pytest.mark.parametrize("first", ["whole", "other"])

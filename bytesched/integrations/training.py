@@ -1,0 +1,52 @@
+"""One training run of a trainer, wrapped from its beginning to its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from bytesched import plugins
+
+if TYPE_CHECKING:
+    from bytesched.config import ConfigFields
+
+__all__ = ["Training"]
+
+log = logging.getLogger("bytesched")
+
+
+class Training:
+    """Wraps optimizers as training begins, and takes the hooks off again as it ends.
+
+    Args:
+        fields: those of `Config`.
+    """
+
+    def __init__(self, fields: ConfigFields) -> None:
+        self._fields = fields
+        self._wrapped: list[Any] = []
+        self._stats: dict[str, int | float | str] = {"mode": "plain"}
+
+    def begin(self, optimizers: Iterable[Any], model: Any) -> None:
+        """Wraps ``optimizers`` over ``model``; collective. Raises `PluginError`."""
+        self.end()
+        for number, optimizer in enumerate(optimizers):
+            # One model has one session, and its settings.
+            fields = {} if number else self._fields
+            self._wrapped.append(plugins.wrap(optimizer, model, **fields))
+
+    def end(self) -> None:
+        """Everything is applied, and training is over."""
+        if not self._wrapped:
+            return
+        plugins.flush(self._wrapped[-1])
+        self._stats = plugins.stats(self._wrapped[-1])
+        for optimizer in self._wrapped:
+            plugins.unwrap(optimizer)
+        self._wrapped.clear()
+
+    @property
+    def stats(self) -> dict[str, int | float | str]:
+        """The figures of `bytesched.stats`, also after the end."""
+        return plugins.stats(self._wrapped[-1]) if self._wrapped else self._stats
