@@ -7,13 +7,16 @@ the *next* one is ordered, so that a replayed iteration begins without waiting.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
 
+from bytesched.errors import TransportError
 from bytesched.order import OrderLearner
 from bytesched.plugins.c10d.group import Group
 from bytesched.task import CommTask
@@ -24,6 +27,8 @@ __all__ = ["Follower", "Leader"]
 _BATCH: Final = 30
 _WORDS: Final = _BATCH + 2
 _TAG: Final = 7
+#: for messages that are under way when a session ends: what they say has happened already
+_LAST: Final = timedelta(seconds=1)
 #: what fails if a message cannot be sent or received
 _TASK: Final = "the leader's order"
 
@@ -66,6 +71,13 @@ class Leader:
         self._learner = OrderLearner() if replay else None
         self._mode = _LEAD
         self.replayed = None
+
+    def close(self) -> None:
+        """Lets go of messages, once they have arrived: each keeps the connections open."""
+        with contextlib.suppress(TransportError):
+            while self._sending:
+                self._group.wait_message(self._sending.popleft()[0], task=_TASK, limit=_LAST)
+        self._sending.clear()
 
     def announce(self, tasks: Sequence[CommTask]) -> None:
         """These start now, in this order."""

@@ -89,7 +89,7 @@ class LeadingOrder:
         return _order(self._leader)
 
     def close(self) -> None:
-        pass
+        self._leader.close()
 
     def _may_replay(self) -> bool:
         return self._setting.order in replayed_orders(self._group.size)

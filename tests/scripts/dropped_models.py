@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -119,3 +120,23 @@ def another_optimizer() -> bool:
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
         bytesched.unwrap(model)
     return all(torch.equal(plain, got) for plain, got in zip(*weights, strict=True))
+
+
+def left_alone(leaver: int, order: str) -> tuple[str, float]:
+    """What a rank raises that trains on after the other has unwrapped, and after how long."""
+    job = Job(wrapped=True, order=order, timeout_s=25.0)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=12)
+    raised, began_s = "", time.monotonic()
+    if job.rank != leaver:
+        try:
+            train(job, model, optimizer)
+            bytesched.flush(optimizer)
+        except bytesched.BytesschedError as error:
+            raised = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(bytesched.BytesschedError):
+        job.close()
+    took_s = time.monotonic() - began_s
+    dist.barrier()
+    return raised, took_s

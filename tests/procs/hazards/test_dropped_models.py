@@ -30,3 +30,16 @@ def test_the_last_step_of_a_dropped_model_is_applied(two_ranks: Ranks) -> None:
 
 def test_a_model_outlives_its_first_optimizer(two_ranks: Ranks) -> None:
     assert all(two_ranks.run(dropped.another_optimizer))
+
+
+@pytest.mark.parametrize("order", ["leader", "replay"])
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_trains_on_after_the_other_unwraps_is_not_left_waiting(
+    two_ranks: Ranks, leaver: int, order: str
+) -> None:
+    """The leader's last messages once kept its connections open."""
+    ends = two_ranks.run(dropped.left_alone, leaver, order)
+    raised, took_s = ends[1 - leaver]
+    assert raised.startswith(f"PeerLost: rank {leaver} on "), raised
+    assert took_s < 10
+    assert not ends[leaver][0]

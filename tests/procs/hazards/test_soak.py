@@ -1,0 +1,23 @@
+"""The soak, for some seconds: see scripts/soak."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from ranks import Ranks
+from soak import Soak
+
+TURNS, SECONDS = 60, 30.0
+
+
+@pytest.mark.slow
+def test_nothing_differs_and_nothing_stays(two_ranks: Ranks) -> None:
+    soak = Soak(two_ranks, seed=13, kinds={"script": 5, "wander": 5, "faulty": 2})
+    began_s = time.monotonic()
+    for number in range(TURNS):
+        soak.turn(number)
+        if soak.failures or time.monotonic() - began_s > SECONDS:
+            break
+    assert not soak.failures
+    assert not soak.leaks(), soak.report()

@@ -1,0 +1,166 @@
+"""Random turns on two ranks, one after the other, until a time is up: see scripts/soak."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import soak_cases as cases
+from ranks import Ranks, address_of, run_fresh
+
+#: after so many turns all that is made once per process is there
+_SETTLED = 8
+#: growth of one rank, from the end of the first quarter on, that is none
+_GROWTH_KIB = 48 * 1024
+
+#: how often each kind of turn is drawn
+_KINDS = {"script": 5, "wander": 5, "faulty": 2, "killed": 0.1}
+
+
+@dataclass
+class Soak:
+    """The turns of one seed, and what they have found."""
+
+    ranks: Ranks
+    seed: int
+    #: how often each kind of turn is drawn
+    kinds: dict[str, float] = field(default_factory=lambda: dict(_KINDS))
+    failures: list[str] = field(default_factory=list)
+    turns: Counter[str] = field(default_factory=Counter)
+    #: of each rank after every turn: threads, descriptors, resident KiB
+    left: list[list[tuple[int, int, int]]] = field(default_factory=list)
+
+    def turn(self, number: int) -> str:
+        """Runs a turn and looks at what it has left; what it was, in one line."""
+        draw = random.Random(f"{self.seed} {number}")
+        kind = draw.choices(list(self.kinds), list(self.kinds.values()))[0]
+        self.turns[kind] += 1
+        run: Callable[[random.Random, str], str] = getattr(self, f"_{kind}")
+        what = run(draw, f"{self.seed}.{number}")
+        self.left.append(self.ranks.run(cases.left))
+        return f"{number} {kind} {what}"
+
+    def _script(self, draw: random.Random, seed: str) -> str:
+        name = draw.choice(sorted(cases.scripts()))
+        options = _settings(draw)
+        self._compare(cases.scripts()[name], (), options, f"{name} {options}")
+        return f"{name} {options}"
+
+    def _wander(self, draw: random.Random, seed: str) -> str:
+        options = _settings(draw)
+        self._compare(cases.wander, (seed,), options, f"{seed} {options}")
+        return str(options)
+
+    def _compare(
+        self, script: Callable[..., None], args: tuple[Any, ...], options: Any, what: str
+    ) -> None:
+        for rank, found in enumerate(
+            self.ranks.run(cases.same, address_of(script), args, options, timeout_s=90.0)
+        ):
+            if found:
+                self.failures.append(f"{what}: rank {rank}: {found[:5]}")
+
+    def _faulty(self, draw: random.Random, seed: str) -> str:
+        fault, options = _fault(draw), _settings(draw, tuned=False)
+        raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=90.0)
+        if any(raised) and raised[fault[0]] != "Fault":
+            self.failures.append(f"{seed} {fault} {options}: {raised}")
+        return f"{fault} {options}: {raised}"
+
+    def _killed(self, draw: random.Random, seed: str) -> str:
+        fault, options = _fault(draw), _settings(draw, tuned=False)
+        ended = run_fresh(cases.killed, args=(seed, fault, options), timeout_s=90.0)
+        said = ended[1 - fault[0]].stdout.strip()
+        codes = [end.code for end in ended]
+        reached = codes[fault[0]] == -9
+        if codes[1 - fault[0]] != 0 or (not reached and "nothing" not in said):
+            self.failures.append(f"{seed} {fault} {options}: {codes} {said}\n{ended[1 - fault[0]]}")
+        return f"{fault} {options}: {codes} {said}"
+
+    def leaks(self) -> list[str]:
+        """What has grown from turn to turn."""
+        found = []
+        if len(self.left) <= _SETTLED:
+            return found
+        for rank in range(len(self.left[0])):
+            threads, descriptors, resident = zip(
+                *(turn[rank] for turn in self.left[_SETTLED:]), strict=True
+            )
+            for what, numbers in (("threads", threads), ("descriptors", descriptors)):
+                if numbers[-1] > numbers[0]:
+                    found.append(f"rank {rank}: {what} {numbers[0]} -> {numbers[-1]}")
+            growth = resident[-1] - resident[len(resident) // 4]
+            if growth > _GROWTH_KIB:
+                found.append(f"rank {rank}: {growth} KiB more")
+        return found
+
+    def report(self) -> str:
+        """Figures, in a few lines."""
+        lines = [", ".join(f"{count} {kind}" for kind, count in sorted(self.turns.items()))]
+        for rank, (first, last) in enumerate(
+            zip(self.left[min(_SETTLED, len(self.left) - 1)], self.left[-1], strict=True)
+        ):
+            lines.append(
+                f"rank {rank}: threads {first[0]} -> {last[0]}, descriptors {first[1]} -> "
+                f"{last[1]}, resident {first[2] // 1024} -> {last[2] // 1024} MiB"
+            )
+        return "\n".join(lines)
+
+
+def _settings(draw: random.Random, *, tuned: bool = True) -> dict[str, Any]:
+    partition_bytes = draw.choice((0, 64, 100, 256, 1024, 1 << 16))
+    settings = {
+        "partition_bytes": partition_bytes,
+        "credit_bytes": draw.choice((0, 1, 2, 8)) * (partition_bytes or 1 << 16),
+        "policy": draw.choice(("priority", "fifo")),
+        "order": draw.choice(("auto", "leader", "replay")),
+        "split": draw.choice(("off", "off", "auto", "on")),
+        "cross_barrier": draw.random() < 0.9,
+    }
+    if tuned and draw.random() < 0.2:
+        settings |= {"restless": True, "split": "off"}
+    return settings
+
+
+def _fault(draw: random.Random) -> tuple[int, int, str]:
+    return draw.randrange(2), draw.randrange(6), draw.choice(cases.MOMENTS)
+
+
+def main(argv: list[str]) -> int:
+    """Runs turns for some minutes; 1 if one of them found anything."""
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
+    parser.add_argument("--turn", type=int, default=None, help="only this one")
+    options = parser.parse_args(argv)
+    seed = random.randrange(1 << 30) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    soak = Soak(Ranks(2), seed)
+    number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
+    while True:
+        seen = len(soak.failures)
+        print(soak.turn(number), flush=True)
+        for failure in soak.failures[seen:]:
+            print(f"FAILED {failure}", flush=True)
+        number += 1
+        if options.turn is not None or time.monotonic() > until_s:
+            break
+    soak.ranks.close()
+    found = soak.failures + soak.leaks()
+    print(soak.report())
+    print("\n".join(found) or "nothing found")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
