@@ -30,8 +30,8 @@ from bytesched.errors import BytesschedError
 
 #: need arguments of DDP or of the job that are not drawn here
 _LEFT_OUT = frozenset({"called_by_method", "different_starts", "subgroups"})
-#: the first error of a rank whose peer has raised comes long before
-_TIMEOUT_S = 20.0
+#: the first error of a rank whose peer has raised comes long before, also on a busy machine
+_TIMEOUT_S = 60.0
 #: a thread that has ended may be listed for a moment
 _PATIENCE_S = 5.0
 

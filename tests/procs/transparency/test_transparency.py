@@ -9,6 +9,7 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
+import torch
 from comparing import check
 from ranks import Ranks
 from training import STEPS, Job, adamw, mlp, sgd, train
@@ -65,6 +66,11 @@ def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
 )
 def test_optimizer_that_cannot_be_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, mode="backward")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
+def test_muon(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.muon, mode="backward")
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
