@@ -89,7 +89,7 @@ class Soak:
 
     def leaks(self) -> list[str]:
         """What has grown from turn to turn."""
-        found = []
+        found: list[str] = []
         if len(self.left) <= _SETTLED:
             return found
         for rank in range(len(self.left[0])):
