@@ -148,8 +148,8 @@ def unwrap(x: object) -> object:
 def stats(x: object = None) -> dict[str, int | float | str]:
     """Return the figures of a wrapped object, flat, with units in the names.
 
-    Without `x`, of the optimizer that was wrapped last, of those that have not failed. What each
-    of them means stands in `bytesched.figures.Figures`.
+    Without `x`, of the optimizer that was wrapped last, of those that have not failed; where all
+    have ended, of the last one. What each of them means stands in `bytesched.figures.Figures`.
     """
     from bytesched import plugins
 

@@ -17,6 +17,8 @@ class Figures(TypedDict):
     """Of these, how many returned while gradients were still on their way."""
     barrier_crossed_pct: float
     """Share of all bytes that arrived after `step()` had returned."""
+    reason: str
+    """Why less than half of all bytes did; empty where more did."""
     exposed_comm_ms: float
     """Time for which the training thread waited for communication."""
     comm_ms: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +14,9 @@ if __name__ != "bytesched.plugins":
     )
 
 from bytesched.config import Config
-from bytesched.plugins.registry import announce, flush, stats, unwrap
-from bytesched.plugins.wrapping import settings, wrap_optimizer
+from bytesched.errors import BytesschedError, in_one_line
+from bytesched.plugins.registry import announce, flush, is_wrapped, stats, unwrap
+from bytesched.plugins.wrapping import check, settings, wrap_optimizer
 
 if TYPE_CHECKING:
     from bytesched.plugins.registry import Wrapped
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["flush", "separable", "stats", "unwrap", "wrap"]
 
 ClassT = TypeVar("ClassT", bound=type)
+
+log = logging.getLogger("bytesched")
 
 
 def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
@@ -39,12 +43,21 @@ def separable(cls: ClassT) -> ClassT:
 
 def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
     """As :func:`wrap`, for what was found in a script that does not call it."""
-    config = settings(fields)
-    if model is None and type(optimizer).__module__.split(".")[0] == "mxnet":
+    is_mxnet = model is None and type(optimizer).__module__.split(".")[0] == "mxnet"
+    is_store = model is None and all(hasattr(optimizer, n) for n in ("init", "push", "pull"))
+    try:
+        config = settings(fields)
+        if not is_mxnet and not is_store:
+            check(optimizer, model)
+    except BytesschedError as error:
+        if kvstore is None:
+            _decline(optimizer, model, error)
+        raise
+    if is_mxnet:
         from bytesched.plugins.mxnet.begin import begin as wrap_mxnet
 
         return wrap_mxnet(optimizer, config)
-    if model is None and all(hasattr(optimizer, name) for name in ("init", "push", "pull")):
+    if is_store:
         from bytesched.plugins.kvstore.begin import begin as wrap_store
 
         return wrap_store(optimizer, config)
@@ -60,10 +73,32 @@ def _begin(
         from bytesched.plugins.kvstore.training.begin import begin as begin_over_store
 
         return begin_over_store(optimizer, model, kvstore, config)
-    if "horovod.torch" in sys.modules and hasattr(optimizer, "_allreduce_grad_async"):
+    if _is_horovods(optimizer):
         from bytesched.plugins.horovod.optimizer import begin as begin_over_horovod
 
         return begin_over_horovod(optimizer, model, config)
     from bytesched.plugins.c10d.ddp import begin as begin_over_c10d
 
     return begin_over_c10d(optimizer, model, config, is_configured=is_configured)
+
+
+def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
+    """The other ranks, which may wrap and wait for this one, are left its ``error``."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module) or is_wrapped(optimizer):
+        return
+    try:
+        if _is_horovods(optimizer):
+            from bytesched.plugins.horovod.optimizer import decline as decline_over_horovod
+
+            decline_over_horovod(optimizer, in_one_line(error))
+            return
+        from bytesched.plugins.c10d.ddp import decline as decline_over_c10d
+
+        decline_over_c10d(model, in_one_line(error))
+    except Exception:
+        log.debug("the other ranks do not know of the error", exc_info=True)
+
+
+def _is_horovods(optimizer: Any) -> bool:
+    return "horovod.torch" in sys.modules and hasattr(optimizer, "_allreduce_grad_async")

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,6 +21,7 @@ __all__ = [
     "add",
     "announce",
     "before_wrap",
+    "ended",
     "flush",
     "is_wrapped",
     "kind_of_store",
@@ -91,6 +93,9 @@ _entries: dict[_Entry, None] = {}
 
 #: sessions whose models are gone, until they have ended
 _ending: dict[Wrapped, None] = {}
+
+#: of sessions that have ended, the latest last
+_ended: deque[dict[str, int | float | str]] = deque(maxlen=8)
 
 _store_kinds: list[type[Any]] = []
 
@@ -170,7 +175,14 @@ def stats(x: Any = None) -> dict[str, int | float | str]:
         return store.stats()
     found = sessions(x)
     alive = [session for session in found if session.error is None]
-    return (alive or found)[-1].stats() if found else {"mode": "plain"}
+    if found:
+        return (alive or found)[-1].stats()
+    return ended()[-1] if x is None and _ended else {"mode": "plain"}
+
+
+def ended() -> list[dict[str, int | float | str]]:
+    """The figures of the last sessions that have ended, the latest last."""
+    return list(_ended)
 
 
 def unwrap(x: Any) -> Any:
@@ -185,6 +197,7 @@ def unwrap(x: Any) -> Any:
         try:
             session.flush()
         finally:
+            _keep_figures(session)
             session.close()
             _forget(session)
     return x
@@ -281,7 +294,15 @@ def _after_fork() -> None:
     _entries.clear()
 
 
+def _keep_figures(session: Wrapped) -> None:
+    try:
+        _ended.append(session.stats())
+    except Exception:
+        log.exception("%r has no figures", session)
+
+
 def _close(session: Wrapped) -> None:
+    _keep_figures(session)
     try:
         # After an error, what was not updated shall not be read as if it had been.
         session.close(release_parameters=session.error is None)

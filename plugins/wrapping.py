@@ -11,7 +11,7 @@ from bytesched.plugins import registry
 from bytesched.policy import named_policy
 from bytesched.tunable import find_tuner
 
-__all__ = ["Begin", "settings", "wrap_optimizer"]
+__all__ = ["Begin", "check", "settings", "wrap_optimizer"]
 
 #: makes the session behind an optimizer of a model, or None if it stays as it was; collective
 Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
@@ -20,7 +20,7 @@ Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
 def settings(fields: dict[str, Any]) -> Config:
     """The settings of a wrap.
 
-    Raises `ConfigError` for what is wrong with them, on every rank, before the first collective.
+    Raises `ConfigError` for what is wrong with them, before the first collective.
     """
     config = Config.load(**fields)
     named_policy(config.policy)
@@ -28,8 +28,8 @@ def settings(fields: dict[str, Any]) -> Config:
     return config
 
 
-def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> Any:
-    """``optimizer``, whose session is begun and registered. Raises `PluginError`."""
+def check(optimizer: Any, model: Any) -> None:
+    """Raises `PluginError` unless ``optimizer`` may be wrapped with ``model``."""
     try:
         import torch
     except ImportError as error:
@@ -40,6 +40,10 @@ def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> 
         raise PluginError(f"{type(model).__name__} is not a torch module")
     if registry.is_wrapped(optimizer):
         raise PluginError("this optimizer is wrapped already; unwrap it first")
+
+
+def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> Any:
+    """``optimizer``, which was checked, whose session is begun and registered."""
     session = begin(optimizer, model, config)
     if session is not None:
         registry.add(optimizer, session)

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import"]
+__all__ = ["Action", "after_import"]
 
 Action = Callable[[Any], None]
 

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from types import CodeType
 from typing import Any
 
 from bytesched import log
@@ -15,6 +17,7 @@ from bytesched.config import Config, set_on_command_line
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.policy import named_policy
+from bytesched.run.copies import watch_copies
 from bytesched.run.script import compiled, run_file, run_module
 from bytesched.run.watch import noticed_something, watch
 
@@ -43,24 +46,39 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         parser.error(str(error))
     log.show(config.log_level, rank_view().rank)
-    if arguments.is_module:
-        _prepare(config)
-        run_module(program, rest)
-        return 0
     try:
-        code = compiled(program)
+        code = None if arguments.is_module else compiled(program)
     except OSError as error:
         parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
-    _prepare(config)
-    run_file(program, code, rest)
+    if config.enabled:
+        _watch(program, is_module=arguments.is_module)
+        # Registered before anything of the script, so called after it.
+        atexit.register(_say_if_nothing)
+    _run(program, code, rest)
     return 0
 
 
-def _prepare(config: Config) -> None:
-    if config.enabled:
-        watch()
-        # Registered before anything of the script, so called after it.
-        atexit.register(_say_if_nothing)
+def run_copy(argv: Sequence[str]) -> None:
+    """Run a copy of the script, which this one was started with, as the script's own child.
+
+    Settings are in the environment already.
+    """
+    is_module = argv[0] == "-m"
+    program, *rest = argv[is_module:]
+    code = None if is_module else compiled(program)
+    _watch(program, is_module=is_module)
+    _run(program, code, rest)
+
+
+def _watch(program: str, *, is_module: bool) -> None:
+    watch({"subprocess": partial(watch_copies, program=program, is_module=is_module)})
+
+
+def _run(program: str, code: CodeType | None, arguments: Sequence[str]) -> None:
+    if code is None:
+        run_module(program, arguments)
+    else:
+        run_file(program, code, arguments)
 
 
 def _say_if_nothing() -> None:

@@ -8,23 +8,28 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from bytesched.run.after_import import after_import
+from bytesched.run.after_import import Action, after_import
 
 __all__ = ["noticed_something", "watch"]
 
 _INTERCEPT = "bytesched.plugins.script.intercept"
 
 
-def watch() -> None:
+def watch(also: Mapping[str, Action] = MappingProxyType({})) -> None:
     """Notice, from now on, every DistributedDataParallel and every Horovod optimizer.
 
     The same goes for processes that `multiprocessing` or `horovod.run` starts afresh.
+
+    Args:
+        also: what to call, in this process alone, after the import of other modules.
     """
     after_import(
         {
+            **also,
             "torch.nn.modules.module": _watch_ddp,
             "horovod.torch.optimizer": _watch_horovod,
             "horovod.runner": _watch_horovod_run,

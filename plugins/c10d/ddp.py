@@ -20,6 +20,7 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
+from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.joining import joining
 from bytesched.plugins.c10d.opening import open_group
@@ -32,18 +33,24 @@ from bytesched.plugins.session.agree import statements
 from bytesched.plugins.session.beginning import add_optimizer, slots_of, stays_plain
 from bytesched.plugins.session.session import Session
 
-__all__ = ["attach", "begin", "broadcast", "find_ddp", "why_plain", "why_whole"]
+__all__ = [
+    "attach",
+    "base_of",
+    "begin",
+    "broadcast",
+    "decline",
+    "find_ddp",
+    "why_plain",
+    "why_whole",
+]
 
 log = logging.getLogger("bytesched")
-
-#: numbers sessions in the order of wrapping, which is the same on all ranks
-_number = itertools.count()
 
 
 def why_plain(model: nn.Module) -> str:
     """Why gradients of ``model`` cannot be scheduled at all; empty if they can."""
     ddp = find_ddp(model)
-    if _base(model).size() == 1:
+    if base_of(model).size() == 1:
         return "there is one rank"
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -69,7 +76,7 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def _base(model: nn.Module) -> dist.ProcessGroup:
+def base_of(model: nn.Module) -> dist.ProcessGroup:
     """The user's group, over whose ranks the gradients of ``model`` are averaged."""
     ddp = find_ddp(model)
     return ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
@@ -92,43 +99,65 @@ def begin(
     if not dist.is_available() or not dist.is_initialized():
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     show(config.log_level, dist.get_rank())
-    if stays_plain(why_plain(model) if config.enabled else "enabled is off"):
-        return None
-    optimizer = stepping_optimizer(optimizer)
-    why = why_whole(optimizer, model, config)
+    why = why_plain(model) if config.enabled else "enabled is off"
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, Session)]
-    if known and is_configured:
-        log.warning("this model is wrapped already: the settings of then hold")
-    session = known[0] if known else attach(optimizer, model, config)
-    try:
-        add_optimizer(session, optimizer, type(optimizer), why)
-    except BaseException:
+    if stays_plain(why):
         if not known:
+            decline(model, why)
+        return None
+    if known:
+        if is_configured:
+            log.warning("this model is wrapped already: the settings of then hold")
+        optimizer = stepping_optimizer(optimizer)
+        add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
+        return known[0]
+    with Entry(base_of(model)) as entry:
+        optimizer = stepping_optimizer(optimizer)
+        why = why_whole(optimizer, model, config)
+        session = attach(optimizer, model, config, entry)
+        try:
+            add_optimizer(session, optimizer, type(optimizer), why)
+            # From here on they train together, so none of them may be left behind.
+            entry.agree([], config.timeout_s)
+        except BaseException:
             session.close()
-        raise
+            raise
     return session
 
 
-def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
-    """A session for ``model``, to which ``optimizer`` is to be added; collective."""
+def decline(model: nn.Module, why: str) -> None:
+    """Where others wrap ``model``, this rank does not, and they raise its reason ``why``."""
+    if dist.is_available() and dist.is_initialized() and base_of(model).size() > 1:
+        Entry(base_of(model)).decline(why)
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
+) -> Session:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective.
+
+    Args:
+        entry: what the ranks go through together.
+    """
     ddp = find_ddp(model)
     if ddp is None:
         _refuse_part_of_ddp(model)
-    base = _base(model)
+    base = base_of(model)
     ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
     slots = slots_of(model, optimizer, ignored=ignored)
     kind = base._get_backend(slots[0].parameter.device).name()
-    name = f"session{next(_number)}"
+    entry.agree(
+        [
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {_find_unused(ddp, config)}",
+            f"static_graph = {ddp is not None and ddp.static_graph}",
+        ],
+        config.timeout_s,
+    )
+    name = f"session{entry.number}"
     with joining(base, name, config) as ranks:
         data, control = ranks.open("data", kind), ranks.open("control")
-        ranks.agree(
-            [
-                *statements(slots, optimizer, config),
-                f"find_unused_parameters = {_find_unused(ddp, config)}",
-                f"static_graph = {ddp is not None and ddp.static_graph}",
-            ]
-        )
         buffers = None
         if ddp is not None and kind in ("gloo", "nccl") and _broadcasts_buffers(ddp):
             buffers = ranks.open("buffers")
@@ -249,7 +278,7 @@ def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | 
 
 
 def _is_nccl(model: nn.Module) -> bool:
-    backend = _base(model)._get_backend(next(model.parameters()).device)
+    backend = base_of(model)._get_backend(next(model.parameters()).device)
     return bool(backend.name() == "nccl")
 
 

@@ -6,7 +6,6 @@ It stays what it is, a shell: its gradient hooks mark when a gradient is complet
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import replace
 from functools import partial
@@ -18,28 +17,28 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
-from bytesched.errors import PluginError
+from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
 from bytesched.plugins.horovod.backend import HorovodBackend
 from bytesched.plugins.horovod.elastic import Elastic
 from bytesched.plugins.horovod.ending import watch_endings
+from bytesched.plugins.horovod.entry import Entry
 from bytesched.plugins.horovod.shell import Shell
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import announce
 from bytesched.plugins.session import beginning
-from bytesched.plugins.session.agree import agree, statements
+from bytesched.plugins.session.agree import statements
 from bytesched.plugins.session.beginning import add_optimizer, stays_plain
 from bytesched.plugins.session.session import Session
-from bytesched.plugins.wrapping import settings, wrap_optimizer
+from bytesched.plugins.wrapping import check, settings, wrap_optimizer
 from bytesched.trace.observers import observers_of
 
-__all__ = ["ScheduledOptimizer", "attach", "begin", "why_plain", "why_whole"]
+__all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
 
-#: sessions of this process
-_number = itertools.count()
+_OFF: Final = "enabled is off"
 
 #: what Horovod can reduce
 _DTYPES: Final = (torch.float16, torch.float32, torch.float64)
@@ -61,7 +60,13 @@ def ScheduledOptimizer(
             "use bytesched.wrap, or make it so first"
         )
     announce(optimizer, model)
-    wrapped: torch.optim.Optimizer = wrap_optimizer(optimizer, model, settings(fields), begin)
+    try:
+        config = settings(fields)
+        check(optimizer, model)
+    except BytesschedError as error:
+        decline(optimizer, in_one_line(error))
+        raise
+    wrapped: torch.optim.Optimizer = wrap_optimizer(optimizer, model, config, begin)
     return wrapped
 
 
@@ -108,16 +113,30 @@ def begin(
 
 def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
-    if stays_plain(why_plain(optimizer, model, config) if config.enabled else "enabled is off"):
+    if stays_plain(why := why_plain(optimizer, model, config) if config.enabled else _OFF):
+        decline(optimizer, why)
         return None
-    why = why_whole(optimizer, model, config)
-    session = attach(optimizer, model, config)
-    try:
-        add_optimizer(session, optimizer, updating_class(optimizer), why)
-    except BaseException:
-        session.close()
-        raise
+    with Entry(vars(optimizer)["process_set"], config.timeout_s) as entry:
+        why = why_whole(optimizer, model, config)
+        session = attach(optimizer, model, config, entry)
+        try:
+            add_optimizer(session, optimizer, updating_class(optimizer), why)
+            # From here on they train together, so none of them may be left behind.
+            entry.agree([])
+        except BaseException:
+            session.close()
+            raise
     return session
+
+
+def decline(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Where others wrap ``optimizer``, this rank does not, and they raise its reason ``why``."""
+    process_set = vars(optimizer).get("process_set")
+    # An elastic rank may be alone in what it does now, until the next reset.
+    if not hvd.is_initialized() or process_set is None or is_horovod_elastic():
+        return
+    if process_set.included() and process_set.size() > 1:
+        Entry(process_set, Config.timeout_s).decline(why)
 
 
 def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -125,28 +144,35 @@ def updating_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
     return type(optimizer).__bases__[0]
 
 
-def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session:
-    """A session for ``optimizer``; collective over its process set."""
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
+) -> Session:
+    """A session for ``optimizer``; collective over its process set.
+
+    Args:
+        entry: what the ranks go through together.
+    """
     shell: Any = optimizer
     if config.compression == "none":
         config = replace(config, compression=_WIRES[shell._compression])
+    slots = _slots(optimizer, model)
+    entry.agree(
+        [
+            *statements(slots, optimizer, config),
+            f"op = {shell.op}",
+            f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
+            f"backward_passes_per_step = {shell.backward_passes_per_step}",
+        ]
+    )
     backend = HorovodBackend(
         shell.process_set,
         average=shell.op == hvd.Average,
         # Horovod does not apply it to groups.
         predivide=1.0 if shell._groups is not None else shell.gradient_predivide_factor,
-        name=_session_name(shell.process_set, config.timeout_s),
+        name=entry.name,
         timeout_s=config.timeout_s,
         tuned=config.tune,
     )
-    slots = _slots(optimizer, model)
-    shared = [
-        *statements(slots, optimizer, config),
-        f"op = {shell.op}",
-        f"gradient_predivide_factor = {shell.gradient_predivide_factor}",
-        f"backward_passes_per_step = {shell.backward_passes_per_step}",
-    ]
-    agree(shared, backend.rank, backend.gather_text)
     session = Session(
         model,
         slots,
@@ -162,19 +188,6 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -
     session.take_over(carrier.take_over, can_stop=can_stop)
     session.on_close(watch_endings(session, config.timeout_s, tunes=config.tune))
     return session
-
-
-def _session_name(process_set: hvd.ProcessSet, timeout_s: float) -> str:
-    """A name that no rank of ``process_set`` has used; a rank that joined late has used fewer."""
-    number = next(_number)
-    ranks = HorovodBackend(
-        process_set, average=False, predivide=1.0, name="bytesched", timeout_s=timeout_s
-    )
-    used = [int(text) for text in ranks.gather_text("session", str(number))]
-    name = f"bytesched.{max(used)}"
-    for _ in range(max(used) - number):
-        next(_number)
-    return name
 
 
 def _slots(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Slot]:

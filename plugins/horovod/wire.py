@@ -116,18 +116,25 @@ class Wire:
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank."""
+        return self.texts(self.announce_text(key, text))
+
+    def announce_text(self, key: str, text: str) -> tuple[int, int]:
+        """Announces this rank's ``text`` under ``key``; returns what ``texts`` takes."""
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(mine)], device="cpu"), f"{self._name}.{key}.size")
-        texts = self._gather(mine, f"{self._name}.{key}")
+        return sizes, self._gather(mine, f"{self._name}.{key}")
+
+    def texts(self, works: tuple[int, int]) -> list[str]:
+        """Every rank's text, by rank, when all have announced theirs."""
+        sizes, texts = (self.wait(work, task=f"{self._name}: texts") for work in works)
         return [part.numpy().tobytes().decode() for part in texts.split(sizes.tolist())]
 
-    def _gather(self, tensor: Tensor, name: str) -> Tensor:
+    def _gather(self, tensor: Tensor, name: str) -> int:
         try:
-            work = hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+            work: int = hvd.allgather_async(tensor, name=name, process_set=self._process_set)
         except HorovodInternalError as error:
             raise self.error(error, task=name) from error
-        gathered: Tensor = self.wait(work, task=name)
-        return gathered
+        return work
 
     def wait(self, work: int, *, task: str = "") -> Any:
         """The tensor that ``work`` made, when it has; naps meanwhile."""

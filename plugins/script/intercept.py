@@ -8,6 +8,7 @@ parameters that is called. All ranks decide alike, at the same moment, as they r
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,15 @@ from torch.optim.optimizer import (
 )
 
 from bytesched.environment import is_horovod_elastic
-from bytesched.plugins.registry import before_wrap
+from bytesched.plugins.registry import before_wrap, ended
+from bytesched.plugins.script.kinds import WatchedDdp, WatchedHorovod
 from bytesched.plugins.script.owners import parameter_ids
-from bytesched.plugins.script.watched import Watched, WatchedDdp, WatchedHorovod
+from bytesched.plugins.script.summary import summary
+from bytesched.plugins.script.watched import Watched, reasons
 
-__all__ = ["ddp_made", "horovod_optimizer_made"]
+__all__ = ["ddp_made", "horovod_optimizer_made", "say_undecided"]
+
+log = logging.getLogger("bytesched")
 
 _models: list[Watched] = []
 
@@ -87,9 +92,17 @@ def _script_wraps(optimizer: Any, model: Any) -> None:
 
 @atexit.register
 def _at_exit() -> None:
+    """After that of the registry, which is registered later."""
     if not hasattr(sys, "last_value"):
-        for model in _models:
-            model.say_if_undecided()
+        say_undecided()
+        for line in summary(ended(), reasons()):
+            log.info("%s", line)
+
+
+def say_undecided() -> None:
+    """Says why models were left as they were about which nothing was decided."""
+    for model in _models:
+        model.say_if_undecided()
 
 
 register_optimizer_step_pre_hook(_before_step)

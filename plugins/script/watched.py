@@ -5,32 +5,54 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Final
-from weakref import WeakSet, ref
+from typing import Any, Final, Protocol
+from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from bytesched.config import Config
-from bytesched.errors import BytesschedError
+from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
 from bytesched.plugins import wrap_found
 from bytesched.plugins.proxies.hooks import StayingHook
 from bytesched.plugins.registry import is_wrapped, unwrap
-from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
+from bytesched.plugins.script.calls import is_in_a_mode
+from bytesched.plugins.script.owners import parameter_ids
+from bytesched.plugins.session.agree import settings
 
-__all__ = ["Watched", "WatchedDdp", "WatchedHorovod"]
+__all__ = ["Announced", "Watched", "reasons"]
 
 log = logging.getLogger("bytesched")
 
 #: calls of step() in which a forward pass must have been seen; Horovod makes two of one
 _PATIENCE: Final = 4
 
-_said: set[str] = set()
+#: why models were left as they were, and which
+_said: dict[str, str] = {}
+
+
+def reasons() -> list[str]:
+    """Why models were left as they were, in the order of that."""
+    return [f"{name}: {why}" for why, name in _said.items()]
+
+
+class Announced(Protocol):
+    """What this rank has announced to the others."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is for this rank to log what comes of it."""
+
+    def objection(self) -> str:
+        """Why the ranks do not wrap together, the same on all of them; empty if they do.
+
+        To be called once the ranks have done something together since.
+        """
+
+    def withdraw(self, why: str) -> None:
+        """This rank does not wrap after all."""
 
 
 class _Trigger(StayingHook):
@@ -44,8 +66,13 @@ class _Trigger(StayingHook):
 class Watched(ABC):
     """A model whose gradients are reduced, from its making to the moment of the wrap.
 
-    The moment is a forward pass under grad, once model and optimizer are known.
+    The moment is a forward pass under grad, once model and optimizer are known and all ranks have
+    announced that they are about to wrap. A rank announces that, and lets the ranks do something
+    together: whoever was to announce anything at the same point has done so by the end of that.
     """
+
+    #: what `_clock` counts
+    ticks: str
 
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
@@ -56,6 +83,8 @@ class Watched(ABC):
         self._triggers: list[RemovableHandle] = []
         #: calls of step() since the triggers were set, by id of the optimizer
         self._steps: Counter[int] = Counter()
+        #: the announcement of this rank, and the clock then
+        self._announced: tuple[Announced, int] | None = None
         #: optimizers that are wrapped, left alone, or nothing to do with this model
         self._settled: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -80,6 +109,18 @@ class Watched(ABC):
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` updates this model."""
 
+    @abstractmethod
+    def _announce(self, statements: list[str]) -> Announced | None:
+        """Announces them to the other ranks; None where these are known to do the same."""
+
+    @abstractmethod
+    def _clock(self) -> int:
+        """Counts what the ranks do together, each time that they do."""
+
+    def _counts(self) -> bool:
+        """Whether the step that begins is one of training."""
+        return True
+
     def _why_not(self) -> str:
         """Why it is left as it is, where ``wrap`` does not log that once itself; else empty."""
         return ""
@@ -99,12 +140,17 @@ class Watched(ABC):
         self._steps.clear()
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or _in_a_mode():
+        if not torch.is_grad_enabled() or is_in_a_mode():
+            return
+        try:
+            if not self._is_agreed():
+                return
+        except Exception as error:
+            log.debug("%s: the ranks did not agree", self.name, exc_info=True)
+            self.close()
+            self._say(in_one_line(error))
             return
         self._disarm()
-        if why := self._why_not():
-            self._leave(why)
-            return
         self._is_decided = True
         already = set(module._forward_pre_hooks)
         for optimizer in self._optimizers():
@@ -115,6 +161,36 @@ class Watched(ABC):
             if key not in already:
                 hook(module, args)
 
+    def _is_agreed(self) -> bool:
+        """Whether all ranks wrap in this forward pass."""
+        if self._announced is None:
+            if why := self._why_not():
+                self._leave(why)
+                return False
+            announced = self._announce(self._intent())
+            if announced is None:
+                return True
+            self._announced = announced, self._clock()
+            self._steps = Counter(dict.fromkeys(self._steps, 1))
+            return False
+        announced, clock = self._announced
+        if clock == self._clock():
+            return False
+        self._announced = None
+        if why := announced.objection():
+            self.close()
+            self._say(why, logging.WARNING if announced.is_first else logging.DEBUG)
+        return not why
+
+    def _intent(self) -> list[str]:
+        """What has to be the same on all ranks, a line for each."""
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers())
+        return [
+            f"{self.name} after {self._clock()} {self.ticks}",
+            f"optimizer {optimizers}",
+            *settings(Config.load()),
+        ]
+
     def _wrap(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         if is_wrapped(optimizer):
             return
@@ -122,7 +198,7 @@ class Watched(ABC):
             wrap_found(optimizer, module)
         except Exception as error:
             known = isinstance(error, BytesschedError)
-            self._say(str(error) if known else f"{type(error).__name__}: {error}")
+            self._say(str(error) if known else in_one_line(error))
             log.debug("%s could not be wrapped", self.name, exc_info=error)
         if is_wrapped(optimizer):
             self._wrapped.add(optimizer)
@@ -134,6 +210,8 @@ class Watched(ABC):
             return
         if not self._concerns(optimizer):
             self._settled.add(optimizer)
+        elif not self._counts():
+            return
         elif torch._C._current_graph_task_id() != -1:
             self._leave("its optimizer steps inside the backward pass")
         elif self._steps[id(optimizer)] == _PATIENCE:
@@ -145,6 +223,7 @@ class Watched(ABC):
         else:
             if not self._steps[id(optimizer)]:
                 self.give_back(parameter_ids(optimizer))
+                self._withdraw("another optimizer has stepped")
                 steps = self._steps.copy()
                 self.arm()
                 self._steps = steps
@@ -169,108 +248,29 @@ class Watched(ABC):
         """To be called when the script has ended."""
         if self.is_closed or self._is_decided:
             return
-        if self._steps:
+        if self._announced is not None:
+            self._say("the script ended before the ranks had done anything together again")
+        elif self._steps:
             self._say("no forward pass was seen after the first step() over its parameters")
         else:
             self._say("no step() of an optimizer over its parameters was seen")
 
     def _leave(self, why: str) -> None:
+        if self._announced is None:
+            self._announce([f"{self.name} is left as it was: {why}"])
+        self._withdraw(why)
         self.close()
         self._say(why)
 
-    def _say(self, why: str) -> None:
+    def _withdraw(self, why: str) -> None:
+        if self._announced is not None:
+            announced, _ = self._announced
+            self._announced = None
+            announced.withdraw(why)
+
+    def _say(self, why: str, level: int = logging.INFO) -> None:
         """Says once, on rank 0, why the model is left as it was."""
         if why not in _said:
-            _said.add(why)
+            _said[why] = self.name
             show(Config.load().log_level, self.rank)
-            log.info("%s: left as it was: %s", self.name, why)
-
-
-class WatchedDdp(Watched):
-    """A DistributedDataParallel; its optimizers are those that step over its parameters.
-
-    So its first iteration is plain. That an optimizer exists means little: it may be a remnant, or
-    inside another one, or have its ``step()`` compiled, which rounds differently.
-    """
-
-    def __init__(self, ddp: Any, module: nn.Module) -> None:
-        name = f"DistributedDataParallel of {type(module).__name__}"
-        super().__init__(name, dist.get_rank() if dist.is_initialized() else 0)
-        self.ddp = ref(ddp)
-        #: optimizers that have stepped, in the order of their first step
-        self._stepped: list[ref[torch.optim.Optimizer]] = []
-
-    def parameters(self) -> set[int]:
-        ddp = self.ddp()
-        return parameter_ids(ddp) if ddp is not None else set()
-
-    def is_about(self, optimizer: torch.optim.Optimizer, module: object) -> bool:
-        ddp = self.ddp()
-        return ddp is not None and getattr(module, "_orig_mod", module) is ddp
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Watched.before_step`."""
-        known = optimizer in self._settled or any(o() is optimizer for o in self._stepped)
-        if not known and self._concerns(optimizer):
-            self._stepped.append(ref(optimizer))
-        super().before_step(optimizer)
-
-    def _modules(self) -> list[nn.Module]:
-        ddp = self.ddp()
-        return [] if ddp is None else [ddp, *compiled_around(ddp)]
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        stepped = [optimizer() for optimizer in self._stepped]
-        return [o for o in stepped if o is not None and o not in self._settled]
-
-    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return bool(parameter_ids(optimizer) & self.parameters())
-
-    def _why_not(self) -> str:
-        ddp = self.ddp()
-        join = getattr(ddp, "_join_config", None)
-        if join is not None and join.enable:
-            return "join() shadows DDP's own all-reduces, and no others"
-        return "there is one rank" if ddp is not None and ddp.process_group.size() == 1 else ""
-
-
-class WatchedHorovod(Watched):
-    """What an optimizer of Horovod's updates; its model is the module around all of that.
-
-    It is wrapped after its first ``step()``: before, a rank may call it alone, and a wrap is
-    collective. In an elastic run it is wrapped in its first forward pass, as a rank that joins
-    later has to do what the others do.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        import horovod.torch as hvd
-
-        super().__init__(f"Horovod's {type(optimizer).__name__}", hvd.rank())
-        self._optimizer = ref(optimizer)
-
-    def parameters(self) -> set[int]:
-        optimizer = self._optimizer()
-        return parameter_ids(optimizer) if optimizer is not None else set()
-
-    def is_about(self, optimizer: torch.optim.Optimizer, module: object) -> bool:
-        return self._concerns(optimizer)
-
-    def _modules(self) -> list[nn.Module]:
-        return owners_of(self.parameters())
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else [optimizer]
-
-    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer is self._optimizer()
-
-
-def _in_a_mode() -> bool:
-    """Whether this forward pass is traced or counted, and so none to begin with."""
-    modes = _get_current_function_mode_stack()
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(not isinstance(mode, DeviceContext) for mode in modes)
-    )
+            log.log(level, "%s: left as it was: %s", self.name, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError
 from bytesched.plugins.layout.slots import Slot
 
-__all__ = ["agree", "settings", "statements"]
+__all__ = ["agree", "disagreement", "settings", "statements"]
 
 #: fields of the configuration that must be the same everywhere
 _SHARED_FIELDS = (
@@ -49,6 +49,19 @@ def settings(config: Config) -> list[str]:
     ]
 
 
+def disagreement(statements: Mapping[int, Sequence[str]], seen_by: int) -> str:
+    """Where the statements of these ranks differ, in a sentence; empty if they are the same."""
+    first = min(statements)
+    for rank, theirs in sorted(statements.items()):
+        for one, other in itertools.zip_longest(statements[first], theirs, fillvalue="nothing"):
+            if one != other:
+                return (
+                    f"the ranks disagree: rank {first} has {one!r}, rank {rank} has {other!r} "
+                    f"(seen by rank {seen_by}); all ranks need the same model and settings"
+                )
+    return ""
+
+
 def agree(mine: list[str], rank: int, gather: Callable[[str, str], list[str]]) -> None:
     """Raises MismatchError on every rank if their statements differ; collective.
 
@@ -59,11 +72,6 @@ def agree(mine: list[str], rank: int, gather: Callable[[str, str], list[str]]) -
     digests = gather("plan", hashlib.sha256("\n".join(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    lists = [json.loads(text) for text in gather("plan-text", json.dumps(mine))]
-    for other_rank, theirs in enumerate(lists):
-        for first, other in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
-            if first != other:
-                raise MismatchError(
-                    f"the ranks disagree: rank 0 has {first!r}, rank {other_rank} has {other!r} "
-                    f"(seen by rank {rank}); all ranks need the same model and settings"
-                )
+    texts = gather("plan-text", json.dumps(mine))
+    if why := disagreement({r: json.loads(text) for r, text in enumerate(texts)}, rank):
+        raise MismatchError(why)

@@ -38,21 +38,23 @@ class Arming:
         for slot in self._slots.values():
             deferred.know(slot)
 
-    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
 
         Args:
-            whole: nothing of it can wait.
+            whole_because: why nothing of it can wait; empty if some can.
         """
         optimizer = deferred.optimizer
         # A fused step under GradScaler finds the scale in an attribute that is taken away after
         # step().
-        whole = whole or hasattr(optimizer, "grad_scale")
+        if not whole_because and hasattr(optimizer, "grad_scale"):
+            whole_because = "a fused step under GradScaler"
         # A mode sees every operation of its thread.
-        whole = whole or has_modes()
-        if not self._progress.outstanding or not deferred.cross or whole:
+        if not whole_because and has_modes():
+            whole_because = "a torch function or dispatch mode around step()"
+        if not self._progress.outstanding or not deferred.cross or whole_because:
             self._synchronize(optimizer)
-            self._meter.stepped(0)
+            self._meter.stepped(0, whole_because)
             return None
         deferred.guard()
         eager, armed = self._sort(deferred)

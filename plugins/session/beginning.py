@@ -89,4 +89,5 @@ def add_optimizer(
     """
     if why:
         log.info("scheduling inside backward, stepping whole: %s", why)
+        session.steps_whole(why)
     session.add_optimizer(optimizer, kind, cross=not why)

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 from bytesched.observe import Observers
 from bytesched.plugins.layout.slots import Bundle
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.causes import Causes
 from bytesched.tunable import Setting
 
 __all__ = ["Meter"]
@@ -19,6 +20,10 @@ _WORST = 8
 #: After so many steps it is logged, once, if less than this share of the bytes crossed the barrier.
 _JUDGED_AFTER = 50
 _WORTH_IT = 0.02
+#: From this share on, nothing has to be explained.
+_MUCH = 0.5
+
+_HIDDEN = "communication is hidden behind backward already, there is little to gain"
 
 log = logging.getLogger("bytesched")
 
@@ -36,6 +41,12 @@ class Meter:
         self._wait_ns: Counter[str] = Counter()
         self._update_ns = 0
         self._crossed_steps = 0
+        #: steps that updated everything at once, by the reason
+        self._whole_steps: Counter[str] = Counter()
+        #: why every step does, where that is known from the start
+        self.whole_because = ""
+        #: what reads gradients in front of ``step()``
+        self.causes = Causes(parameters)
         self._crossed_bytes = 0
         self._steps = 0
         #: time spent in the gradient hooks
@@ -75,19 +86,36 @@ class Meter:
         """``optimizer.step()`` is called."""
         self._step_ns = perf_counter_ns()
 
-    def stepped(self, crossing_bytes: int) -> None:
-        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding."""
+    def stepped(self, crossing_bytes: int, whole_because: str = "") -> None:
+        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding.
+
+        Args:
+            whole_because: why it updated everything at once, if it had to.
+        """
         self._steps += 1
+        if why := self.whole_because or whole_because:
+            self._whole_steps[why] += 1
         self._crossed_steps += crossing_bytes > 0
         self._crossed_bytes += crossing_bytes
-        if self._steps == _JUDGED_AFTER and self._nbytes:
-            share = self._crossed_bytes / (self._nbytes * self._steps)
-            if share < _WORTH_IT:
-                log.info(
-                    "communication is hidden behind backward already (%.1f %% of the bytes were "
-                    "still on their way at step()): there is little to gain here",
-                    100 * share,
-                )
+        if self._steps == _JUDGED_AFTER and self._nbytes and self._crossed < _WORTH_IT:
+            log.info(
+                "%.1f %% of the bytes were still on their way at step(): %s",
+                100 * self._crossed,
+                self._reason(),
+            )
+
+    @property
+    def _crossed(self) -> float:
+        """The share of all bytes that crossed the barrier."""
+        return self._crossed_bytes / max(self._nbytes * self._steps, 1)
+
+    def _reason(self) -> str:
+        """Why little crossed the barrier; empty if much did."""
+        if not self._steps or self._crossed >= _MUCH:
+            return ""
+        if self._whole_steps.total() > self._steps / 2:
+            return self._whole_steps.most_common(1)[0][0]
+        return self.causes.worst or _HIDDEN
 
     def step_ends(self) -> None:
         """``optimizer.step()`` returns."""
@@ -123,7 +151,8 @@ class Meter:
         figures: dict[str, int | float | str] = {
             "steps": self._steps,
             "barrier_crossed_steps": self._crossed_steps,
-            "barrier_crossed_pct": 100 * self._crossed_bytes / max(nbytes * self._steps, 1),
+            "barrier_crossed_pct": 100 * self._crossed,
+            "reason": self._reason(),
             "exposed_comm_ms": wait_ms,
             "comm_ms": comm_ms,
             "overlap_pct": 100 * max(0.0, 1 - wait_ms / comm_ms) if comm_ms else 0.0,

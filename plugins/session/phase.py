@@ -88,11 +88,11 @@ class Phase(Life, Protocol):
     def introduce(self, deferred: Deferred) -> None:
         """``deferred`` is one of the session's optimizers from now on."""
 
-    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
 
         Args:
-            whole: nothing of it can wait.
+            whole_because: why nothing of it can wait; empty if some can.
         """
 
     def stepped(self) -> None:

@@ -180,8 +180,8 @@ class Running:
         self._optimizers += 1
         self._arming.introduce(deferred)
 
-    def step(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
-        eager = self._arming.step(deferred, whole=whole)
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        eager = self._arming.step(deferred, whole_because=whole_because)
         self._steps += 1
         if self._splitting is not None and self._steps == self._optimizers:
             self._splitting.end_round()

@@ -129,6 +129,10 @@ class Session(HookedModel):
         # The user may name the optimizer instead of the model, which is there as long as it is.
         self._stepping.add(optimizer, kind, self.root, cross=cross)
 
+    def steps_whole(self, why: str) -> None:
+        """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
+        self._meter.whole_because = why
+
     def take_over(self, take: Callable[[], Callable[[], None]], *, can_stop: bool) -> None:
         """``take`` makes gradients the session's; what it returns makes them the framework's.
 

@@ -104,10 +104,13 @@ class Stepping:
         if deferred.is_outer():
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        why = "step(closure)" if closure is not None else ""
         # A hook that runs after ours may still change gradients or hyper-parameters.
-        whole = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
-        if closure is None or whole or not deferred.cross or self._takeover.off:
-            eager = self._updates(deferred, whole=whole or closure is not None)
+        hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
+        if hooked:
+            why = "a pre-hook of step() was registered after the wrap"
+        if closure is None or hooked or not deferred.cross or self._takeover.off:
+            eager = self._updates(deferred, whole_because=why)
             return None if eager is None else ((deferred.copy(eager), *args[1:]), kwargs)
         copied = deferred.copy([])
         evaluate = partial(self._evaluate, closure, deferred, copied)
@@ -123,13 +126,13 @@ class Stepping:
         The backward pass may be in here, so that what ``copied`` updates is known only then.
         """
         loss = closure()
-        eager = self._updates(deferred, whole=False)
+        eager = self._updates(deferred, whole_because="")
         groups = deferred.optimizer.param_groups if eager is None else eager
         # Not the groups alone: the closure may have loaded another state.
         copied.__dict__.update(deferred.copy(groups).__dict__)
         return loss
 
-    def _updates(self, deferred: Deferred, *, whole: bool) -> list[dict[str, Any]] | None:
+    def _updates(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """Gradients are complete; see `Phase.step`."""
         self.steps += 1
         if self._takeover.off:
@@ -137,7 +140,7 @@ class Stepping:
         self._progress.check()
         self._meter.step_begins()
         self._rounds.finish()
-        return self._rounds.phase.step(deferred, whole=whole)
+        return self._rounds.phase.step(deferred, whole_because=whole_because)
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

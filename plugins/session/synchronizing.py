@@ -134,10 +134,14 @@ class Synchronizing:
         if bundle.armed or bundle.held:
             # Held alone costs no wait of the host, but a write must come after the update.
             self.synchronize(bundle, f"{slot.name}.grad")
-        elif bundle.sending:
-            began_ns = perf_counter_ns()
-            self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
-            self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
+        else:
+            waited_ns = 0
+            if bundle.sending:
+                began_ns = perf_counter_ns()
+                self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
+                self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
+                waited_ns = perf_counter_ns() - began_ns
+            self._meter.causes.read(slot.name, waited_ns)
         if not slot.taken:
             slot.change()
         slot.is_read = True

@@ -168,7 +168,7 @@ class WarmingUp:
     def introduce(self, deferred: Deferred) -> None:
         self._deferred.append(deferred)
 
-    def step(self, deferred: Deferred, *, whole: bool) -> None:
+    def step(self, deferred: Deferred, *, whole_because: str) -> None:
         pass
 
     def stepped(self) -> None:

@@ -54,6 +54,13 @@ def different_settings(timeout_s: float, mine: list[dict[str, Any]]) -> None:
     told(lambda: wrap(sgd(model), model, timeout_s=timeout_s, **mine[dist.get_rank()]))
 
 
+def one_cannot_wrap(who: int, timeout_s: float, fields: dict[str, Any]) -> None:
+    """Rank `who` gives `wrap` fields with which it refuses or does nothing; and trains on."""
+    script = Script()
+    mine = fields if dist.get_rank() == who else {}
+    told(lambda: wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **mine))
+
+
 def one_does_not_wrap(who: int, timeout_s: float) -> None:
     """Rank `who` trains with plain DDP."""
     script = Script()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import json
 import logging
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +21,7 @@ from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 import bytesched
 from bytesched.plugins import registry
+from bytesched.plugins.c10d import ddp
 from bytesched.run.watch import watch
 
 Case = Callable[[Job], None]
@@ -366,6 +372,72 @@ def no_ddp(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def slow_first_step(job: Job) -> None:
+    """One rank takes long over its first step, and the other over what comes after."""
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+
+    def late(step: int) -> None:
+        if job.wrapped and step == job.rank:
+            time.sleep(2.0)
+
+    train(job, model, optimizer, after_step=late)
+    job.record_state(model, optimizer)
+
+
+def state_made_by_one_rank(job: Job) -> None:
+    """As torch's checkpoints do where there is no state: not a first step."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    module = mlp()
+    model = job.ddp(module)
+    optimizer = adamw(model)
+    if job.rank:
+        get_optimizer_state_dict(module, optimizer)
+    optimizer.state.clear()
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def one_rank_steps_before(job: Job) -> None:
+    """A step of the script's own that changes nothing, on one rank alone."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    if job.rank:
+        optimizer.step()
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def one_rank_has_other_settings(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    own = {"BYTESCHED_POLICY": "fifo"} if job.rank else {}
+    with mock.patch.dict(os.environ, own):
+        train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def one_rank_leaves_it(job: Job) -> None:
+    """Its model cannot be wrapped, which that rank finds out by itself."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    if job.rank:
+        model._comm_hooks.append("one that changes nothing")
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def wrap_fails_on_one_rank(job: Job) -> None:
+    """After all have agreed to wrap, and after they have connected."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    broken = mock.patch.object(ddp, "add_optimizer", side_effect=AttributeError("no such hook"))
+    with broken if job.wrapped and job.rank else contextlib.nullcontext():
+        train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -397,6 +469,12 @@ CASES: dict[str, Case] = {
         stepped_inside_backward,
         never_trained,
         no_ddp,
+        slow_first_step,
+        state_made_by_one_rank,
+        one_rank_steps_before,
+        one_rank_has_other_settings,
+        one_rank_leaves_it,
+        wrap_fails_on_one_rank,
     )
 }
 
@@ -417,13 +495,23 @@ def run_all(names: list[str]) -> None:
     run_both_ways({name: CASES[name] for name in names}, Job)
 
 
-def run_both_ways(cases: dict[str, Case], kind: type[Job]) -> None:
+def run_some(name: str, watched: list[int]) -> None:
+    """Runs a case plainly, then watched on some ranks alone, and prints a line of JSON about it."""
+    run_both_ways({name: CASES[name]}, Job, watched)
+
+
+def run_both_ways(
+    cases: dict[str, Case], kind: type[Job], watched: list[int] | None = None
+) -> None:
     plain = {name: _job(kind, case, wrapped=False) for name, case in cases.items()}
-    watch()
+    if watched is None or kind.own_rank() in watched:
+        watch()
     said = Said()
     logging.getLogger("bytesched").addHandler(said)
     for name, case in cases.items():
         said.lines.clear()
+        # A session ends with its model, which is garbage from the end of the case on.
+        gc.disable()
         job = _job(kind, case, wrapped=True)
         modes = [entry.session.stats()["mode"] for entry in registry._entries]
         found = [
@@ -432,6 +520,7 @@ def run_both_ways(cases: dict[str, Case], kind: type[Job]) -> None:
             for line in differences(expected, got, what)
         ]
         _forget()
+        gc.enable()
         print(json.dumps({"case": name, "modes": modes, "different": found, "said": said.lines}))
         sys.stdout.flush()
         kind.barrier()
@@ -447,7 +536,7 @@ def _forget() -> None:
     """As at the end of a script."""
     from bytesched.plugins.script import intercept, watched
 
-    intercept._at_exit()
+    intercept.say_undecided()
     for session in registry.sessions():
         registry.unwrap(session.root)
     intercept._models.clear()

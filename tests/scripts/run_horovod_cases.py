@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import torch
@@ -27,6 +29,32 @@ def usual(job: Job) -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     job.record("before", model(job.inputs(0)))
     train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def resumed(job: Job) -> None:
+    """Rank 0 alone has loaded a checkpoint, and gives it to the others, who have no state."""
+    model = mlp()
+    optimizer = distributed(sgd(model), model)
+    if hvd.rank() == 0:
+        saved = optimizer.state_dict()
+        saved["state"] = {
+            index: {"momentum_buffer": torch.ones_like(parameter)}
+            for index, parameter in enumerate(model.parameters())
+        }
+        optimizer.load_state_dict(saved)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def one_rank_has_other_settings(job: Job) -> None:
+    model = mlp()
+    optimizer = distributed(sgd(model), model)
+    own = {"BYTESCHED_POLICY": "fifo"} if job.rank else {}
+    with mock.patch.dict(os.environ, own):
+        train(job, model, optimizer)
     job.record_state(model, optimizer)
 
 
@@ -147,6 +175,8 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         usual,
+        resumed,
+        one_rank_has_other_settings,
         called_by_one_rank,
         inside_a_trainer,
         two_models,

@@ -18,6 +18,7 @@ from training import STEPS, adamw, mlp
 
 from bytesched.config import Config
 from bytesched.plugins.c10d import ddp
+from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.session.session import Session
 from bytesched.plugins.session.streams import CudaStreams, Streams
 from bytesched.task import CommTask
@@ -165,7 +166,7 @@ def attached(
 ) -> Iterator[Session]:
     """`wrap` without its shortcuts: a world of one is scheduled, too."""
     config = Config.load(**fields)
-    session = ddp.attach(optimizer, model, config)
+    session = ddp.attach(optimizer, model, config, Entry(ddp.base_of(model)))
     session.add_optimizer(
         optimizer, type(optimizer), cross=not ddp.why_whole(optimizer, model, config)
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ FORKED = """
             print(self.name, "disowned", flush=True)
         def close(self, release_parameters):
             print(self.name, "closed by", who, flush=True)
+        def stats(self):
+            return {"mode": self.name}
 
     who = "parent"
     registry.add(Session("optimizer"), Session("before"))
@@ -71,6 +74,7 @@ class Session:
 @pytest.fixture(autouse=True)
 def _nothing_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_entries", {})
+    monkeypatch.setattr(registry, "_ended", deque())
 
 
 class Optimizer:
@@ -120,6 +124,17 @@ def test_stats_are_those_of_the_last_wrap_that_has_not_failed() -> None:
     assert registry.stats()["mode"] == "first"
     sessions[0].error = RuntimeError()
     assert registry.stats()["mode"] == "third"
+
+
+def test_figures_are_kept_after_the_end() -> None:
+    optimizers = [Optimizer() for _ in range(3)]
+    for optimizer, name in zip(optimizers, ("first", "second", "third"), strict=True):
+        registry.add(optimizer, Session(name))
+    registry.unwrap(optimizers[0])
+    registry._at_exit()
+    assert [figures["mode"] for figures in registry.ended()] == ["first", "second", "third"]
+    assert registry.stats() == {"mode": "third"}
+    assert registry.stats(optimizers[2]) == {"mode": "plain"}
 
 
 def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:

@@ -78,6 +78,32 @@ def test_different_environment(scenario: Scenario, runs: Runs) -> None:
     check_mismatch(runs.of(scenario), "cross_barrier = False")
 
 
+REFUSED = {
+    "unknown-policy": ({"policy": "abc"}, "ConfigError: no policy 'abc'"),
+    "impossible-size": ({"partition_bytes": "12x"}, "ConfigError: partition_bytes = '12x'"),
+    "off": ({"enabled": False}, "enabled is off"),
+}
+
+
+@each(
+    *(
+        scenario
+        for name, (fields, _) in REFUSED.items()
+        for scenario in on_each_rank(name, cases.one_cannot_wrap, NO_TIMEOUT_S, fields)
+    )
+)
+def test_one_rank_cannot_wrap(scenario: Scenario, runs: Runs) -> None:
+    """Before anything collective, and long before any deadline."""
+    culprit, other = culprit_and_other(scenario, runs.of(scenario))
+    _, why = REFUSED[scenario.name.rpartition("-")[0]]
+    assert other.told.get("error") == "MismatchError", other.stderr
+    assert f"rank {scenario.args[0]} does not wrap: {why}" in other.told["message"]
+    assert not culprit.hung
+    assert culprit.told.get("error") == ("ConfigError" if "Error" in why else None)
+    for end in (culprit, other):
+        assert end.told["threads_left"] == []
+
+
 @each(*on_each_rank("no-wrap", cases.one_does_not_wrap, TIMEOUT_S))
 def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     """The one that wraps says so in time; the plain one fails by DDP's own error."""

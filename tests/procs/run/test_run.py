@@ -245,6 +245,36 @@ def settings(ended: Ended) -> dict[str, tuple[str, str]]:
     return {name: (value, origin) for name, value, origin in rows}
 
 
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_copies_that_the_script_starts_are_watched(tmp_path: Path, how: str) -> None:
+    """As trainers start the other ranks; from another folder, without the way that led to us."""
+    write(
+        tmp_path,
+        """
+        import os, subprocess, sys
+        class Item: pass
+        print(sys.argv[1:], __file__, __name__, sys.path[0], sys.flags.dev_mode, Item.__module__)
+        watched = hasattr(subprocess.Popen.__init__, "__wrapped__")
+        if len(sys.argv) == 1:
+            how = ["-m", __spec__.name] if __spec__ else [os.path.abspath(sys.argv[0])]
+            os.mkdir("elsewhere")
+            place = None if __spec__ else "elsewhere"
+            command = [sys.executable, "-X", "dev", *how, "-m", "copy"]
+            child = subprocess.run(command, cwd=place, check=False)
+            os.rmdir("elsewhere")
+            print(child.returncode, child.args == command, file=sys.stderr)
+        else:
+            print(watched, file=sys.stderr)
+            sys.exit(7)
+        """,
+    )
+    command = ["script.py"] if how == "script" else ["-m", "script"]
+    plain, ours = run(command, tmp_path), run([*OURS, *command], tmp_path)
+    assert ours[:2] == plain[:2]
+    assert plain[2] == "False\n7 True\n"
+    assert ours[2] == "True\n7 True\n"
+
+
 def test_options_come_before_environment_and_file(tmp_path: Path) -> None:
     write(tmp_path, PRINT_SETTINGS)
     write(tmp_path, 'policy = "priority"\norder = "leader"\ntimeout_s = 9', "bytesched.toml")

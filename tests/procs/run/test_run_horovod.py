@@ -10,6 +10,8 @@ pytestmark = pytest.mark.procs
 
 MODES = {
     "usual": ["cross"],
+    "resumed": ["cross"],
+    "one_rank_has_other_settings": [],
     "called_by_one_rank": ["cross"],
     "inside_a_trainer": ["cross"],
     "two_models": ["cross", "cross"],
@@ -21,7 +23,11 @@ MODES = {
     "wrapped_by_the_script": ["cross"],
 }
 NO_MODULE = "no module contains all of its parameters"
-REASONS = {"parameters_of_several_models": NO_MODULE, "no_module": NO_MODULE}
+REASONS = {
+    "parameters_of_several_models": NO_MODULE,
+    "no_module": NO_MODULE,
+    "one_rank_has_other_settings": "rank 1 has \"policy = 'fifo'\"",
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,81 @@
+"""Before ranks of Horovod do anything together: whether each of them is about to do the same.
+
+What a rank announces may stay without an answer, and a rank that goes on alone does not wait for
+one. So all ranks know of it, and none waits in a collective for one that never comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from types import TracebackType
+
+import horovod.torch as hvd
+
+from bytesched.environment import is_horovod_elastic
+from bytesched.errors import MismatchError, TransportError, in_one_line
+from bytesched.plugins.horovod.wire import Wire
+from bytesched.plugins.session.agree import disagreement
+
+__all__ = ["Entry"]
+
+#: of this process; a rank that joined late has made fewer
+_number = itertools.count()
+
+
+class Entry:
+    """One ``wrap`` that the ranks of ``process_set`` enter together, the n-th of each of them.
+
+    A context: an error in it is declared to the other ranks, in place of what comes next.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet, timeout_s: float) -> None:
+        self._number = next(_number)
+        name = "bytesched.entry" if is_horovod_elastic() else f"bytesched.entry{self._number}"
+        self._wire = Wire(process_set, average=False, predivide=1.0, name=name, timeout_s=timeout_s)
+        self._stages = 0
+        #: of the session, the same on all ranks, unique in this job; after the first ``agree``
+        self.name = ""
+
+    def agree(self, statements: list[str]) -> None:
+        """Waits until all ranks have come as far, with the same ``statements``.
+
+        Raises `MismatchError` if one of them has others, or has declined.
+        """
+        text = json.dumps(statements)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        answers = [json.loads(answer) for answer in self._wire.texts(self._declare("", digest))]
+        for rank, (_, why, _) in enumerate(answers):
+            if why:
+                raise MismatchError(
+                    f"rank {rank} does not wrap: {why} (seen by rank {self._wire.rank})"
+                )
+        if len({digest for *_, digest in answers}) > 1:
+            texts = self._wire.gather_text("plan-text", text)
+            lists = {rank: json.loads(theirs) for rank, theirs in enumerate(texts)}
+            raise MismatchError(disagreement(lists, self._wire.rank))
+        number = max(number for number, *_ in answers)
+        while self._number < number:
+            self._number = next(_number)
+        self.name = f"bytesched.{number}"
+
+    def decline(self, why: str) -> None:
+        """This rank goes on alone; the others raise, with its reason ``why``."""
+        self._declare(why, "")
+
+    def _declare(self, why: str, digest: str) -> tuple[int, int]:
+        stage, self._stages = self._stages, self._stages + 1
+        return self._wire.announce_text(str(stage), json.dumps([self._number, why, digest]))
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, (MismatchError, TransportError)):
+            self.decline(in_one_line(error))

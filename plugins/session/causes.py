@@ -1,0 +1,109 @@
+"""What makes a script wait: the line of it that reads what is still on its way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import site
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter_ns
+from types import FrameType
+from typing import Final
+
+import torch
+
+__all__ = ["Causes", "place"]
+
+#: time for looking at stacks, of one model: enough for its first steps
+_BUDGET_NS: Final = 20_000_000
+#: a line that reads this share of all gradients reads them all
+_ALL: Final = 0.9
+
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+#: files whose lines are no user's
+_NOT_USERS: Final = (
+    _TORCH,
+    os.path.dirname(str(sys.modules["bytesched"].__file__)) + os.sep,
+    # Where plugins are linked into the package, and not part of it.
+    str(Path(__file__).resolve().parents[1]) + os.sep,
+    contextlib.__file__,
+    functools.__file__,
+    "<",
+)
+#: what decorators call their own function
+_WRAPPERS: Final = frozenset({"decorate_context", "inner", "wrapper", "wrapped"})
+
+
+@dataclass
+class _Cause:
+    waited_ns: int = 0
+    #: what was read
+    names: set[str] = field(default_factory=set)
+
+
+class Causes:
+    """The lines of a script that read gradients in front of ``step()``, of its first steps.
+
+    Args:
+        count: how many gradients there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._spent_ns = 0
+        #: by what reads, and where
+        self._causes: dict[tuple[str, str], _Cause] = {}
+
+    def read(self, name: str, waited_ns: int) -> None:
+        """The gradient ``name`` is read, and was waited for; called from where that happens."""
+        if self._spent_ns > _BUDGET_NS:
+            return
+        began_ns = perf_counter_ns()
+        cause = self._causes.setdefault(place(), _Cause())
+        cause.waited_ns += waited_ns
+        cause.names.add(name)
+        self._spent_ns += perf_counter_ns() - began_ns
+
+    @property
+    def worst(self) -> str:
+        """What made the script wait longest, in a few words; empty if nothing did."""
+        waited = {key: cause for key, cause in self._causes.items() if cause.waited_ns}
+        if not waited:
+            return ""
+        function, line = max(waited, key=lambda key: waited[key].waited_ns)
+        names = self._causes[function, line].names
+        what = "all gradients" if len(names) >= _ALL * self._count else "gradients"
+        if len(names) == 1 < self._count:
+            (what,) = (f"{name}.grad" for name in names)
+        return f"{function or 'the script'} reads {what} ({line})"
+
+
+def place() -> tuple[str, str]:
+    """The function of torch that the user's line calls, or nothing; and that line."""
+    function = ""
+    for frame in _frames():
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(_NOT_USERS) and name != "__torch_function__":
+            return function, f"{_shortened(file)}:{frame.f_lineno}"
+        if file.startswith(_TORCH) and not name.startswith("_") and name not in _WRAPPERS:
+            function = name
+    return function, "in a thread of a framework"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _shortened(file: str) -> str:
+    """From the package on, for what is installed; else the name alone."""
+    for folder in site.getsitepackages():
+        if file.startswith(folder):
+            return os.path.relpath(file, folder)
+    return os.path.basename(file)

@@ -1,0 +1,166 @@
+"""What ranks find out about each other by a store alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from together import together
+from torch._C._distributed_c10d import HashStore
+
+from bytesched.errors import MismatchError, PluginError, SchedulerTimeout
+from bytesched.plugins.c10d import announcing, entry
+from bytesched.plugins.c10d.announcing import Announcement
+from bytesched.plugins.c10d.entry import Entry
+
+TIMEOUT_S = 15.0
+PROMPTLY_S = 5.0
+
+
+class Base:
+    """A process group as far as it matters here."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """The group of a rank; of two, unless another size is given."""
+    store = HashStore()
+    for module in (entry, announcing):
+        monkeypatch.setattr(module, "store_of", lambda base: store)
+
+    def make(rank: int, size: int = 2) -> Any:
+        return Base(rank, size)
+
+    return make
+
+
+def outcome(work: Callable[[], None]) -> str:
+    """In a word and its message, with the time that it took."""
+    began_s = time.monotonic()
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - which one is what is asked
+        assert time.monotonic() - began_s < PROMPTLY_S
+        return f"{type(error).__name__}: {error}"
+    return "entered"
+
+
+def test_ranks_that_agree_enter(group: Callable[[int], Any]) -> None:
+    def enter(rank: int) -> str:
+        def agree() -> None:
+            with Entry(group(rank)) as ranks:
+                ranks.agree(["a", "b"], TIMEOUT_S)
+                ranks.agree([], TIMEOUT_S)
+                assert ranks.number == 1
+
+        return outcome(agree)
+
+    assert together(enter) == ["entered", "entered"]
+
+
+def test_other_statements_are_named_on_both_ranks(group: Callable[[int], Any]) -> None:
+    def enter(rank: int) -> str:
+        statements = ["same", "policy = 'fifo'" if rank else "policy = 'priority'"]
+        return outcome(lambda: Entry(group(rank)).agree(statements, TIMEOUT_S))
+
+    for said in together(enter):
+        assert said.startswith("MismatchError: the ranks disagree: rank 0 has \"policy = 'pri")
+        assert "rank 1 has \"policy = 'fifo'\"" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_error_of_one_rank_is_known_to_the_other(
+    group: Callable[[int], Any], stage: int
+) -> None:
+    def enter(rank: int) -> str:
+        def agree() -> None:
+            with Entry(group(rank)) as ranks:
+                if stage:
+                    ranks.agree(["same"], TIMEOUT_S)
+                if rank:
+                    raise PluginError("no such model")
+                ranks.agree([], TIMEOUT_S)
+
+        return outcome(agree)
+
+    first, second = together(enter)
+    assert second == "PluginError: no such model"
+    assert first == "MismatchError: rank 1 does not wrap: PluginError: no such model"
+
+
+def test_one_that_declines_is_known_at_once_among_many(group: Callable[..., Any]) -> None:
+    """The fourth never comes."""
+
+    def enter(rank: int) -> str:
+        ranks = Entry(group(rank, 4))
+        if rank == 1:
+            return outcome(lambda: ranks.decline("enabled is off"))
+        return outcome(lambda: ranks.agree(["same"], TIMEOUT_S))
+
+    first, second, third = together(enter, 3)
+    assert second == "entered"
+    assert first == third == "MismatchError: rank 1 does not wrap: enabled is off"
+
+
+def test_one_that_does_not_come_is_named(group: Callable[[int], Any]) -> None:
+    with pytest.raises(SchedulerTimeout, match="rank 1 did not come to"):
+        Entry(group(0)).agree([], timeout_s=0.1)
+
+
+def test_the_next_entry_is_another(group: Callable[[int], Any]) -> None:
+    for rank in range(2):
+        Entry(group(rank)).decline("for now")
+
+    def enter(rank: int) -> str:
+        return outcome(lambda: Entry(group(rank)).agree(["same"], TIMEOUT_S))
+
+    assert together(enter) == ["entered", "entered"]
+
+
+def announced(group: Callable[[int], Any], *statements: str) -> list[Announcement]:
+    return [Announcement(group(rank), [text]) for rank, text in enumerate(statements)]
+
+
+def test_all_that_announced_the_same_go_on(group: Callable[[int], Any]) -> None:
+    ranks = announced(group, "same", "same")
+    assert [rank.objection() for rank in ranks] == ["", ""]
+    assert [rank.is_first for rank in ranks] == [True, False]
+
+
+def test_all_hear_the_same_objection(group: Callable[[int], Any]) -> None:
+    ranks = announced(group, "one", "other")
+    first, second = (rank.objection() for rank in ranks)
+    assert first == second
+    assert "rank 0 has 'one', rank 1 has 'other'" in first
+
+
+def test_who_comes_first_decides_for_one_that_announces_later(group: Callable[[int], Any]) -> None:
+    (first,) = announced(group, "same")
+    why = first.objection()
+    assert why.startswith("rank 1 takes no part")
+    assert Announcement(group(1), ["same"]).objection() == why
+
+
+def test_one_that_withdraws_in_time_is_an_objection(group: Callable[[int], Any]) -> None:
+    first, second = announced(group, "same", "same")
+    second.withdraw("another optimizer")
+    assert first.objection() == "rank 1 does not go on: another optimizer"
+
+
+def test_one_that_withdraws_too_late_declines_to_enter(group: Callable[[int], Any]) -> None:
+    first, second = announced(group, "same", "same")
+    assert not first.objection()
+    second.withdraw("it has gone on")
+    with pytest.raises(MismatchError, match="rank 1 does not wrap: it has gone on"):
+        Entry(group(0)).agree(["same"], TIMEOUT_S)
