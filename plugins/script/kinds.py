@@ -81,7 +81,12 @@ class WatchedDdp(Watched):
         if ddp.device_type != "cpu":
             # What was only queued is no sign of the other ranks.
             torch.cuda.synchronize()
-        return int(ddp.process_group._get_sequence_number_for_group())
+        rounds = 0
+        for session in self._sessions():
+            # Of a round that is still on its way, not all ranks need to have begun theirs.
+            session.flush()
+            rounds += getattr(session, "rounds_finished", 0)
+        return rounds + int(ddp.process_group._get_sequence_number_for_group())
 
     def _counts(self) -> bool:
         return not makes_state()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
 from bytesched.plugins import wrap_found
 from bytesched.plugins.proxies.hooks import StayingHook
-from bytesched.plugins.registry import is_wrapped, unwrap
+from bytesched.plugins.registry import Wrapped as Session
+from bytesched.plugins.registry import is_wrapped, sessions, unwrap
 from bytesched.plugins.script.calls import is_in_a_mode
 from bytesched.plugins.script.owners import parameter_ids
 from bytesched.plugins.session.agree import settings
@@ -55,6 +57,16 @@ class Announced(Protocol):
         """This rank does not wrap after all."""
 
 
+@dataclass(frozen=True)
+class _Wrapped:
+    """An optimizer that was wrapped, which may be gone, unlike its session."""
+
+    optimizer: ref[torch.optim.Optimizer]
+    module: ref[nn.Module]
+    #: the ids of what it updates
+    parameters: set[int]
+
+
 class _Trigger(StayingHook):
     """A forward pre-hook that is not part of what is compiled."""
 
@@ -87,7 +99,7 @@ class Watched(ABC):
         self._announced: tuple[Announced, int] | None = None
         #: optimizers that are wrapped, left alone, or nothing to do with this model
         self._settled: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._wrapped: list[_Wrapped] = []
 
     @abstractmethod
     def parameters(self) -> set[int]:
@@ -201,7 +213,7 @@ class Watched(ABC):
             self._say(str(error) if known else in_one_line(error))
             log.debug("%s could not be wrapped", self.name, exc_info=error)
         if is_wrapped(optimizer):
-            self._wrapped.add(optimizer)
+            self._wrapped.append(_Wrapped(ref(optimizer), ref(module), parameter_ids(optimizer)))
             log.info("%s: wrapped its optimizer, %s", self.name, type(optimizer).__name__)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -231,13 +243,21 @@ class Watched(ABC):
 
     def give_back(self, parameters: set[int]) -> None:
         """Unwraps optimizers of any of ``parameters``, for which the script has something new."""
-        held = WeakSet(o for o in self._wrapped if parameters & parameter_ids(o))
-        if held:
-            for optimizer in held:
-                unwrap(optimizer)
-            # The others of the same session are to be wrapped again.
-            self._settled -= self._wrapped - held
-            self._wrapped.clear()
+        if not any(parameters & wrapped.parameters for wrapped in self._wrapped):
+            return
+        for wrapped in self._wrapped:
+            if (module := wrapped.module()) is not None:
+                unwrap(module)
+            optimizer = wrapped.optimizer()
+            if optimizer is not None and not parameters & wrapped.parameters:
+                # It is to be wrapped again, as its session is gone as well.
+                self._settled.discard(optimizer)
+        self._wrapped.clear()
+
+    def _sessions(self) -> list[Session]:
+        """Those of this model, by optimizers that were wrapped before."""
+        modules = {id(module): module for w in self._wrapped if (module := w.module()) is not None}
+        return [session for module in modules.values() for session in sessions(module)]
 
     def close(self) -> None:
         """Nothing is decided about this model any more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import json
 import logging
@@ -372,6 +371,23 @@ def no_ddp(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def second_optimizer_begins_later(job: Job) -> None:
+    """When the first is wrapped, and nothing travels through DDP's own group any more."""
+    module = mlp()
+    model = job.ddp(module)
+    parameters = list(module.parameters())
+    first = torch.optim.SGD(parameters[:3], lr=0.1)
+    second = torch.optim.AdamW(parameters[3:], lr=0.01)
+    for step in range(2 * STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        first.step()
+        if step >= STEPS:
+            second.step()
+    job.record_state(model, first, second)
+
+
 def slow_first_step(job: Job) -> None:
     """One rank takes long over its first step, and the other over what comes after."""
     model = job.ddp(mlp())
@@ -469,6 +485,7 @@ CASES: dict[str, Case] = {
         stepped_inside_backward,
         never_trained,
         no_ddp,
+        second_optimizer_begins_later,
         slow_first_step,
         state_made_by_one_rank,
         one_rank_steps_before,
@@ -510,8 +527,6 @@ def run_both_ways(
     logging.getLogger("bytesched").addHandler(said)
     for name, case in cases.items():
         said.lines.clear()
-        # A session ends with its model, which is garbage from the end of the case on.
-        gc.disable()
         job = _job(kind, case, wrapped=True)
         modes = [entry.session.stats()["mode"] for entry in registry._entries]
         found = [
@@ -520,7 +535,6 @@ def run_both_ways(
             for line in differences(expected, got, what)
         ]
         _forget()
-        gc.enable()
         print(json.dumps({"case": name, "modes": modes, "different": found, "said": said.lines}))
         sys.stdout.flush()
         kind.barrier()

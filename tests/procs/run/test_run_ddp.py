@@ -39,6 +39,7 @@ MODES = {
     "stepped_inside_backward": [],
     "never_trained": [],
     "no_ddp": [],
+    "second_optimizer_begins_later": ["cross", "cross"],
     "slow_first_step": ["cross"],
     "state_made_by_one_rank": ["cross"],
     "one_rank_steps_before": [],
