@@ -18,8 +18,7 @@ from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
 from bytesched.plugins import wrap_found
 from bytesched.plugins.proxies.hooks import StayingHook
-from bytesched.plugins.registry import Wrapped as Session
-from bytesched.plugins.registry import is_wrapped, sessions, unwrap
+from bytesched.plugins.registry import Wrapped, is_wrapped, sessions, unwrap
 from bytesched.plugins.script.calls import is_in_a_mode
 from bytesched.plugins.script.owners import parameter_ids
 from bytesched.plugins.session.agree import settings
@@ -254,7 +253,7 @@ class Watched(ABC):
                 self._settled.discard(optimizer)
         self._wrapped.clear()
 
-    def _sessions(self) -> list[Session]:
+    def _sessions(self) -> list[Wrapped]:
         """Those of this model, by optimizers that were wrapped before."""
         modules = {id(module): module for w in self._wrapped if (module := w.module()) is not None}
         return [session for module in modules.values() for session in sessions(module)]
