@@ -43,8 +43,9 @@ EPILOG = """\
 Further systems: horovod, horovod-best (swept), horovod-autotune, bytesched-horovod; through
 parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
 A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
-horovod:fusion_mb=4+cycle_ms=1, kv-p3:slice=50000, kv-plain:transfer=one-sided; those of
-bytesched-horovod and bytesched-kv are those of bytesched, and updates=1 of the latter.
+horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
+kv-p3:slice=50000, kv-plain:transfer=one-sided; those of bytesched-horovod and bytesched-kv are
+those of bytesched, and updates=1 of the latter.
 --model also takes module:function of your own; the function returns a pair: the module, and a
 function loss(module, seed) that runs forward on the batch of that seed and returns its loss.
 

@@ -13,7 +13,12 @@ from bytesched.values import nearest
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
-WITH_OPTIONS = ("ddp", "bytesched", "horovod", "bytesched-horovod", *KVSTORE_SYSTEMS)
+WITH_OPTIONS = (
+    *("ddp", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
+    *KVSTORE_SYSTEMS,
+)
+#: what is swept unless it is given
+SWEPT = ("fusion_mb", "cycle_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,11 @@ def parse_systems(text: str) -> tuple[System, ...]:
             raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
         if pairs and kind not in WITH_OPTIONS:
             raise ConfigError(f"--systems: {label!r}: {kind} has no options")
+        if kind == "horovod-best" and (other := {name for name, *_ in pairs} - set(SWEPT)):
+            raise ConfigError(
+                f"--systems: {label!r}: {kind} sweeps {' and '.join(SWEPT)}, or takes them as "
+                f"options; {min(other)} is neither"
+            )
         if label in {system.label for system in systems}:
             raise ConfigError(f"--systems: {label!r} is there twice")
         systems.append(System(label, kind, {name: value for name, _, value in pairs}))

@@ -108,11 +108,12 @@ class Bench:
 
     def choose_horovod(self, system: System) -> tuple[System, dict[str, Any]]:
         """The same for Horovod: swept, or left to its own autotuner."""
-        from bytesched.plugins.bench.systems.horovod import sweep
+        from bytesched.plugins.bench.systems.horovod import split_options, sweep
 
         chosen: dict[str, Any] = {}
         if system.kind == "horovod-best":
-            swept = sweep(self.horovod_ms)
+            given, _ = split_options(system.options)
+            swept = sweep(self.horovod_ms, given)
             self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
             settings = min(swept, key=lambda tried: swept[tried])
         else:

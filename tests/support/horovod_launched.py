@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from rank_worker import Launch, dump
-from ranks import ExitedRank, RankFailure, Ranks, address_of, new_store
+from ranks import HOROVOD, ExitedRank, RankFailure, Ranks, address_of, new_store
+from warm_python import warm_python
 
 Kind = Literal["gloo", "mpi"]
 START_S = 90.0
@@ -144,7 +145,7 @@ def run_fresh_horovod(
     with tempfile.TemporaryDirectory(prefix="horovod-") as name:
         folder = Path(name)
         if isinstance(what, Path):
-            command = [sys.executable, str(what), *map(str, args)]
+            command = [warm_python(*HOROVOD), str(what), *map(str, args)]
         else:
             store = new_store()
             command = _worker(
@@ -182,7 +183,10 @@ def why_missing(kind: Kind) -> str:
 @cache
 def _controllers() -> frozenset[str]:
     found = subprocess.run(
-        [sys.executable, "-c", "import horovod.torch as h; print(h.gloo_built(), h.mpi_built())"],
+        [
+            *(warm_python(*HOROVOD), "-c"),
+            "import horovod.torch as h; print(h.gloo_built(), h.mpi_built())",
+        ],
         capture_output=True,
         text=True,
         timeout=START_S,
@@ -226,7 +230,7 @@ def _launch_of(
 def _worker(folder: Path, launch: Launch) -> list[str]:
     request = folder / "launch"
     request.write_bytes(dump(launch))
-    return [sys.executable, str(WORKER), str(request)]
+    return [warm_python(*HOROVOD), str(WORKER), str(request)]
 
 
 def _launch(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from paths import SCRIPTS
+from warm_python import warm_python
 
 LIMIT_S = 110.0
 #: how long a launcher may go on after its last rank; Open MPI's now and then never ends when it
@@ -45,7 +46,7 @@ class Implementation:
         with subprocess.Popen(
             [
                 *(str(self.launcher), *self.flags, *flags, "-np", str(ranks)),
-                *(sys.executable, str(SCRIPTS / script), *args),
+                *(warm_python(), str(SCRIPTS / script), *args),
             ],
             env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

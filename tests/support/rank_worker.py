@@ -30,12 +30,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
+#: as the interpreter found it
+IMPORT_PATH = sys.path[1:]
 _signals: Signals | None = None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a rank is told at its start; `address` is where a pooled rank fetches its cases."""
+    """What a rank is told at its start; `address` is where a pooled rank fetches its cases.
+
+    With a `world_size` of 0 the process is no rank: it has no process group and no signals.
+    """
 
     rank: int
     world_size: int
@@ -161,6 +166,8 @@ def enter(launch: Launch) -> None:
     faulthandler.register(signal.SIGUSR1)
     sys.path[:] = launch.import_path
     torch.set_num_threads(1)
+    if not launch.world_size:
+        return
     os.environ.update(GLOO_SOCKET_IFNAME="lo", **launch.environment)
     if launch.horovod:
         os.environ.update(launch.horovod)
@@ -215,7 +222,8 @@ def main() -> None:
             dist.destroy_process_group()
         return
     global _signals
-    _signals = Signals(launch)
+    if launch.world_size:
+        _signals = Signals(launch)
     resolve(launch.case)(*launch.args)
 
 

@@ -29,8 +29,8 @@ from bytesched.plugins.bench.systems.processes import OwnProcesses
 
 RANK = "bytesched.plugins.bench.systems.rank"
 SWEPT_FUSION_MB = (1, 2, 4, 8, 16, 128)
-DEFAULT_CYCLE_MS = 1
-OTHER_CYCLES_MS = (0.5, 5)
+#: the first is Horovod's own
+SWEPT_CYCLES_MS = (1, 0.5, 5)
 #: The autotuner judges a setting by the median of five samples, here of one iteration each, and
 #: begins to count one iteration late.
 ITERATIONS_PER_SETTING = 6
@@ -186,12 +186,17 @@ def read_autotune_log(text: str, tried: int) -> tuple[Settings, bool]:
     return settings, finished
 
 
-def sweep(measure: Callable[[Settings], float]) -> dict[Settings, float]:
+def sweep(
+    measure: Callable[[Settings], float], given: Settings = Settings()
+) -> dict[Settings, float]:
     """Milliseconds of plain Horovod for the settings tried; `measure` returns them for one.
 
     First the fusion threshold with the default cycle time, then other cycle times with the best
-    threshold. What seems to be the fastest is measured again, so that luck does not choose.
+    threshold; what is `given` is not varied. What seems to be the fastest is measured again, so
+    that luck does not choose.
     """
+    thresholds_mb = SWEPT_FUSION_MB if given.fusion_mb is None else (given.fusion_mb,)
+    first_ms, *others_ms = SWEPT_CYCLES_MS if given.cycle_ms is None else (given.cycle_ms,)
     samples: dict[Settings, list[float]] = {}
 
     def ms(settings: Settings) -> float:
@@ -204,6 +209,6 @@ def sweep(measure: Callable[[Settings], float]) -> dict[Settings, float]:
             samples[fastest].append(measure(fastest))
         return fastest
 
-    best = fastest_of(Settings(fusion_mb, DEFAULT_CYCLE_MS) for fusion_mb in SWEPT_FUSION_MB)
-    fastest_of(Settings(best.fusion_mb, cycle_ms) for cycle_ms in OTHER_CYCLES_MS)
+    best = fastest_of(Settings(fusion_mb, first_ms) for fusion_mb in thresholds_mb)
+    fastest_of(Settings(best.fusion_mb, cycle_ms) for cycle_ms in others_ms)
     return {settings: ms(settings) for settings in samples}

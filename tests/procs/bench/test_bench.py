@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny import TINY
+from warm_python import warm_python
 
 from bytesched.bench import command as bench
 from bytesched.bench.profile import load_profile
@@ -35,7 +35,7 @@ def tiny(tmp_path: Path) -> str:
 
 def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=170
+        [warm_python(), "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=170
     )
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_left_when_it_is_terminated(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    command = [sys.executable, "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
+    command = [warm_python(), "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from horovod_launched import why_missing
+from horovod_launched import Kind, why_missing
+from ranks import HOROVOD
+from warm_python import warm_python
 
 from bytesched.lab.hosts import Lab
 
-needs_gloo = pytest.mark.skipif(bool(why_missing("gloo")), reason=why_missing("gloo"))
-needs_mpi = pytest.mark.skipif(bool(why_missing("mpi")), reason=why_missing("mpi"))
+needs_gloo, needs_mpi = map(pytest.mark.usefixtures, ("gloo", "mpi"))
 
 PROFILE = {
     "name": "tiny",
@@ -29,6 +29,21 @@ QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterati
 
 
 @pytest.fixture
+def gloo() -> None:
+    skip_without("gloo")
+
+
+@pytest.fixture
+def mpi() -> None:
+    skip_without("mpi")
+
+
+def skip_without(kind: Kind) -> None:
+    if reason := why_missing(kind):
+        pytest.skip(reason)
+
+
+@pytest.fixture
 def tiny(tmp_path: Path) -> str:
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(PROFILE))
@@ -37,7 +52,7 @@ def tiny(tmp_path: Path) -> str:
 
 def run_bench(folder: Path, *arguments: str, timeout_s: float = 220) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "bytesched", "bench", *arguments, "--json", "out.json"],
+        [warm_python(*HOROVOD), "-m", "bytesched", "bench", *arguments, "--json", "out.json"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -73,14 +88,13 @@ def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
 @needs_gloo
 @pytest.mark.slow
 def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
-    result = run_bench(
-        tmp_path, "--emulate", tiny, "--systems", "horovod-best", *QUICK, "--rounds", "1"
-    )
-    assert len(result["horovod_sweep_ms"]) == 8
-    assert result["stdout"].count("horovod sweep") >= 9
+    system = "horovod-best:fusion_mb=4"
+    result = run_bench(tmp_path, "--emulate", tiny, "--systems", system, *QUICK, "--rounds", "1")
+    assert len(result["horovod_sweep_ms"]) == 3
+    assert result["stdout"].count("horovod sweep") >= 4
     best = min(result["horovod_sweep_ms"], key=result["horovod_sweep_ms"].__getitem__)
-    assert result["systems"]["horovod-best"]["settings"] == best
-    assert f"horovod-best ({best})" in result["stdout"]
+    assert result["systems"][system]["settings"] == best
+    assert f"{system} ({best})" in result["stdout"]
 
 
 @needs_gloo
@@ -105,11 +119,9 @@ def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize(
-    "controller",
-    [pytest.param("gloo", marks=needs_gloo), pytest.param("mpi", marks=needs_mpi)],
-)
-def test_the_bytes_cross_the_links_of_the_lab(controller: str, tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_the_bytes_cross_the_links_of_the_lab(controller: Kind, tiny: str, tmp_path: Path) -> None:
+    skip_without(controller)
     with Lab(2, "200mbit") as lab:
         if not lab.shaped:
             pytest.skip(f"no network namespaces here: {lab.reason}")

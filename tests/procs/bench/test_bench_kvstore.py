@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 from bytesched.bench.systems import KVSTORE_SYSTEMS
 
@@ -32,7 +33,7 @@ TINY = {
 @pytest.mark.slow
 def test_all_systems_through_one_server(tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    command = [sys.executable, "-m", "bytesched", "bench", "--emulate", "tiny.json"]
+    command = [warm_python(), "-m", "bytesched", "bench", "--emulate", "tiny.json"]
     quick = ["--iterations", "2", "--rounds", "1", "--warmup", "2", "--json", "out.json"]
     # Less than this test's own limit, so that a block that hangs is named and its output is here.
     quick += ["--timeout-s", "40"]

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from checks import only
+from warm_python import warm_python
 
 from bytesched.doctor import command as doctor
 from bytesched.doctor import probes as trials
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers need not import torch, which one test shows that they can."""
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def test_this_machine_is_ready(
@@ -33,6 +41,7 @@ def test_this_machine_is_ready(
     assert "8 MiB in" in next(c["detail"] for c in answer["checks"] if c["name"] == "loopback")
 
 
+@pytest.mark.usefixtures("warm")
 def test_loopback_fails_by_name_when_the_network_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     check = only(trials.loopback(timeout_s=30), "loopback")
@@ -41,6 +50,7 @@ def test_loopback_fails_by_name_when_the_network_does(monkeypatch: pytest.Monkey
     assert "nosuch0" in check.detail
 
 
+@pytest.mark.usefixtures("warm")
 def test_launcher_around_the_doctor_does_not_reach_its_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -49,6 +59,7 @@ def test_launcher_around_the_doctor_does_not_reach_its_workers(
     assert only(trials.loopback(timeout_s=60), "loopback").status == "ok"
 
 
+@pytest.mark.usefixtures("warm")
 def test_settings_of_the_user_do_not_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTESCHED_CREDIT_BYTES", "1KiB")
     monkeypatch.setenv("BYTESCHED_CROSS_BARRIER", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor starts need not import torch; see test_doctor for what it does."""
+    from ranks import HOROVOD
+    from warm_python import warm_python
+
+    monkeypatch.setattr(sys, "executable", warm_python(*HOROVOD))
 
 
 @pytest.mark.slow

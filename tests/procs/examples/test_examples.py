@@ -1,4 +1,8 @@
-"""The examples, run as a user runs them: plainly, and through `bytesched run`."""
+"""The examples, run as a user runs them: plainly, and through `bytesched run`.
+
+Once for each launcher in interpreters that import everything; the others are forked from one that
+has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ from pathlib import Path
 import pytest
 from horovod_launched import LAUNCHERS, LOOPBACK_FLAGS, Kind, why_missing
 from paths import ROOT, SUPPORT
+from ranks import HOROVOD
+from warm_python import warm_python
 
 from bytesched.environment import child_environment
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 RUN = ["-m", "bytesched", "run"]
 TIMEOUT_S = 110.0
 
@@ -23,6 +29,11 @@ TIMEOUT_S = 110.0
 PLAIN_TORCH = str(SUPPORT / "plain_torch")
 
 pytestmark = pytest.mark.procs
+
+
+@pytest.fixture
+def python() -> str:
+    return warm_python()
 
 
 def output(command: Sequence[str], **variables: str) -> list[str]:
@@ -62,9 +73,9 @@ def weights(lines: list[str]) -> str:
     return digest
 
 
-def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
-    plain = plain_output([*TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
-    ours = output([*TORCHRUN, "examples/ddp.py"])
+def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str) -> None:
+    plain = plain_output([python, *TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
+    ours = output([sys.executable, *TORCHRUN, "examples/ddp.py"])
     assert plain[0].startswith("loss ")
     assert plain[0] == ours[0]
     figures = dict(line.strip().split(" = ") for line in ours[1:])
@@ -73,28 +84,30 @@ def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier() -> None:
     assert plain[1:] == ["  mode = plain"]
 
 
-def test_burst_train_learns() -> None:
-    lines = output([*TORCHRUN, "examples/burst_train.py"])
+def test_burst_train_learns(python: str) -> None:
+    lines = output([python, *TORCHRUN, "examples/burst_train.py"])
     first, last = re.fullmatch(r"loss (\S+) -> (\S+)", lines[0]).groups()  # type: ignore[union-attr]
     assert float(last) < float(first)
     assert lines[1].startswith("background steps ")
 
 
 @pytest.mark.slow
-def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(
+    python: str, tmp_path: Path
+) -> None:
     script = ["examples/ddp_checkpoint.py", "--epochs"]
     plain, ours = ([f"--snapshot={tmp_path / name}"] for name in ("plain.pt", "ours.pt"))
-    expected = plain_output([*TORCHRUN, *script, "2", *plain])
-    half = output([*TORCHRUN, *RUN, *script, "1", *ours])
-    whole = output([*TORCHRUN, *RUN, *script, "2", *ours])
+    expected = plain_output([python, *TORCHRUN, *script, "2", *plain])
+    half = output([python, *TORCHRUN, *RUN, *script, "1", *ours])
+    whole = output([sys.executable, *TORCHRUN, *RUN, *script, "2", *ours])
     assert weights(whole) == weights(expected) != weights(half)
     assert half[:1] + whole[:1] == expected[:2]
 
 
 @pytest.mark.slow
-def test_ddp_spawn() -> None:
-    expected = plain_output([sys.executable, "examples/ddp_spawn.py"])
-    assert weights(output([sys.executable, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
+def test_ddp_spawn(python: str) -> None:
+    expected = plain_output([python, "examples/ddp_spawn.py"])
+    assert weights(output([python, *RUN, "examples/ddp_spawn.py"])) == weights(expected)
 
 
 @pytest.mark.slow
@@ -102,22 +115,24 @@ def test_ddp_spawn() -> None:
 def test_horovod_mnist(kind: Kind) -> None:
     if reason := why_missing(kind):
         pytest.skip(reason)
-    launcher = [LAUNCHERS[kind], *LOOPBACK_FLAGS[kind], "-np", "2", sys.executable]
+    launcher = [LAUNCHERS[kind], *LOOPBACK_FLAGS[kind], "-np", "2"]
+    python = warm_python(*HOROVOD)
     script = ["examples/horovod_mnist.py", "--epochs=1", "--fp16-allreduce"]
-    expected = output([*launcher, *script])
-    assert weights(output([*launcher, *RUN, *script])) == weights(expected)
+    expected = output([*launcher, python, *script])
+    ours = output([*launcher, sys.executable if kind == "gloo" else python, *RUN, *script])
+    assert weights(ours) == weights(expected)
 
 
-def test_wave_ticktock_has_the_loss_of_accumulation() -> None:
-    waves = output([sys.executable, "examples/wave_ticktock.py"])
-    accumulated = output([sys.executable, "examples/wave_ticktock.py", "--accumulate"])
+def test_wave_ticktock_has_the_loss_of_accumulation(python: str) -> None:
+    waves = output([python, "examples/wave_ticktock.py"])
+    accumulated = output([python, "examples/wave_ticktock.py", "--accumulate"])
     assert waves[0].startswith("loss ")
     assert waves[0] == accumulated[0]
     assert "  waves = 2" in waves
 
 
-def test_wave_model_parallel() -> None:
-    lines = output([*TORCHRUN, "examples/wave_model_parallel.py"])
+def test_wave_model_parallel(python: str) -> None:
+    lines = output([python, *TORCHRUN, "examples/wave_model_parallel.py"])
     assert re.fullmatch(r"loss \d\.\d{10}, 34 tensors to save", lines[0])
     figures = dict(line.strip().split(" = ") for line in lines[1:])
     assert figures["world_size"] == "2"

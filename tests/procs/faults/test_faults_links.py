@@ -1,154 +1,18 @@
-"""A broken link between two calls: whoever touches it next gets a named error, whichever rank."""
+"""A rank is killed in the middle of a message, of which Gloo tells the other one nothing."""
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
-import threading
-import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_fresh
-from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Follower, Leader
-from bytesched.plugins.c10d.notes import Notes
+from bytesched.errors import PeerLost
 from bytesched.plugins.c10d.opening import open_group
-from bytesched.task import CommTask
-
-
-class BrokenLink:
-    """A backend whose peer is gone."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def name(self) -> str:
-        return "gloo"
-
-    def send(self, *_: object) -> Any:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-
-    recv = send
-
-
-@pytest.fixture
-def group() -> Group:
-    store = HashStore()
-    Notes(store, rank=1).leave("ValueError: boom")
-    return Group(BrokenLink(), store, Notes(store, rank=0), name="s/control", timeout_s=5.0)
-
-
-def test_the_leader_names_a_message_that_cannot_be_sent(group: Group) -> None:
-    leader = Leader(group, 1, replay=False, blocked_ns=lambda: 0)
-    task = CommTask("chunk", start_at=0, stop_at=4)
-    task.index = 0
-    with pytest.raises(PeerLost, match=r"rank 1 said: ValueError: boom \(task the leader's order"):
-        leader.announce([task])
-
-
-def test_a_follower_names_a_message_that_cannot_be_received(group: Group) -> None:
-    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    follower = Follower(group, 1, ordered=lambda _: None, on_error=errors.put)
-    follower.chunk_ready()
-    assert isinstance(errors.get(timeout=5.0), PeerLost)
-    follower.close()
-
-
-@pytest.mark.parametrize(
-    ("said", "kind"),
-    [
-        ("[tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7", "PeerLost"),
-        ("[tcp/pair.cc:537] Read error [10.0.0.2]:7: Connection reset by peer", "PeerLost"),
-        ("[tcp/unbound_buffer.cc:78] Timed out waiting 1ms for recv", "SchedulerTimeout"),
-        ("Application timeout caused pair closure", "SchedulerTimeout"),
-        ("[tcp/pair.cc:1] writev: No space left on device", "TransportError"),
-    ],
-)
-def test_every_failure_of_a_link_has_a_name(group: Group, said: str, kind: str) -> None:
-    error = group.error(RuntimeError(said), task="chunk")
-    assert type(error).__name__ == kind
-    assert isinstance(error, TransportError)
-    assert said in str(error)
-    assert "task chunk, seen by rank 0" in str(error)
-
-
-def test_the_first_note_counts() -> None:
-    """What follows from it would only hide the reason."""
-    store = HashStore()
-    Notes(store, rank=1).leave("the reason")
-    Notes(store, rank=2).leave("a consequence")
-    assert Notes(store, rank=0).read() == "; rank 1 said: the reason"
-    assert Notes(store, rank=1).read() == ""
-
-
-class Forgotten:
-    """A collective that Gloo does not tell of anything any more."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        # Without one: as long as the operation may take.
-        time.sleep(timeout.total_seconds() if timeout else 300.0)
-        raise RuntimeError("Operation timed out!")
-
-
-def two_connected() -> list[Group]:
-    """Two ranks of one group, in this process."""
-    store = HashStore()
-    groups: list[Any] = [None, None]
-
-    def connect(rank: int) -> None:
-        backend = dist.ProcessGroupGloo(PrefixStore("data", store), rank, 2, timedelta(seconds=300))
-        notes = Notes(PrefixStore("notes", store), rank)
-        groups[rank] = Group(backend, store, notes, name="s/data", timeout_s=300.0)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    return groups
-
-
-def test_a_forgotten_collective_ends_with_its_connection() -> None:
-    group, other = two_connected()
-    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-
-    def wait() -> None:
-        try:
-            group.wait(Forgotten(), task="chunk")
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            ended.put(error)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    # A slow one is left alone, and so are others beside it.
-    with pytest.raises(queue.Empty):
-        ended.get(timeout=2.5)
-    works = [g.backend.allreduce([torch.ones(3)]) for g in (group, other)]
-    for g, work in zip((group, other), works, strict=True):
-        g.wait(work)
-    other.abort()
-    error = ended.get(timeout=30.0)
-    assert isinstance(error, PeerLost)
-    assert error.peers == (1,)
-    assert "rank 1 is gone" in str(error)
-    assert "task chunk" in str(error)
-    for g in (group, other):
-        g.close()
-
 
 #: takes far longer on loopback than it is given
 HALF_SENT_FLOATS = 1 << 26
@@ -174,7 +38,6 @@ def is_killed_while_it_receives() -> None:
         group.close()
 
 
-@pytest.mark.procs
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_missed() -> None:
     survivor, _ = run_fresh(is_killed_while_it_receives, timeout_s=45.0)
     assert "rank 1 is gone" in survivor.stdout, survivor.stderr

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 from bytesched.plugins.bench.wave_command import main
 
 SHORT = ["--iterations", "2", "--warmup", "1", "--rounds", "1", "--compute-scale", "0.02"]
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
 
 
 def test_ticktock_on_an_emulated_device(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

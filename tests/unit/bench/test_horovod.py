@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from horovod_launched import why_missing
 
 from bytesched.bench import command as bench
 from bytesched.bench.table import add_figures, opponents, table
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab import mpi as lab_mpi
 
-needs_gloo = pytest.mark.skipif(bool(why_missing("gloo")), reason=why_missing("gloo"))
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"
+)
 LOG_HEAD = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
     "cycle_time_ms,tensor_fusion_threshold,score\n"
@@ -25,7 +26,8 @@ LOG_HEAD = (
     ("arguments", "message"),
     [
         ("--systems ddp --controller mpi", "--controller is for horovod"),
-        ("--systems horovod-best:fusion_mb=1", "horovod-best has no options"),
+        ("--systems horovod-best:cache=0", "sweeps fusion_mb and cycle_ms, or takes them"),
+        ("--systems horovod-autotune:fusion_mb=1", "horovod-autotune has no options"),
         ("--systems horovot", "did you mean horovod"),
         ("--systems horovod --controller ucx", "invalid choice"),
         ("--autotune-iterations 59", "at least 60"),
@@ -39,7 +41,7 @@ def test_wrong_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-@needs_gloo
+@needs_horovod
 def test_mpi_starts_ranks_itself_and_needs_its_mpirun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +79,7 @@ def test_another_mpi_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lab_mpi.find_mpirun()
 
 
-@needs_gloo
+@needs_horovod
 def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
     from bytesched.plugins.bench.systems.horovod import Settings, split_options
 
@@ -94,7 +96,7 @@ def test_settings_become_variables_and_the_rest_are_bytescheds() -> None:
     assert str(uncached) == "4 MB, 5 ms, no cache"
 
 
-@needs_gloo
+@needs_horovod
 def test_the_sweep_finds_the_best_and_distrusts_one_lucky_measurement() -> None:
     from bytesched.plugins.bench.systems.horovod import Settings, sweep
 
@@ -116,7 +118,20 @@ def test_the_sweep_finds_the_best_and_distrusts_one_lucky_measurement() -> None:
         assert asked.count(Settings(*tried)) == times
 
 
-@needs_gloo
+@needs_horovod
+def test_what_is_given_is_not_swept() -> None:
+    from bytesched.plugins.bench.systems.horovod import Settings, sweep
+
+    def tried(given: Settings) -> set[tuple[float | None, float | None]]:
+        found = sweep(lambda _: 1.0, given)
+        return {(settings.fusion_mb, settings.cycle_ms) for settings in found}
+
+    assert tried(Settings(fusion_mb=4)) == {(4, 0.5), (4, 1), (4, 5)}
+    assert tried(Settings(cycle_ms=2)) == {(mb, 2) for mb in (1, 2, 4, 8, 16, 128)}
+    assert tried(Settings(4, 2)) == {(4, 2)}
+
+
+@needs_horovod
 def test_the_autotuners_log() -> None:
     from bytesched.plugins.bench.systems.horovod import Settings, read_autotune_log
 
