@@ -241,8 +241,10 @@ def _launch(
     launcher_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    launcher = _launcher_path(kind)
-    assert launcher is not None, why_missing(kind)
+    path = _launcher_path(kind)
+    assert path is not None, why_missing(kind)
+    # Horovod's is a script, which imports Horovod to see what it was built with.
+    launcher = [path] if kind == "mpi" else [warm_python(*HOROVOD), path]
     (folder / "ranks").mkdir()
     (folder / "tmp").mkdir()
     environment = {
@@ -262,7 +264,7 @@ def _launch(
     shell = ["/bin/sh", "-c", RANK_SHELL, "rank", str(folder), *command]
     with (folder / "launcher.out").open("wb") as out, (folder / "launcher.err").open("wb") as err:
         return subprocess.Popen(
-            [launcher, *LOOPBACK_FLAGS[kind], "-np", str(world_size), *launcher_args, *shell],
+            [*launcher, *LOOPBACK_FLAGS[kind], "-np", str(world_size), *launcher_args, *shell],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,21 +39,29 @@ class Implementation:
         return self.name
 
     def run(
-        self, ranks: int, script: str, *args: str, flags: Iterable[str] = ()
+        self,
+        ranks: int,
+        script: str,
+        *args: str,
+        flags: Iterable[str] = (),
+        python: str | None = None,
     ) -> tuple[int, str]:
-        """Exit code and output of ``script`` on so many ranks; fails with what hangs, and where."""
+        """Exit code and output of ``script`` on so many ranks; fails with what hangs, and where.
+
+        The ranks are forked from a process that has imported torch unless `python` is given.
+        """
         flags = tuple(flags)
         with subprocess.Popen(
             [
                 *(str(self.launcher), *self.flags, *flags, "-np", str(ranks)),
-                *(warm_python(), str(SCRIPTS / script), *args),
+                *(python or warm_python(), str(SCRIPTS / script), *args),
             ],
             env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         ) as run:
             left: dict[int, str] = {}
-            alone = 0
+            alone = stopped = 0
             for _ in range(round(LIMIT_S / ALONE_S)):
                 before = left
                 try:
@@ -62,6 +70,12 @@ class Implementation:
                 except subprocess.TimeoutExpired:
                     left = _ranks(run.pid)
                 alone = 0 if left else alone + 1
+                stopped = stopped + 1 if left and _are_stopped(left) else 0
+                if stopped == LOOKS:
+                    # The others have ended, and the launcher is slow to end these.
+                    for pid in left:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 if alone == LOOKS or (before and alone and set(self.outlive) <= set(flags)):
                     # Its ranks have ended, and said what they saw.
                     run.kill()
@@ -107,6 +121,10 @@ def _ranks(launcher: int) -> dict[int, str]:
     for process in family:
         family += [pid for pid, parent in parents.items() if parent == process]
     return {pid: seen[pid] for pid in family[1:] if pid not in parents.values()}
+
+
+def _are_stopped(left: Mapping[int, str]) -> bool:
+    return all(seen.startswith("T") for seen in left.values())
 
 
 def _why_stuck(run: subprocess.Popen[bytes], left: Iterable[int]) -> str:

@@ -22,6 +22,8 @@ def warm_python(*modules: str) -> str:
 
     It behaves as the interpreter of the tests, and so do those that are started with its
     `sys.executable`; on an emulated host, or with options of the interpreter, it is that one.
+    What a library reads from the environment when it is imported, it has read before: Horovod the
+    settings of its autotuner.
     """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

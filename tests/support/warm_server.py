@@ -42,6 +42,10 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 request, descriptors = received(caller)
                 pid = os.fork()
                 if pid == 0:
+                    # What is still open when it is collected would close another file's number.
+                    selector.close()
+                    for connection in (caller, *callers):
+                        connection.close()
                     return request | {"descriptors": descriptors}
                 for descriptor in descriptors:
                     os.close(descriptor)

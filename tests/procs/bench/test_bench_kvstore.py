@@ -31,6 +31,7 @@ TINY = {
 
 @needs_mpi
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_all_systems_through_one_server(tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     command = [warm_python(), "-m", "bytesched", "bench", "--emulate", "tiny.json"]
@@ -44,7 +45,7 @@ def test_all_systems_through_one_server(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=110,
+            timeout=170,
         )
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"{error}\n{(error.output or b'').decode(errors='replace')}")

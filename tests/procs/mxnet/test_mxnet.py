@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def said() -> dict[str, list[dict[str, Any]]]:
     return answers(*CASES, "different_orders")
 
 
+@cache
 def alone(updates: str, optimizer: str) -> dict[str, Any]:
     """What the same training comes to in one process."""
     script = SCRIPTS / "mxnet_cases.py"
