@@ -27,8 +27,8 @@ PROFILE = {
     ],
 }
 #: below the limit of a test
-TIMEOUT_S = 170.0
-pytestmark = pytest.mark.timeout(180)
+TIMEOUT_S = 290.0
+pytestmark = pytest.mark.timeout(300)
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 
 
