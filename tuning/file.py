@@ -16,7 +16,8 @@ from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.files import read_text
-from bytesched.tunable import Setting
+from bytesched.tunable import ORDERS, Setting
+from bytesched.values import one_of, parse_name
 
 __all__ = ["Fingerprint", "Trial", "TuningFile"]
 
@@ -28,7 +29,7 @@ _SAME_BANDWIDTH = 1.6
 _SAME_OVERHEAD = 4.0
 _NO_OVERHEAD_S = 1e-3
 #: above any number that a file may hold
-_LARGEST = 1e300
+_LARGEST = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class _Fields:
 
 def _fingerprint(fields: _Fields) -> Fingerprint:
     ranks = fields.list("ranks_per_host")
-    if not ranks or not all(type(count) is int and count > 0 for count in ranks):
+    if not ranks or not all(type(count) is int and 0 < count < _LARGEST for count in ranks):
         raise ValueError(f"ranks_per_host is {ranks!r:.60}")
     bytes_per_s = fields.number("bytes_per_s")
     if not bytes_per_s:
@@ -270,8 +271,8 @@ def _setting(content: object) -> Setting:
         return Setting(
             int(fields.number("partition_bytes")),
             int(fields.number("credit_bytes")),
-            fields.text("policy"),
-            fields.text("order"),
+            parse_name(fields.text("policy")),
+            one_of(*ORDERS)(fields.text("order")),
             fields.flag("enabled"),
         )
     except ConfigError as error:

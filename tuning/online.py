@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
+from bytesched.policy import policy_names
 from bytesched.tunable import Decision, Recording, RunFacts, Setting, Steps
 from bytesched.tuning.controller import Controller, Pace, Report
 from bytesched.tuning.file import Fingerprint, TuningFile
@@ -192,15 +193,15 @@ class OnlineTuner:
         """Whether the setting of a file can be used, which may be from anyone; else it is named."""
         setting = _adopted(tuning)
         chunks = self._facts.model_bytes // setting.partition_bytes
-        is_usable = chunks <= _MOST_CHUNKS or self._limits.partition.is_point
-        if not is_usable:
-            log.warning(
-                "tuning: %s, remembered on %s, is ignored: it would cut this model into %d chunks",
-                setting,
-                tuning.saved_at[:10],
-                chunks,
-            )
-        return is_usable
+        why = ""
+        if setting.policy not in policy_names():
+            why = "there is no such policy"
+        elif chunks > _MOST_CHUNKS and not self._limits.partition.is_point:
+            why = f"it would cut this model into {chunks} chunks"
+        if why:
+            day = tuning.saved_at[:10]
+            log.warning("tuning: %s, remembered on %s, is ignored: %s", setting, day, why)
+        return not why
 
     @property
     def _can_switch_off(self) -> bool:

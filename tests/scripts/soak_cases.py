@@ -67,7 +67,7 @@ def wander(job: Job, seed: str, fault: tuple[int, int, str] | None = None) -> No
     """
     draw = random.Random(seed)
     alone = random.Random(f"{seed} {job.rank}")
-    widths = [draw.choice((1, 3, 8, 17, 64, 300)) for _ in range(draw.randint(2, 6))]
+    widths = [draw.choice((1, 3, 8, 17, 64, 150)) for _ in range(draw.randint(2, 6))]
     layers: list[nn.Module] = []
     for before, after in zip([8, *widths], widths, strict=False):
         layers += [nn.Linear(before, after, bias=draw.random() < 0.8), nn.Tanh()]

@@ -118,7 +118,7 @@ class Soak:
 
 
 def _settings(draw: random.Random, *, tuned: bool = True) -> dict[str, Any]:
-    partition_bytes = draw.choice((0, 64, 100, 256, 1024, 1 << 16))
+    partition_bytes = draw.choice((0, 256, 1000, 4096, 1 << 16))
     settings = {
         "partition_bytes": partition_bytes,
         "credit_bytes": draw.choice((0, 1, 2, 8)) * (partition_bytes or 1 << 16),

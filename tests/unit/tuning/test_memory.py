@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import SUPPORT
 from tuning_files import DONE, FINGERPRINT, RUNNING, TUNED, UNTUNED
@@ -176,6 +176,7 @@ def test_a_damaged_file_of_the_cache_is_replaced(
     assert found is not None
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
     content = DONE.to_json()
@@ -186,8 +187,24 @@ def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
         TuningFile.of(json.loads(json.dumps(content)))
     except ValueError:
         return
-    taken = isinstance(owner[name], str) or (name, owner[name]) == ("trials", [])
+    taken = (isinstance(owner[name], str) and name != "order") or (name, owner[name]) == (
+        "trials",
+        [],
+    )
     assert taken, f"{name} = {owner[name]!r} was taken"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [("order", "x", "leader"), ("policy", 1, "policy"), ("partition_bytes", 3, "partition_bytes")],
+)
+def test_values_of_a_setting_are_checked_like_the_users(
+    name: str, value: object, named: str
+) -> None:
+    content = DONE.to_json()
+    content["setting"][name] = value
+    with pytest.raises(ValueError, match=named):
+        TuningFile.of(json.loads(json.dumps(content)))
 
 
 def test_what_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,13 +92,15 @@ def test_a_setting_from_a_file_that_would_never_end_is_not_used(
     train(cluster, tuner_on(cluster, tmp_path), 200)
     memory = Memory(folder=tmp_path)
     ((_, tuning),) = memory.entries()
-    tiny = Setting(16, 64)
-    memory.save(replace(tuning, setting=tiny))
-    for model in ("gpt", "vgg"):
-        again = Cluster(model)
-        train(again, tuner_on(again, tmp_path), 200)
-        assert tiny not in again.history
-    assert "partition 16 B" in caplog.text
+    unusable = Setting(16, 64), Setting(MIB, MIB, "nosuch")
+    for setting in unusable:
+        memory.save(replace(tuning, setting=setting))
+        for model in ("gpt", "vgg"):
+            again = Cluster(model)
+            train(again, tuner_on(again, tmp_path), 60)
+            assert setting not in again.history
+    assert "would cut this model into 2804000 chunks" in caplog.text
+    assert "no such policy" in caplog.text
     assert "is ignored" in caplog.text
 
 
