@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -101,12 +101,11 @@ class _Copy:
         memo: dict[int, Any] = {id(optimizer): self.optimizer}
         groups = [_stand_ins(group["params"], memo) for group in optimizer.param_groups]
         self.parameters = [parameter for group in groups for parameter in group]
-        attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in ("state", "param_groups", *HOOKS)
-        }
-        vars(self.optimizer).update(copy.deepcopy(attributes, memo))
+        for name, value in vars(optimizer).items():
+            if name not in ("state", "param_groups", *HOOKS):
+                # Without what cannot be copied: a step that needs it fails, and is not taken.
+                with suppress(Exception):
+                    setattr(self.optimizer, name, copy.deepcopy(value, memo))
         for name in HOOKS:
             setattr(self.optimizer, name, OrderedDict())
         self.optimizer.param_groups = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ def evaluated(closure: Any) -> Any:
 
 class Lion(Optimizer):
     """Signs of a momentum: elementwise, and in nobody's list."""
+
+    lock: threading.Lock
 
     def __init__(self, parameters: Any, lr: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
@@ -237,6 +240,21 @@ def test_a_probe_leaves_no_trace() -> None:
     assert {id(p): dict(entry) for p, entry in optimizer.state.items()} == state
     assert random.getstate() == random_before[0]
     assert torch.equal(torch.get_rng_state(), random_before[1])
+
+
+def test_what_cannot_be_copied_is_left_out() -> None:
+    """As Horovod's handles are; only a step that needs it is not taken."""
+
+    class Locking(Lion):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            with self.lock:
+                return evaluated(closure)
+
+    holding, locking = Lion(nn.Linear(3, 2).parameters()), Locking(nn.Linear(3, 2).parameters())
+    holding.lock = locking.lock = threading.Lock()
+    assert why_not_deferred(holding, Lion) == ""
+    assert "cannot be tried on copies" in why_not_deferred(locking, Locking)
 
 
 def test_settings_decide() -> None:
