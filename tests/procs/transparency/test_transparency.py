@@ -14,9 +14,22 @@ from comparing import check
 from ranks import Ranks
 from training import STEPS, Job, adamw, mlp, sgd, train
 
+#: whether this torch has what a script needs, where the oldest one has not
+IS_THERE = {
+    optimizers.muon: hasattr(torch.optim, "Muon"),
+    gradients.clip_by_total_norm: hasattr(torch.nn.utils, "get_total_norm"),
+}
+
 
 def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+    lacking = pytest.mark.skip(reason="not in this torch")
+    return pytest.mark.parametrize(
+        "script",
+        [
+            pytest.param(each, id=each.__name__, marks=() if IS_THERE.get(each, True) else lacking)
+            for each in scripts
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", optimizers.SPLITTABLE)
@@ -66,11 +79,6 @@ def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
 )
 def test_optimizer_that_cannot_be_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, mode="backward")
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
-def test_muon(two_ranks: Ranks) -> None:
-    check(two_ranks, optimizers.muon, mode="backward")
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
