@@ -1,1 +1,29 @@
 """What is compared, what every rank gets, and what is made of it: `bytesched bench`."""
+
+from __future__ import annotations
+
+from bytesched.bench.profile import (
+    LayerProfile,
+    Profile,
+    load_profile,
+    parse_profile,
+    profiles_in,
+    read_profile,
+    shipped_profiles,
+)
+from bytesched.bench.specification import MXNetSpecification, Specification, WaveSpecification
+from bytesched.bench.systems import System
+
+__all__ = [
+    "LayerProfile",
+    "MXNetSpecification",
+    "Profile",
+    "Specification",
+    "System",
+    "WaveSpecification",
+    "load_profile",
+    "parse_profile",
+    "profiles_in",
+    "read_profile",
+    "shipped_profiles",
+]

@@ -11,21 +11,13 @@ from typing import Any
 import pytest
 from horovod_launched import Kind, why_missing
 from ranks import HOROVOD
+from tiny import TINY_TO_SEND
 from warm_python import warm_python
 
 from bytesched.lab.hosts import Lab
 
 needs_gloo, needs_mpi = map(pytest.mark.usefixtures, ("gloo", "mpi"))
 
-PROFILE = {
-    "name": "tiny",
-    "description": "for tests",
-    "layers": [
-        {"name": "first", "forward_ms": 1, "backward_ms": 2, "shapes": [[64, 64], [64]]},
-        {"name": "second", "forward_ms": 1, "backward_ms": 2, "shapes": [[1024, 1024]]},
-        {"name": "third", "forward_ms": 1, "backward_ms": 3, "shapes": [[64, 256]]},
-    ],
-}
 #: below the limit of a test
 TIMEOUT_S = 290.0
 pytestmark = pytest.mark.timeout(300)
@@ -50,7 +42,7 @@ def skip_without(kind: Kind) -> None:
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(PROFILE))
+    path.write_text(json.dumps(TINY_TO_SEND))
     return str(path)
 
 

