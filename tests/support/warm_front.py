@@ -15,8 +15,11 @@ FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGABRT", "SIGUSR1", "SI
 SIZE_BYTES = 8
 
 arguments = sys.argv[1:]
-is_unbuffered = arguments[:1] == ["-u"]
-run = arguments[is_unbuffered:]
+run, flags = list(arguments), []
+# Whether it writes bytecode makes no difference.
+while run and run[0] in ("-u", "-B"):
+    flags.append(run.pop(0))
+is_unbuffered = "-u" in flags
 runs_a_program = bool(run) and (run[0] in ("-m", "-c") or not run[0].startswith("-"))
 # On an emulated host it would have to enter that first.
 if not runs_a_program or os.readlink("/proc/self/ns/net") != THEIRS:
