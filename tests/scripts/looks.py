@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
@@ -86,6 +88,47 @@ def written(write: Callable[[Any], object]) -> Look:
     return call
 
 
+def sent(value: Any) -> Any:
+    """What arrives where it is sent to, in a process."""
+    return pickle.loads(ForkingPickler.dumps(value)).clone()  # noqa: S301 (its own bytes)
+
+
+def gradient_of(loss: Callable[[Any], Any], value: Any) -> Any:
+    return torch.func.grad(loss)(value)
+
+
+#: In C++, with no look at the class of what they are given.
+UNASKED: dict[str, Callable[[Any], Any]] = {
+    "to_dlpack": lambda t: dlpack.from_dlpack(dlpack.to_dlpack(t)).clone(),
+    "new_tensor": lambda t: torch.ones(1).new_tensor(t),
+    "as_subclass": lambda t: t.as_subclass(torch.Tensor).detach().clone(),
+    "make_subclass": lambda t: torch.Tensor._make_subclass(torch.Tensor, t).clone(),
+    "nested": lambda t: nested([t, t]),
+    "nested_as": lambda t: torch.nested.as_nested_tensor([t, t]).to_padded_tensor(0.0),
+    "scripted": lambda t: scripted_sum()(t),
+    "vmap": lambda t: torch.vmap(torch.sum)(t),
+    "func_grad": lambda t: gradient_of(torch.norm, t),
+    "func_vjp": lambda t: torch.func.vjp(torch.sin, t)[0].detach().clone(),
+    "func_jvp": lambda t: torch.func.jvp(torch.sin, (t,), (t,))[1].detach().clone(),
+    "func_jacrev": lambda t: torch.func.jacrev(torch.sum)(t),
+    "backward_of_it": lambda t: torch.autograd.grad(
+        (x := torch.ones(16, 8, requires_grad=True)) * 2, x, t
+    ),
+    "parameter": lambda t: nn.Parameter(t, requires_grad=False).clone(),
+    "buffer": lambda t: nn.Buffer(t.detach()).clone(),
+    "embedding": lambda t: nn.Embedding.from_pretrained(t)(torch.tensor([0, 3])),
+    "sent": lambda t: sent(t.detach()),
+}
+
+
+def unasked(of: Callable[[Any], Any]) -> dict[str, Look]:
+    """Those readers, given what ``of`` takes out of the model."""
+    return {
+        name: lambda model, _, read=read: read(of(model))  # type: ignore[misc]
+        for name, read in UNASKED.items()
+    }
+
+
 #: After step(): each must wait for what it reads.
 WEIGHT_READS: dict[str, Look] = {
     "norm": lambda model, _: weight(model).norm(),
@@ -136,10 +179,6 @@ EDITS: dict[str, Look] = {
 #: C++ takes these without asking the tensor's class, so they need a flush before.
 AFTER_A_FLUSH: dict[str, Look] = {
     "tensor": lambda model, _: copied(flushed(weight(model))),
-    "nested": lambda model, _: nested([flushed(weight(model))] * 2),
-    "scripted": lambda model, _: scripted_sum()(flushed(weight(model))),
-    "vmap": lambda model, _: torch.vmap(torch.sum)(flushed(weight(model))),
-    "func_grad": lambda model, _: torch.func.grad(torch.norm)(flushed(weight(model))),
 }
 #: After step(): says nothing about values, so it must come back at once.
 METADATA: dict[str, Look] = {
@@ -191,9 +230,11 @@ LOOKS: dict[str, dict[str, Look]] = {
     "evaluations": EVALUATIONS,
     "edits": EDITS,
     "after_a_flush": AFTER_A_FLUSH,
+    "weights_unasked": unasked(weight),
+    "gradients_unasked": unasked(lambda model: weight(model).grad),
     "metadata": METADATA,
     "gradient_reads": GRADIENT_READS,
     "clippings": CLIPPINGS,
     "gradient_metadata": GRADIENT_METADATA,
 }
-BEFORE_STEP = {"gradient_reads", "clippings", "gradient_metadata"}
+BEFORE_STEP = {"gradients_unasked", "gradient_reads", "clippings", "gradient_metadata"}

@@ -90,6 +90,12 @@ def test_parameter_read_after_step(two_ranks: Ranks, name: str, reader: int) -> 
     look(two_ranks, "weight_reads", name, reader, waits=True)
 
 
+@by_turns(looks.UNASKED)
+@pytest.mark.parametrize("kind", ["weights_unasked", "gradients_unasked"])
+def test_reader_that_asks_no_class(two_ranks: Ranks, kind: str, name: str, reader: int) -> None:
+    look(two_ranks, kind, name, reader, waits=True)
+
+
 @pytest.mark.parametrize("name", looks.AFTER_A_FLUSH)
 def test_unseen_constructor_needs_a_flush(two_ranks: Ranks, name: str) -> None:
     look(two_ranks, "after_a_flush", name, 0, waits=True)
