@@ -115,12 +115,15 @@ class Running:
 
     def _take(self, slot: Slot) -> None:
         assert slot.parameter.grad is not None
-        device = slot.parameter.grad.device
-        if device != slot.view.device:
+        grad = slot.parameter.grad
+        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+            # Plain DDP goes on without reducing, and its ranks drift apart.
             raise PluginError(
-                f"the gradient of {slot.name!r} is on {device}, it was on {slot.view.device}: "
-                "unwrap before the model is moved"
+                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted, "
+                "and wrap it in a new DistributedDataParallel"
             )
+        del grad
         slot.take_gradient()
 
     def _source_ready(self, slot: Slot) -> None:

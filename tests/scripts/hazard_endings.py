@@ -8,6 +8,7 @@ import gc
 import weakref
 from typing import Any
 
+import torch
 from hazard_scripts import FREE_STEPS, free_steps
 from looks import weight
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, mlp, sgd, train
 
 import bytesched
+from bytesched.errors import PluginError
 
 
 class Interrupted(Exception):
@@ -50,6 +52,27 @@ def interrupted(job: Job, where: str) -> None:
 
 def interrupt(*_: Any) -> None:
     raise Interrupted
+
+
+def converted(dtype: torch.dtype) -> tuple[float, str]:
+    """A gradient of plain DDP after `model.to(dtype)`, and what a wrapped run says."""
+    sums, errors = [], []
+    for wrapped in (False, True):
+        job = Job(wrapped=wrapped, timeout_s=5.0)
+        model = job.ddp(mlp())
+        optimizer = job.wrap(sgd(model), model)
+        train(job, model, optimizer, steps=3)
+        model.to(dtype)
+        optimizer.zero_grad()
+        loss = model(job.inputs(3).to(dtype)).square().mean()
+        try:
+            loss.backward()
+            sums.append(float(weight(model).grad.double().sum()))
+        except PluginError as error:
+            errors.append(str(error))
+        with contextlib.suppress(PluginError):
+            job.close()
+    return sums[0], errors[0]
 
 
 def joined() -> list[str]:

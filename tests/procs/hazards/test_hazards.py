@@ -18,6 +18,7 @@ import hazard_endings as endings
 import hazard_scripts as hazards
 import looks
 import pytest
+import torch
 import unseen_models
 from comparing import check
 from ranks import Ranks, run_fresh
@@ -172,6 +173,15 @@ def test_step_that_cannot_be_deferred(two_ranks: Ranks, kind: str, mode: str) ->
 @pytest.mark.parametrize("where", ["forward", "before_backward", "before_step", "after_step"])
 def test_exception_in_the_middle_of_a_step(two_ranks: Ranks, where: str) -> None:
     check(two_ranks, endings.interrupted, where)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["double", "bfloat16"])
+def test_conversion_to_another_dtype_is_refused(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    """Plain DDP hooks the old dtype's gradients: its ranks go on alone, and drift apart."""
+    (plain, error), (other, other_error) = two_ranks.run(endings.converted, dtype)
+    assert plain != other
+    assert "unwrap before the model is converted" in error
+    assert "unwrap before the model is converted" in other_error
 
 
 def test_join_is_refused_by_name(two_ranks: Ranks) -> None:
