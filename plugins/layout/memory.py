@@ -7,7 +7,9 @@ from sys import getrefcount
 import torch
 from torch import nn
 
-__all__ = ["has_aliases", "is_gradient_shared", "is_laid_out_as", "lies_over"]
+from bytesched.plugins.proxies.pending import has_aliases
+
+__all__ = ["is_gradient_shared", "is_laid_out_as", "lies_over"]
 
 
 def is_laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -26,14 +28,6 @@ def lies_over(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     """True if ``tensor`` is the very elements of ``memory``; does not wait for a lazy gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.data_ptr() == memory.data_ptr() and is_laid_out_as(tensor, memory)
-
-
-def has_aliases(tensor: torch.Tensor) -> bool:
-    """True if there are other tensors over the memory of ``tensor``; does not wait for it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = tensor.untyped_storage()
-        # One of them is ``storage`` itself.
-        return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def is_gradient_shared(parameter: nn.Parameter) -> bool:

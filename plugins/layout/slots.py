@@ -9,13 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bytesched.plugins.layout.memory import (
+from bytesched.plugins.layout.memory import is_gradient_shared, is_laid_out_as, lies_over
+from bytesched.plugins.proxies.pending import (
+    Desk,
+    LazyGrad,
     has_aliases,
-    is_gradient_shared,
-    is_laid_out_as,
-    lies_over,
+    lazy_over,
+    plain,
+    point,
 )
-from bytesched.plugins.proxies.pending import Desk, LazyGrad, lazy_over, plain, point
 from bytesched.task import CommTask
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
@@ -75,10 +77,10 @@ class Slot:
             return
         self.apart = not grad.requires_grad and not is_laid_out_as(grad, self.view)
         # There is no lazy gradient before the first round is over.
-        lazy = getattr(self, "lazy", None)
+        lazy: LazyGrad | None = getattr(self, "lazy", None)
         if lazy is not None and grad is lazy:
-            self.apart = self.apart or has_aliases(grad)
-            if lies_over(grad, self.view):
+            self.apart = self.apart or lazy.is_kept or has_aliases(lazy)
+            if lies_over(lazy, self.view):
                 # The lazy gradient may get other memory before this is sent.
                 self.grad = self.view
                 return

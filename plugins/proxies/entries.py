@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.plugins.proxies.pending import LazyGrad, PendingParameter, plain, ready
+from bytesched.plugins.proxies.pending import (
+    LazyGrad,
+    PendingParameter,
+    keep_apart,
+    plain,
+    ready,
+)
 
 __all__ = ["guard_entries"]
 
@@ -77,6 +83,9 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             ready((args, kwargs))
+            if args and type(args[0]) is LazyGrad:
+                # Its address may be given away.
+                keep_apart(args[0])
         return function(*args, **kwargs)
 
     return call
@@ -89,6 +98,8 @@ def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
     def call(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
         if type(data) in (PendingParameter, LazyGrad):
             ready(data)
+            if type(data) is LazyGrad:
+                keep_apart(data)
             data = plain(data)
         return new(cls, data, *args, **kwargs)
 
@@ -103,6 +114,8 @@ def _for_processes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
 
     def call(tensor: torch.Tensor) -> Any:
         ready(tensor)
+        if type(tensor) is LazyGrad:
+            keep_apart(tensor)
         return reduce(plain(tensor))
 
     return call

@@ -20,6 +20,7 @@ __all__ = [
     "PendingParameter",
     "alias_of",
     "free",
+    "has_aliases",
     "has_own_memory",
     "hold",
     "is_held",
@@ -165,6 +166,7 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
 
     def as_subclass(self, cls: Any) -> Any:
         self.synchronize()
+        keep_apart(self)
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.as_subclass(self, cls)
 
@@ -175,6 +177,10 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     #: what may answer for the values before all of them are there, if anything does: called with
     #: a function of torch's, its arguments and keywords; returns NotImplemented if it cannot
     desk: Desk | None = None
+    #: the script may have the address of its memory, which is its own
+    is_kept: bool = False
+    #: of the storage that it was made over; the script may put another there
+    storage_id: int = 0
     #: whose gradient this is, for the desk
     owner: object = None
 
@@ -203,10 +209,19 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
                     _synchronize_now(tensor)
         if func is torch.Tensor.detach_:
             return args[0]
+        if func in _EXPORTS:
+            keep_apart(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             if func in _AS_PLAIN:
                 return func(plain(args[0]), *args[1:], **kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if func not in METADATA and not func.__name__.startswith("_foreach"):
+            for tensor in _tensors((args, kwargs)):
+                # A view of it may become anything, an array of numpy's too: neither shall see
+                # what comes into the memory next.
+                if type(tensor) is LazyGrad and has_aliases(tensor):
+                    keep_apart(tensor)
+        return result
 
 
 def _desk_of(args: tuple[Any, ...]) -> Desk | None:
@@ -223,6 +238,7 @@ def alias_of(grad: LazyGrad) -> LazyGrad:
         alias = grad.detach().as_subclass(LazyGrad)
     alias.synchronize, alias.is_taken = grad.synchronize, grad.is_taken
     alias.desk, alias.owner = grad.desk, grad.owner
+    alias.storage_id = grad.storage_id
     return alias
 
 
@@ -236,14 +252,18 @@ def _give_own_memory(grad: LazyGrad) -> None:
 
 def lazy_over(memory: torch.Tensor) -> LazyGrad:
     """A lazy gradient that is the elements of ``memory``; its owner is still to be set."""
-    lazy: LazyGrad = torch.Tensor._make_subclass(LazyGrad, _over(memory))
+    over = _over(memory)
+    lazy: LazyGrad = torch.Tensor._make_subclass(LazyGrad, over)
+    lazy.storage_id = over.untyped_storage()._cdata
     return lazy
 
 
 def point(grad: LazyGrad, memory: torch.Tensor) -> None:
     """Makes ``grad`` the elements of ``memory``."""
+    over = _over(memory)
     with torch._C.DisableTorchFunctionSubclass():
-        grad.data = _over(memory)
+        grad.data = over
+    grad.storage_id = over.untyped_storage()._cdata
 
 
 def _over(memory: torch.Tensor) -> torch.Tensor:
@@ -281,10 +301,18 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def keep_apart(grad: LazyGrad) -> None:
-    """Gives ``grad`` a copy of its values for good; nothing must be on the wire."""
+    """Gives ``grad``, and all views of it, a copy of its values for good.
+
+    Nothing must be on the wire. What has memory of its own keeps it.
+    """
+    grad.is_kept = True
+    if has_own_memory(grad):
+        return
     with torch._C.DisableTorchFunctionSubclass():
-        memory = grad.data.clone()
-    _move(grad, memory)
+        is_ours = grad.untyped_storage()._cdata == grad.storage_id
+        memory = grad.data.clone() if is_ours else None
+    if memory is not None:
+        _move(grad, memory)
     free(grad)
 
 
@@ -303,6 +331,26 @@ def _false() -> bool:
     return False
 
 
+def has_aliases(tensor: torch.Tensor) -> bool:
+    """True if there are other tensors over the memory of ``tensor``; does not wait for it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+        # One of them is ``storage`` itself.
+        return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+#: These give away an address.
+_EXPORTS = frozenset(
+    {
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.data_ptr,
+        torch.Tensor.numpy,
+        torch.Tensor.share_memory_,
+        torch.Tensor.storage,
+        torch.Tensor.untyped_storage,
+    }
+)
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 #: A copy, a pickle or a print of a gradient is one of an ordinary tensor.
 _AS_PLAIN = frozenset(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from sys import getrefcount
 
-from bytesched.plugins.layout.memory import has_aliases
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import free, keep_apart, plain
+from bytesched.plugins.proxies.pending import free, has_aliases, keep_apart, plain
 
 __all__ = ["give_back", "is_kept", "is_seen"]
 

@@ -97,9 +97,11 @@ def gradient_of(loss: Callable[[Any], Any], value: Any) -> Any:
     return torch.func.grad(loss)(value)
 
 
+any_torch: Any = torch
+
 #: In C++, with no look at the class of what they are given.
 UNASKED: dict[str, Callable[[Any], Any]] = {
-    "to_dlpack": lambda t: dlpack.from_dlpack(dlpack.to_dlpack(t)).clone(),
+    "to_dlpack": lambda t: dlpack.from_dlpack(any_torch.to_dlpack(t)).clone(),
     "new_tensor": lambda t: torch.ones(1).new_tensor(t),
     "as_subclass": lambda t: t.as_subclass(torch.Tensor).detach().clone(),
     "make_subclass": lambda t: torch.Tensor._make_subclass(torch.Tensor, t).clone(),

@@ -541,3 +541,22 @@ def old_graph(job: Job) -> None:
             else:
                 job.record("refused", None)
     job.record_state(model, optimizer)
+
+
+def arrays_of_gradients(job: Job) -> None:
+    """Arrays of numpy over gradients and over views of them outlive both, and keep their values."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    kept: list[Any] = []
+
+    def keep(step: int) -> None:
+        for index, p in enumerate(model.parameters()):
+            kept.append((p.grad.numpy(), p.grad.detach().cpu().numpy())[(step + index) % 2])
+            if step == 3:
+                kept[-1][:] = 0.5
+
+    train(job, model, optimizer, before_step=keep)
+    zero = partial(optimizer.zero_grad, set_to_none=False)
+    train(job, model, optimizer, before_step=keep, zero_grad=zero)
+    job.record("kept", [torch.from_numpy(array.copy()) for array in kept])
+    job.record_state(model, optimizer)

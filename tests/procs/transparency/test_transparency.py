@@ -145,6 +145,7 @@ def test_clipping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     gradients.gradients_referred_to,
     gradients.gradients_seen_through_views,
     gradients.gradients_kept_by_a_hook,
+    gradients.arrays_of_gradients,
 )
 def test_gradients_used_between_backward_and_step(
     two_ranks: Ranks, script: Callable[..., None]

@@ -1,0 +1,257 @@
+"""A fuzzer of the guard: reads and writes of weights and gradients that are outstanding.
+
+`python fuzzing.py --minutes N [--seed S]` prints the seed of each sequence that differs from plain
+training. What is read and written is a catalogue of torch's public functions, made by trying them:
+one that returns the same twice for a plain tensor must return that for a pending one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from looped import inputs, mlp
+from torch import Tensor
+from training import differences, frozen
+
+from bytesched.testing import Loopback
+
+#: how long a step stays on the wire: a read that does not wait for it sees old values
+WIRE_S = 0.004
+STEPS = 5
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, foreach=True),
+}
+#: random numbers, addresses, other devices, and what concerns no values
+_LEFT_OUT = """
+    rand bernoulli dropout multinomial poisson normal cauchy exponential geometric uniform
+    empty new_empty data_ptr storage share pin_memory cuda cpu xpu ipu hpu mtia backward hook
+    requires_grad retain_grad resize set_ apply_ map_ names rename align refine_names nested
+    module_load to_mkldnn compile save load seed thread fork print wait vmap cond while_loop
+    is_shared is_inference is_pinned get_device _version sparse quantize fake alpha_dropout
+    gumbel rrelu deterministic default_ autocast profiler tensor as_subclass has_torch_function
+"""
+#: what depends on where memory lies, or on what was in it before
+_UNSTEADY = "lstsq fbgemm"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A public function, and what it is given beside the tensor."""
+
+    name: str
+    call: Callable[[Tensor], Any]
+
+
+def templates(function: Callable[..., Any]) -> Iterator[Callable[[Tensor], Any]]:
+    """Ways to call ``function`` with a tensor, the first of which that works is taken."""
+    yield lambda t: function(t)
+    yield lambda t: function(t, t)
+    yield lambda t: function(t, 2)
+    yield lambda t: function(t, 0.5)
+    yield lambda t: function(t, 0, 1)
+    yield lambda t: function([t, t])
+    yield lambda t: function(t.shape[0], t)
+    yield lambda t: function(torch.ones(t.shape), t)
+    yield lambda t: function(torch.ones(t.shape), t, t)
+    yield lambda t: function(t, torch.ones(t.shape), 0.5)
+
+
+@cache
+def catalogue() -> tuple[list[Use], list[Use]]:
+    """What reads, and what writes in place and leaves shape, strides and dtype."""
+    reads: list[Use] = []
+    writes: list[Use] = []
+    places = [
+        (torch.Tensor, "Tensor"),
+        (torch, "torch"),
+        (torch.linalg, "linalg"),
+        (torch.special, "special"),
+        (torch.fft, "fft"),
+        (torch.nn.functional, "functional"),
+    ]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for place, prefix in places:
+            for name in sorted(dir(place)):
+                function = getattr(place, name, None)
+                if name.startswith("_") or not callable(function) or isinstance(function, type):
+                    continue
+                if any(word in name for word in f"{_LEFT_OUT} {_UNSTEADY}".split()):
+                    continue
+                use = _tried(f"{prefix}.{name}", function)
+                if use is not None:
+                    (writes if name.endswith("_") else reads).append(use)
+    return reads, writes
+
+
+def _tried(name: str, function: Callable[..., Any]) -> Use | None:
+    for call in templates(function):
+        samples = [torch.linspace(-1.0, 2.0, 16).view(4, 4) for _ in range(2)]
+        try:
+            once, twice = (seen(call(sample)) for sample in samples)
+            same = next(differences(once, twice, name), None) is None
+        except Exception:  # noqa: BLE001 - not a way to call it
+            continue
+        kept = all(t.shape == (4, 4) and t.stride() == (4, 1) for t in samples)
+        changed = not torch.equal(samples[0], torch.linspace(-1.0, 2.0, 16).view(4, 4))
+        if not (kept and same):
+            return None
+        if once in (None, [], {}) and not changed:
+            return None
+        return Use(name, call)
+    return None
+
+
+def seen(value: Any) -> Any:
+    """What can be compared of it."""
+    if isinstance(value, Tensor):
+        return frozen(value.to_dense() if value.layout is not torch.strided else value)
+    if isinstance(value, (list, tuple)):
+        return [seen(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool)) else None
+
+
+@dataclass
+class Run:
+    """One training, plain or over a Loopback; both make the same choices for one seed."""
+
+    seed: int
+    loopback: Loopback | None
+    records: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._choose = random.Random(self.seed)
+        self._model: Any = mlp()
+        kind = self._choose.choice(sorted(OPTIMIZERS))
+        self._optimizer = OPTIMIZERS[kind](self._model)
+        self._kept: list[tuple[str, Any]] = []
+        if self.loopback is not None:
+            self._session = self.loopback.wrap(
+                self._model, self._optimizer, partition_bytes=256, credit_bytes=512, timeout_s=20.0
+            )
+
+    def train(self) -> None:
+        for step in range(STEPS):
+            with self._slow_wire() if step > 1 else contextlib.nullcontext():
+                self._one_step(step)
+        self.records.append(("weights", seen(list(self._model.parameters()))))
+        self.records += [(f"kept {name}", seen(value)) for name, value in self._kept]
+
+    def close(self) -> None:
+        if self.loopback is not None:
+            self._session.close()
+
+    def _one_step(self, step: int) -> None:
+        zeroed = self._choose.choice(["none", "zero", "model", "never"])
+        if zeroed == "model":
+            self._model.zero_grad()
+        elif zeroed != "never":
+            self._optimizer.zero_grad(set_to_none=zeroed == "none")
+        self._model(inputs(step)).square().mean().backward()
+        self._use([p.grad for p in self._model.parameters()], "grad")
+        self._optimizer.step()
+        self._use(list(self._model.parameters()), "weight")
+
+    def _use(self, tensors: list[Tensor], what: str) -> None:
+        reads, writes = catalogue()
+        for _ in range(self._choose.randrange(4)):
+            tensor = self._choose.choice(tensors)
+            if self._choose.random() < 0.2:
+                use = self._choose.choice(writes)
+            else:
+                use = self._choose.choice(reads)
+            keeps = self._choose.random() < 0.2
+            name = f"{what} {use.name}"
+            try:
+                with warnings.catch_warnings(), torch.no_grad():
+                    warnings.simplefilter("ignore")
+                    value = use.call(tensor)
+                    self.records.append((name, seen(value)))
+                if keeps and what == "grad":
+                    self._kept.append((name, value))
+            except Exception as error:  # noqa: BLE001 - as the plain run does
+                self.records.append((name, type(error).__name__))
+
+    @contextlib.contextmanager
+    def _slow_wire(self) -> Iterator[None]:
+        """What is sent inside arrives late, or when the step is over."""
+        if self.loopback is None:
+            yield
+            return
+        over = threading.Event()
+
+        def deliver() -> None:
+            assert self.loopback is not None
+            while not over.is_set():
+                self.loopback.hold()
+                over.wait(WIRE_S)
+                self.loopback.release()
+                over.wait(WIRE_S / 4)
+
+        wire = threading.Thread(target=deliver)
+        wire.start()
+        try:
+            yield
+        finally:
+            over.set()
+            wire.join()
+            self.loopback.release()
+
+
+def fuzzed(seed: int) -> list[str]:
+    """Where a scheduled run of the sequence ``seed`` differs from the plain one."""
+    plain = Run(seed, None)
+    plain.train()
+    loopback = Loopback(timeout_s=20.0)
+    ours = Run(seed, loopback)
+    try:
+        ours.train()
+    finally:
+        ours.close()
+        loopback.close()
+    found: list[str] = []
+    for index, ((name, expected), (_, got)) in enumerate(
+        zip(plain.records, ours.records, strict=True)
+    ):
+        found += differences(expected, got, f"record {index} {name}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    reads, writes = catalogue()
+    print(f"{len(reads)} reads, {len(writes)} writes; first seed {options.seed}", flush=True)
+    ends = time.monotonic() + 60 * options.minutes
+    count = failures = 0
+    while time.monotonic() < ends:
+        seed = options.seed + count
+        count += 1
+        try:
+            found = fuzzed(seed)
+        except Exception as error:  # noqa: BLE001 - reported with its seed
+            found = [f"{type(error).__name__}: {error}"]
+        if found:
+            failures += 1
+            print(f"seed {seed}:", *found[:4], sep="\n  ", flush=True)
+    print(f"{count} sequences, {failures} differ", flush=True)
+    raise SystemExit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

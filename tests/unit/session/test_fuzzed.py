@@ -1,0 +1,38 @@
+"""Generated reads and writes of what is outstanding; `./scripts/fuzz` tries more of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import fuzzing
+import pytest
+import torch
+
+from bytesched.plugins.proxies import pending
+
+SEEDS = range(60)
+#: on a busy machine the rest is left out
+MOST_S = 25.0
+
+
+def test_generated_sequences_equal_plain_training() -> None:
+    ends_s = time.monotonic() + MOST_S
+    for seed in SEEDS:
+        found = fuzzing.fuzzed(seed)
+        assert not found, f"seed {seed}:\n" + "\n".join(found[:10])
+        if time.monotonic() > ends_s and seed >= 5:
+            break
+
+
+def test_a_hole_in_the_guard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fuzzer that cannot fail proves nothing."""
+    hole: Any = frozenset(
+        {
+            getattr(torch.Tensor, use.name.removeprefix("Tensor."))
+            for use in fuzzing.catalogue()[0]
+            if use.name.startswith("Tensor.")
+        }
+    )
+    monkeypatch.setattr(pending, "METADATA", pending.METADATA | hole)
+    assert any(fuzzing.fuzzed(seed) for seed in range(40))
