@@ -48,21 +48,39 @@ def why_not_separable(optimizer: torch.optim.Optimizer, kind: type[torch.optim.O
     """
     if "step" in inspect.unwrap(raw_step(kind)).__code__.co_names:
         return f"{kind.__name__}.step calls the step of another class"
+    settings = _settings(optimizer)
+    if settings is None:
+        return _tried(optimizer, kind)
     known = _found.setdefault(kind, {})
-    key = _settings(optimizer)
-    if key not in known:
-        known[key] = _tried(optimizer, kind)
-    return known[key]
+    if settings not in known:
+        known[settings] = _tried(optimizer, kind)
+    return known[settings]
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """A text that is the same for optimizers which update alike."""
-    groups = []
-    for group in optimizer.param_groups:
-        fields = {name: repr(value) for name, value in group.items() if name != "params"}
-        kinds = {(_small_shape(p), p.dtype, p.device) for p in group["params"]}
-        groups.append((sorted(fields.items()), sorted(map(repr, kinds))))
-    return repr(groups)
+def _settings(optimizer: torch.optim.Optimizer) -> str | None:
+    """A text that is the same for optimizers which update alike; None if there is none."""
+    attributes = [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", *HOOKS)
+    ]
+    groups = [_hyperparameters(group) for group in optimizer.param_groups]
+    if not _is_plain(attributes) or not _is_plain(groups):
+        return None
+    kinds = [
+        {(_small_shape(p), p.dtype, p.device) for p in group["params"]}
+        for group in optimizer.param_groups
+    ]
+    return repr([sorted(attributes), groups, [sorted(map(repr, each)) for each in kinds]])
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its text says all about ``value``."""
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()])
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _tried(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:

@@ -261,24 +261,29 @@ def test_settings_decide() -> None:
     """A class may clip by the norm of all gradients, or not."""
 
     class Clipping(Lion):
+        limit = 0.0
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
             loss = evaluated(closure)
             for group in self.param_groups:
                 used = [p for p in group["params"] if p.grad is not None]
                 clip = 1.0
-                if group.get("limit") and used:
+                limit = group.get("limit", self.limit)
+                if limit and used:
                     norm = float(torch.stack([p.grad.norm() for p in used]).norm())
-                    clip = min(1.0, group["limit"] / norm)
+                    clip = min(1.0, limit / norm)
                 for parameter in used:
                     parameter.sub_(parameter.grad, alpha=clip * group["lr"])
             return loss
 
     model = nn.Linear(3, 2)
-    clipping, free = Clipping(model.parameters()), Clipping(model.parameters())
+    free, clipping, later = (Clipping(model.parameters()) for _ in range(3))
     clipping.param_groups[0]["limit"] = 1.0
-    assert why_not_deferred(clipping, Clipping)
+    later.limit = 1.0
     assert not why_not_deferred(free, Clipping)
+    assert why_not_deferred(clipping, Clipping)
+    assert why_not_deferred(later, Clipping)
 
 
 def test_a_user_vouches_for_a_class() -> None:
