@@ -18,7 +18,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.separable import why_not_deferred
+from bytesched.plugins.session.beginning import add_optimizer, why_whole
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.session import Session
 from bytesched.plugins.session.streams import Streams
@@ -93,8 +93,8 @@ class Loopback:
             static_graph=static_graph,
             observers=Observers() if observers is None else observers,
         )
-        cross = config.cross_barrier and not why_not_deferred(optimizer, type(optimizer))
-        session.add_optimizer(optimizer, type(optimizer), cross=cross)
+        kind = type(optimizer)
+        add_optimizer(session, optimizer, kind, why_whole(model, optimizer, kind, config))
         return session
 
     def run(self, train: Callable[[int], T]) -> list[T]:
