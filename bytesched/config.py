@@ -27,6 +27,7 @@ from bytesched.values import (
     parse_size,
     parse_text,
     parse_timeout,
+    shown,
     whole_number,
 )
 
@@ -230,11 +231,11 @@ _PARSERS: dict[str, Callable[[object], object]] = {
 
 def _checked(name: str, value: object, origin: str = "code") -> object:
     if name not in FIELDS:
-        raise ConfigError(f"there is no field {name!r} ({origin}){nearest(name, FIELDS)}")
+        raise ConfigError(f"there is no field {shown(name)} ({origin}){nearest(name, FIELDS)}")
     try:
         return _PARSERS[name](value)
     except ValueError as error:
-        raise ConfigError(f"{name} = {value!r} ({origin}): {error}") from None
+        raise ConfigError(f"{name} = {shown(value)} ({origin}): {error}") from None
 
 
 def _origin_of_variable(name: str) -> str:
@@ -255,5 +256,8 @@ def _from_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return dict(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is no valid TOML: nested too deeply") from None
+    except ValueError as error:
+        # Also of numbers that are too long for Python to read.
         raise ConfigError(f"{path} is no valid TOML: {error}") from error

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from bytesched.errors import ConfigError
 from bytesched.task import CommTask
+from bytesched.values import shown
 
 __all__ = ["Fifo", "Policy", "Priority", "named_policy", "policy_names", "register_policy"]
 
@@ -52,4 +53,6 @@ def named_policy(name: str) -> Policy:
     try:
         return _POLICIES[name]()
     except KeyError:
-        raise ConfigError(f"no policy {name!r}; there are {', '.join(policy_names())}") from None
+        raise ConfigError(
+            f"no policy {shown(name)}; there are {', '.join(policy_names())}"
+        ) from None

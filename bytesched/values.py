@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 AUTOMATIC = 0
 
 _MIN_SIZE_BYTES = 16
+#: characters of a value in a message
+_MOST_SHOWN = 80
 _MAX_SIZE_BYTES = 1 << 40
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
 _UNITS = {
@@ -35,6 +37,16 @@ def nearest(name: str, known: Collection[str]) -> str:
     """Return the sentence that ends the message about an unknown name."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def shown(value: object) -> str:
+    """Return `value` as an error message shows it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # A whole number with more digits than Python writes out.
+        return "a number with thousands of digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def parse_size(value: object) -> int:
@@ -104,7 +116,7 @@ def parse_timeout(value: object) -> float:
         raise ValueError("not a number of seconds")
     try:
         seconds = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError("not a number of seconds") from None
     if not 0 < seconds <= _MAX_TIMEOUT_S:
         raise ValueError(f"must be above 0 and at most {_MAX_TIMEOUT_S:.0f} seconds (30 days)")

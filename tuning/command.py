@@ -136,15 +136,19 @@ def _run(
     stop: bool,
 ) -> int:
     # A group of its own, so that a launcher ends together with its ranks.
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{command[0]!r} cannot be started: {why}") from None
     printer = threading.Thread(target=_pass_on, args=(process, progress), daemon=True)
     printer.start()
     shown: TuningFile | None = None

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import IO
 
 from bytesched.errors import BytesschedError, ConfigError
+from bytesched.values import shown
 
 MAX_HOSTS = 64
 _ANCHOR = ["sh", "-c", "echo ready; exec cat >/dev/null"]
@@ -34,6 +35,7 @@ _SET_HOST_NAME = [
     "import socket, sys; socket.sethostname(sys.argv[1])",
 ]
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_LEAST_RATE, _MOST_RATE = 1e5, 1e12
 #: A burst must hold one segment of 64 KiB with its headers; a smaller one makes tbf cut every
 #: segment into packets, which costs ten times the CPU and a quarter of the bandwidth.
 _MIN_BURST_BYTES = 131072
@@ -50,13 +52,14 @@ class LabError(BytesschedError):
 def parse_rate(text: str) -> int:
     """Bits per second of a rate such as ``1gbit``, ``250mbit`` or ``2.5gbit/s``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)(?:/s|ps)?\s*", text.lower())
-    rate = round(float(found[1]) * _RATE_UNITS[found[2]]) if found else 0
-    if rate < 10**5:
+    # A number of hundreds of digits is infinite.
+    rate = float(found[1]) * _RATE_UNITS[found[2]] if found else 0.0
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise ConfigError(
-            f"rate {text!r}: expected a number and a unit of bits per second, at least 100kbit, "
-            "for example 1gbit or 250mbit"
+            f"rate {shown(text)}: expected a number and a unit of bits per second, from 100kbit to "
+            "1000gbit, for example 1gbit or 250mbit"
         )
-    return rate
+    return round(rate)
 
 
 def die_with_parent() -> list[str]:

@@ -59,7 +59,7 @@ def _summary(options: argparse.Namespace) -> int:
     try:
         traces = read_traces(options.path)
     except (OSError, ValueError) as error:
-        _complain(f"{options.path}: {error}")
+        _complain(str(error))
         return 1
     found = False
     for trace in traces:

@@ -103,9 +103,17 @@ def read_traces(path: Path) -> list[Trace]:
 
     Raises ``OSError`` if it cannot be read and ``ValueError`` if bytesched did not write it.
     """
-    events, _ = load_events(path)
-    if not any(event.get("name") == ANCHOR for event in events):
-        raise ValueError("not a trace written by bytesched")
+    try:
+        events, _ = load_events(path)
+        if not any(event.get("name") == ANCHOR for event in events):
+            raise ValueError("not a trace written by bytesched")
+        return _traces_of(events)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = error if isinstance(error, ValueError) else "not a trace written by bytesched"
+        raise ValueError(f"{path}: {why}") from error
+
+
+def _traces_of(events: Iterable[Event]) -> list[Trace]:
     traces: dict[int, Trace] = {}
     for event in events:
         rank = int(event.get("pid", 0))

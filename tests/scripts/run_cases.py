@@ -248,6 +248,7 @@ def evaluated_counted_and_copied(job: Job) -> None:
 def compiled_later(job: Job) -> None:
     ddp = job.ddp(mlp())
     model = torch.compile(ddp, backend="eager")
+    job.kept.append(model)
     optimizer = sgd(ddp)
     train(job, model, optimizer)
     job.record_state(ddp, optimizer)

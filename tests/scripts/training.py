@@ -37,8 +37,8 @@ class Job:
         self._fields = SMALL | fields
         self._module_alone = module_alone
         self._optimizers: list[Optimizer] = []
-        #: kept, as a session ends with its model
-        self._models: list[nn.Module] = []
+        #: as a session ends with its model
+        self.kept: list[nn.Module] = []
         torch.manual_seed(7)
 
     @staticmethod
@@ -53,8 +53,8 @@ class Job:
         """The module under DDP; itself in a wrapped run that does without DDP."""
         if self.wrapped and self._module_alone:
             return module
-        self._models.append(DistributedDataParallel(module, **arguments))
-        return self._models[-1]
+        self.kept.append(DistributedDataParallel(module, **arguments))
+        return self.kept[-1]
 
     def wrap(self, optimizer: Optimizer, model: nn.Module, **fields: Any) -> Any:
         if self.wrapped:

@@ -135,6 +135,16 @@ def test_a_trace_that_is_too_short_is_refused(tmp_path: Path, runs: tuple[Path, 
     assert not (tmp_path / "out.png").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "[3]", '{"traceEvents": 3}'])
+def test_a_file_that_is_no_trace_is_named(
+    text: str, tmp_path: Path, runs: tuple[Path, Path]
+) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"foreign.json: "):
+        draw_iteration(path, runs[1], tmp_path / "out.png")
+
+
 def test_draw_iteration_writes_the_same_png_twice(tmp_path: Path, runs: tuple[Path, Path]) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.png", "b.png"):

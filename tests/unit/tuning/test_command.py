@@ -159,6 +159,14 @@ def test_misuse_is_named_before_anything_runs(
     assert (tmp_path / "foreign.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("program", ["nosuchprogram", "/", "a\0b"])
+def test_a_program_that_cannot_be_started_is_named(
+    program: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tune", "--", program]) == 1
+    assert f"{program!r} cannot be started" in capsys.readouterr().err
+
+
 def test_nothing_to_run_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         cli.main(["tune"])
