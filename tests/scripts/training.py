@@ -38,7 +38,7 @@ class Job:
         self._module_alone = module_alone
         self._optimizers: list[Optimizer] = []
         #: as a session ends with its model
-        self.kept: list[nn.Module] = []
+        self.kept: list[Any] = []
         torch.manual_seed(7)
 
     @staticmethod

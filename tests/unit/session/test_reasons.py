@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from looped import TIMEOUT_S, Training
@@ -21,7 +22,7 @@ def loopback() -> Iterator[Loopback]:
     loopback.close()
 
 
-def reason(loopback: Loopback, before_step: Callable[[Training], object], **fields: object) -> str:
+def reason(loopback: Loopback, before_step: Callable[[Training], object], **fields: Any) -> str:
     """What the figures say of a training whose gradients are late."""
     training = Training(loopback, **fields)
     assert training.session is not None
