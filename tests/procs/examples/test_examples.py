@@ -78,7 +78,7 @@ def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str) -> N
     ours = output([sys.executable, *TORCHRUN, "examples/ddp.py"])
     assert plain[0].startswith("loss ")
     assert plain[0] == ours[0]
-    figures = dict(line.strip().split(" = ") for line in ours[1:])
+    figures = dict(line[2:].split(" = ") for line in ours[1:])
     assert figures["mode"] == "cross"
     assert int(figures["barrier_crossed_steps"]) > 10
     assert plain[1:] == ["  mode = plain"]
@@ -134,6 +134,6 @@ def test_wave_ticktock_has_the_loss_of_accumulation(python: str) -> None:
 def test_wave_model_parallel(python: str) -> None:
     lines = output([python, *TORCHRUN, "examples/wave_model_parallel.py"])
     assert re.fullmatch(r"loss \d\.\d{10}, 34 tensors to save", lines[0])
-    figures = dict(line.strip().split(" = ") for line in lines[1:])
+    figures = dict(line[2:].split(" = ") for line in lines[1:])
     assert figures["world_size"] == "2"
     assert int(figures["home_bytes"]) < int(figures["model_bytes"])

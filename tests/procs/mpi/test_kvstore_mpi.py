@@ -173,7 +173,7 @@ def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None
 
 def figures_of(output: str) -> dict[str, str]:
     """What an example prints as "name = value"."""
-    pairs = (line.strip().split(" = ") for line in output.splitlines() if " = " in line)
+    pairs = (line.lstrip().split(" = ") for line in output.splitlines() if " = " in line)
     return {pair[0]: pair[1] for pair in pairs}
 
 
