@@ -95,7 +95,7 @@ class Running:
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
         if self._splitting is not None:
-            self._carrier = self._splitting.carrier(stepped=self._steps > 0)
+            self._carrier = self._splitting.carrier()
         for slot in plan.slots:
             if is_kept(slot) or is_seen(slot):
                 keep_apart(slot.lazy)

@@ -31,7 +31,7 @@ NORMS: Final[frozenset[Any]] = frozenset(
 #: The same of several tensors at once.
 NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
 
-#: The ranks vote after 1, 2, 4, 8, ... rounds, and from here on at equal distances.
+#: The ranks vote in rounds 1, 2, 4, 8, ..., and from here on at equal distances.
 _VOTES_EVERY: Final = 256
 
 _VOTE: Final = "split or whole"
@@ -90,7 +90,7 @@ class Splitting:
     """Enters and leaves the split, on all ranks before the same round.
 
     Args:
-        mode: "auto", or "on": from the first step on, and for good.
+        mode: "auto", or "on": from the first round on, and for good.
     """
 
     def __init__(
@@ -107,32 +107,50 @@ class Splitting:
         self._parts = parts
         self._context = context
         self._setting = setting
+        self._device = parts.plan.slots[0].view.device
         self._mode = mode
         self._reduced = reduced
-        #: rounds in which a step was taken, and what was carried by carriers that are closed
-        self._stepped_rounds = 0
+        #: rounds that have begun
+        self._rounds = 0
+        #: what was carried by carriers that are closed
         self._past = Traffic()
         self._split: SplitCarrier | None = None
-        #: a norm was asked for since the round began, while nothing was split
-        self._was_asked = False
+        #: a norm was asked for since the last vote, in rounds that are over; and in this round,
+        #: while nothing is split
+        self._was_asked_before = self._was_asked = False
+        #: a vote under way: its sum, and the work
+        self._vote: tuple[torch.Tensor, Any] | None = None
         self._use_desk(self._watch)
 
-    def carrier(self, *, stepped: bool) -> Carrier:
-        """What carries the round that begins, after a step or not.
+    def carrier(self) -> Carrier:
+        """What carries the round that begins.
 
-        Collective now and then: all ranks reduce what backward computes, and wait for each other.
+        Collective where the ranks change, as all of them came to the end of the same vote.
         """
-        if stepped:
-            self._stepped_rounds += 1
-            if _is_due(self._stepped_rounds, self._mode, is_split=self._split is not None):
-                self._decide()
+        self._rounds += 1
+        is_split = self._split is not None
+        asked = self._was_asked if self._split is None else self._split.was_asked
+        self._was_asked_before = self._was_asked_before or asked
+        if self._mode == "on":
+            if not is_split:
+                self._change(wanted=True)
+        elif self._vote is not None:
+            # Every rank cast its own before it reduced the last round.
+            votes, work = self._vote
+            self._vote = None
+            self._context.backend.wait(work, task=_VOTE)
+            self._change(wanted=int(votes) == self._context.backend.size)
         return self._parts.carrier if self._split is None else self._split
 
     def begin_round(self) -> None:
-        """A new backward pass begins."""
+        """A new backward pass begins, and nothing of it is on the wire."""
         self._was_asked = False
         if self._split is not None:
             self._split.begin_round()
+        if self._mode == "auto" and _is_due(self._rounds):
+            votes = torch.tensor([int(self._was_asked_before)], device=self._device)
+            self._vote = votes, self._context.backend.sum(votes, _VOTE)
+            self._was_asked_before = False
 
     def end_round(self) -> None:
         """Every optimizer has stepped."""
@@ -149,21 +167,14 @@ class Splitting:
         if self._split is not None:
             self._split.close()
 
-    def _decide(self) -> None:
-        parts = self._parts
-        parts.synchronizing.wait_reduced()
-        parts.synchronizing.synchronize_all()
-        was_asked = self._was_asked if self._split is None else self._split.was_asked
-        if self._mode == "on":
-            wanted = True
-        else:
-            backend = self._context.backend
-            votes = torch.tensor([int(was_asked)], device=parts.plan.slots[0].view.device)
-            backend.wait(backend.sum(votes, _VOTE), task=_VOTE)
-            wanted = int(votes) == backend.size
-        if wanted and self._split is None:
+    def _change(self, *, wanted: bool) -> None:
+        if wanted == (self._split is not None):
+            return
+        self._parts.synchronizing.wait_reduced()
+        self._parts.synchronizing.synchronize_all()
+        if self._split is None:
             self._enter()
-        elif not wanted and self._split is not None:
+        else:
             self._leave(self._split)
 
     def _enter(self) -> None:
@@ -221,7 +232,5 @@ class Splitting:
         return NotImplemented
 
 
-def _is_due(rounds: int, mode: str, *, is_split: bool) -> bool:
-    if mode == "on":
-        return not is_split
+def _is_due(rounds: int) -> bool:
     return rounds % _VOTES_EVERY == 0 or (rounds < _VOTES_EVERY and rounds & (rounds - 1) == 0)

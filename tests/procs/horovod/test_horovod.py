@@ -65,7 +65,12 @@ def test_optimizer(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
         assert figures["barrier_crossed_steps"] == STEPS - 1
 
 
-@each(scripts_optimizers.subclassed_optimizer, scripts_optimizers.muon)
+@each(scripts_optimizers.muon)
+def test_optimizer_of_whole_parameters(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
+    check(hvd_gloo(2), *case)
+
+
+@each(scripts_optimizers.subclassed_optimizer)
 def test_optimizer_that_cannot_be_split(hvd_gloo: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_gloo(2), *case, mode="backward")
 
