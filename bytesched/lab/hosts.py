@@ -35,7 +35,7 @@ _SET_HOST_NAME = [
     "import socket, sys; socket.sethostname(sys.argv[1])",
 ]
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_LEAST_RATE, _MOST_RATE = 1e5, 1e12
+_LEAST_RATE, _MOST_RATE = 1e5, 1e14
 #: A burst must hold one segment of 64 KiB with its headers; a smaller one makes tbf cut every
 #: segment into packets, which costs ten times the CPU and a quarter of the bandwidth.
 _MIN_BURST_BYTES = 131072
@@ -57,7 +57,7 @@ def parse_rate(text: str) -> int:
     if not _LEAST_RATE <= rate <= _MOST_RATE:
         raise ConfigError(
             f"rate {shown(text)}: expected a number and a unit of bits per second, from 100kbit to "
-            "1000gbit, for example 1gbit or 250mbit"
+            "100000gbit, for example 1gbit or 250mbit"
         )
     return round(rate)
 

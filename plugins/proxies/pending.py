@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
     "Desk",
@@ -308,11 +309,11 @@ def keep_apart(grad: LazyGrad) -> None:
     grad.is_kept = True
     if has_own_memory(grad):
         return
-    with torch._C.DisableTorchFunctionSubclass():
+    # Inside a transform of torch.func a copy would be a tensor of the transform.
+    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
         is_ours = grad.untyped_storage()._cdata == grad.storage_id
-        memory = grad.data.clone() if is_ours else None
-    if memory is not None:
-        _move(grad, memory)
+        if is_ours:
+            _move(grad, grad.data.clone())
     free(grad)
 
 

@@ -35,6 +35,7 @@ NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
 _VOTES_EVERY: Final = 256
 
 _VOTE: Final = "split or whole"
+_ENTRY: Final = "to split all-reduces"
 
 
 class SplitCarrier(Carrier, Protocol):
@@ -164,6 +165,8 @@ class Splitting:
 
     def close(self) -> None:
         """Ends what carries split rounds."""
+        # What is under way holds the connections.
+        self._vote = None
         if self._split is not None:
             self._split.close()
 
@@ -187,6 +190,9 @@ class Splitting:
 
     def _entered(self) -> SplitCarrier:
         parts, context = self._parts, self._context
+        # A rank that has stopped is missed here, not while connections are made.
+        here = torch.zeros(1, device=self._device)
+        context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
         self._splitter.cut(parts.plan, self._setting.partition_bytes)
         self._plan_cut()
         split = self._splitter.carrier(

@@ -123,7 +123,7 @@ def nothing_kept() -> list[bool]:
     train(job, model, optimizer)
     job.close()
     kept = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(weight(model))]
-    del model, optimizer
+    del job, model, optimizer
     gc.collect()
     return [reference() is None for reference in kept]
 
