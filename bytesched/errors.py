@@ -9,7 +9,7 @@
     ├── BackgroundError          a background step raised, or did not return
     ├── MismatchError            the ranks disagree on model, plan or configuration
     ├── SchedulerClosed          used after close
-    ├── InvalidTransition        a task was told something that its state does not allow
+    ├── InvalidTransition        a change that the state of a task does not allow
     └── TransportError           a transfer failed
         ├── SchedulerTimeout     a transfer or a wait outlived its deadline
         └── PeerLost             another rank is gone
@@ -51,7 +51,7 @@ class SchedulerClosed(BytesschedError):
 
 
 class InvalidTransition(BytesschedError):
-    """A task was told something that its state does not allow."""
+    """A change that the state of a task does not allow."""
 
 
 class TransportError(BytesschedError):

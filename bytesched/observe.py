@@ -45,11 +45,11 @@ class Observers:
         self._observers = list(observers)
 
     def add(self, observer: Observer) -> None:
-        """``observer`` is told from now on."""
+        """``observer`` is called from now on."""
         self._observers.append(observer)
 
     def remove(self, observer: Observer) -> None:
-        """``observer`` is told nothing more; it may have been removed for raising."""
+        """``observer`` is called no more; it may have been removed for raising."""
         if observer in self._observers:
             self._observers.remove(observer)
 

@@ -21,6 +21,11 @@ HERE = Path(__file__).parent
 ONE_AFTER_THE_OTHER = tuple(
     map(Path, ("procs/horovod", "procs/mpi", "procs/mxnet", "procs/run", "lab", "gpu"))
 )
+#: what starts launchers or interpreters, or waits for deaths: not what every change is tried with
+SLOW = tuple(
+    Path("procs") / name
+    for name in ("bench", "doctor", "examples", "faults", "horovod", "integrations", "mpi", "mxnet")
+)
 #: files of single tests that any process may take
 SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
 
@@ -46,6 +51,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
     if path.parts[0] == "procs":
         item.add_marker("procs")
+    if any(folder in path.parents for folder in SLOW):
+        item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, Message, Op, push_tag
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 RANK = MPI.COMM_WORLD.Get_rank()
 
 
