@@ -309,3 +309,21 @@ def clipped_for_a_while(job: Job, clipped_steps: int, steps: int) -> None:
             job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
 
     _train(job, clip, steps)
+
+
+def aliases_kept(job: Job) -> None:
+    """Other tensors over the gradients of a round, used and changed in the next one."""
+    kept: list[Tensor] = []
+
+    def smooth(model: nn.Module, step: int) -> None:
+        if not step % 2:
+            kept[:] = [gradient.detach() for gradient in _gradients(model)]
+        else:
+            job.record("kept", nn.utils.get_total_norm(kept))
+            for alias in kept:
+                alias.mul_(0.5)
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        if step % 2:
+            job.record("changed", kept[0])
+
+    _train(job, smooth)

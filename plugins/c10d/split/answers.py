@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,8 +58,9 @@ class Answers:
         self._round = 0
         self._is_open = False
         self._closed = False
-        #: sends that may be under way, with what they send
+        #: sends of this round and of the one before that may be under way, with what they send
         self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent_before: list[tuple[Any, torch.Tensor]] = []
         #: (round, question, signature) -> by rank
         self._found: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -77,6 +79,10 @@ class Answers:
     def begin_round(self) -> None:
         """Questions are of a new round. The user's thread."""
         self.end_round()
+        # Every rank has begun the last round, and so receives what belongs to the one before.
+        for work, _ in self._sent_before:
+            self._group.wait_message(work, task=_TASK)
+        self._sent_before, self._sent = self._sent, []
         with self._changed:
             self._round += 1
             self._is_open = True
@@ -135,16 +141,14 @@ class Answers:
                 thread.join(PATIENCE_S)
         # What is under way holds the group.
         self._sent.clear()
+        self._sent_before.clear()
 
     def _send(self, message: torch.Tensor) -> None:
         # Not waited for: a rank receives when it has begun the round, too.
-        self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
         for peer in self._peers:
-            try:
-                work = self._group.backend.send([message], peer, _TAG)
-            except RuntimeError as error:
-                raise self._group.error(error, task=_TASK) from error
-            self._sent.append((work, message))
+            # A rank that is gone needs no answer; where its gradients are missing, that is noticed.
+            with contextlib.suppress(RuntimeError):
+                self._sent.append((self._group.backend.send([message], peer, _TAG), message))
 
     def _receive_from(self, peer: int) -> None:
         """A thread for each other rank."""

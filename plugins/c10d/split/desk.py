@@ -17,6 +17,7 @@ from bytesched.plugins.c10d.split.questions import (
     kept,
     question_of,
 )
+from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import LazyGrad, alias_of
@@ -279,12 +280,15 @@ class Desk:
     def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
         """Those of ``tensors``, if all are lazy gradients of this plan that no step has taken.
 
-        None if one was read whole in this round: there may be aliases of its memory.
+        None if one was read whole in this round: there may be aliases of its memory; or if one is
+        an alias that was kept from an earlier round, whose memory is its own.
         """
         slots = []
         for tensor in tensors:
             slot = tensor.owner if isinstance(tensor, LazyGrad) else None
             if slot not in self._index or slot.taken or slot.is_read:
+                return None
+            if not lies_over(tensor, slot.view):
                 return None
             slots.append(slot)
         return slots

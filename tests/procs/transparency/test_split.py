@@ -38,6 +38,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
     split.nonfinite_norm,
     split.two_optimizers,
     split.accumulated,
+    split.aliases_kept,
     split.clipped_and_kept,
     split.giant_and_unused,
     gradients.clip_norm,
