@@ -24,7 +24,10 @@ ONE_AFTER_THE_OTHER = tuple(
 #: what starts launchers or interpreters, or waits for deaths: not what every change is tried with
 SLOW = tuple(
     Path("procs") / name
-    for name in ("bench", "doctor", "examples", "faults", "horovod", "integrations", "mpi", "mxnet")
+    for name in (
+        *("bench", "burst", "doctor", "examples", "faults", "horovod", "integrations", "mpi"),
+        *("mxnet", "run", "wave"),
+    )
 )
 #: files of single tests that any process may take
 SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
