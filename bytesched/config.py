@@ -59,6 +59,7 @@ class ConfigFields(TypedDict, total=False):
     compression: str
     cross_barrier: bool
     split: str
+    hierarchy: str
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
@@ -90,6 +91,9 @@ class Config:
     split: str = "auto"
     """Send each gradient in two halves, a sum and its spreading, where a script asks for norms of
     all gradients: `auto`, from when all ranks ask for one, `on` or `off`."""
+    hierarchy: str = "auto"
+    """Sum within hosts and then between them, where hosts have several ranks each (DDP on Gloo):
+    `auto`, if a trial on the link shows that it is faster, `on` or `off`."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0
@@ -218,6 +222,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "compression": one_of("none", "bf16", "fp16"),
     "cross_barrier": parse_flag,
     "split": one_of("auto", "on", "off"),
+    "hierarchy": one_of("auto", "on", "off"),
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,

@@ -43,6 +43,8 @@ class Figures(TypedDict):
     """`cross`, `backward` (scheduled inside backward, stepped whole) or `plain`."""
     order: str
     """`leader` or `replay`; with Horovod `negotiated`."""
+    levels: int
+    """2 where ranks that share a host sum among themselves first, else 1."""
     world_size: int
     """Number of ranks."""
     rank: int

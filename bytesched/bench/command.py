@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=spec.threads,
             by_mpi=spec.controller == "mpi" or spec.servers is not None,
             servers=spec.servers or 0,
+            ranks_per_host=spec.ranks_per_host,
         )
         if launched:
             network = run_own(spec, start, view)
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     shipped = ", ".join(shipped_profiles())
     add("--emulate", metavar="PROFILE", help=f"emulate the compute of {shipped} or FILE.json")
     add("--lab", type=int, metavar="N", help="N emulated hosts on this machine")
+    add("--ranks-per-host", type=int, default=1, metavar="N", help="on emulated ones (%(default)s)")
     add("--rate", metavar="RATE", help=f"link of each emulated host (default {DEFAULT_RATE})")
     add("--workers", type=int, metavar="N", help="N processes on loopback (default 2)")
     add("--iterations", type=int, default=20, metavar="N", help="timed, per round (%(default)s)")

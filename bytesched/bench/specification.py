@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import (
+    HOROVOD_SYSTEMS,
     KVSTORE_SYSTEMS,
     System,
     check_horovod,
@@ -66,6 +67,8 @@ class Specification:
     record: tuple[int, ...]
     #: of torch in each rank; 0: as torch chooses
     threads: int
+    #: on each emulated host
+    ranks_per_host: int
     #: for one collective
     timeout_s: float
 
@@ -134,6 +137,9 @@ def specification(options: Namespace, view: RankView) -> Specification:
     check_kvstore(systems, options.servers, view.launcher)
     if options.clip and systems[0].kind in KVSTORE_SYSTEMS:
         raise ConfigError(f"--clip is not for {', '.join(KVSTORE_SYSTEMS)}")
+    own = {*HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS}
+    if options.ranks_per_host > 1 and any(system.kind in own for system in systems):
+        raise ConfigError("--ranks-per-host is for systems over torch.distributed")
     servers = None
     if systems[0].kind in KVSTORE_SYSTEMS:
         servers = DEFAULT_SERVERS if options.servers is None else options.servers
@@ -155,6 +161,7 @@ def specification(options: Namespace, view: RankView) -> Specification:
         comm_ratio=options.comm_ratio,
         record=tuple(options.batch) if options.record else (),
         threads=options.threads,
+        ranks_per_host=options.ranks_per_host,
         timeout_s=options.timeout_s,
     )
 
@@ -177,6 +184,10 @@ def _check_launch(options: Namespace, view: RankView) -> None:
         value = getattr(options, name)
         if value is not None and not 2 <= value <= 64:
             raise ConfigError(f"--{name} {value}: from 2 to 64")
+    if not 1 <= options.ranks_per_host <= 64:
+        raise ConfigError(f"--ranks-per-host {options.ranks_per_host}: from 1 to 64")
+    if options.ranks_per_host > 1 and not options.lab:
+        raise ConfigError("--ranks-per-host is for emulated hosts and needs --lab N")
 
 
 def _check_numbers(options: Namespace) -> None:

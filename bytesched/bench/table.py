@@ -161,9 +161,13 @@ def _legend(systems: dict[str, Any]) -> list[str]:
 def headline(result: dict[str, Any]) -> str:
     """What was measured on what, in a line."""
     compute = result["compute"]
+    ranks_per_host = result.get("ranks_per_host", 1)
+    ranks = f"{result['world_size']} ranks"
+    if ranks_per_host > 1:
+        ranks += f", {ranks_per_host} on each host"
     return (
         f"{result['workload']}, {compute['model_bytes'] / 1e6:.1f} MB in {compute['tensors']} "
-        f"tensors, {result['world_size']} ranks, {result['network']}"
+        f"tensors, {ranks}, {result['network']}"
     )
 
 
@@ -191,8 +195,9 @@ def _own(system: dict[str, Any]) -> str:
         return ""
     if "partition_bytes" not in stats:
         return f"mode {stats['mode']}"
+    levels = ", sums in two levels" if stats.get("levels", 1) > 1 else ""
     return (
-        f"mode {stats['mode']}, order {stats['order']}, partition "
+        f"mode {stats['mode']}, order {stats['order']}{levels}, partition "
         f"{stats['partition_bytes'] / 1e6:.2f} MB, credit {stats['credit_bytes'] / 1e6:.2f} MB, "
         f"barrier crossed by {stats['barrier_crossed_pct']:.0f}% of the bytes, waited for "
         f"communication {stats['exposed_comm_ms']:.1f} ms per step"

@@ -52,6 +52,7 @@ class Start:
     by_mpi: bool = False
     #: hosts beyond those of the ranks
     servers: int = 0
+    ranks_per_host: int = 1
 
 
 class BenchError(BytesschedError):
@@ -60,6 +61,7 @@ class BenchError(BytesschedError):
 
 def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Path) -> str:
     """Run every rank, on emulated hosts if there is a rate, else here; describe the network."""
+    ranks = hosts * start.ranks_per_host
     with Lab(hosts + start.servers, rate) as lab:
         if rate and not lab.shaped:
             print(
@@ -76,23 +78,24 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
             mpirun=tuple(mpirun_command(lab, folder)) if start.by_mpi else (),
         )
         environment = {
-            "WORLD_SIZE": str(hosts),
+            "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": lab.addresses[0],
             "MASTER_PORT": str(lab.free_port()),
             "GLOO_SOCKET_IFNAME": lab.interface,
             "OMP_NUM_THREADS": str(start.threads or 1),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        logs = [folder / f"rank{rank}.log" for rank in range(hosts)]
+        logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         processes = []
         for rank, log in enumerate(logs):
-            here = replace(place, rank=rank, node=f"host{rank}" if lab.shaped else place.node)
+            host, local_rank = divmod(rank, start.ranks_per_host)
+            here = replace(place, rank=rank, node=f"host{host}" if lab.shaped else place.node)
             with log.open("w") as stderr:
                 processes.append(
                     lab.launch(
-                        rank,
+                        host,
                         _command(start.worker, spec, here),
-                        environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                         stderr=stderr,
                     )
                 )

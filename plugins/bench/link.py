@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bytesched.link.bound import store_bytes_per_s
+from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 from bytesched.plugins.bench.systems.data_parallel import MIB
 
 __all__ = ["Link"]
@@ -24,12 +25,16 @@ class Link:
     Args:
         servers: ranks that serve, if there is a store.
         nominal_bytes_per_s: of shaped links.
+        ranks_per_host: that share a link.
     """
 
-    def __init__(self, servers: int | None, nominal_bytes_per_s: float | None) -> None:
+    def __init__(
+        self, servers: int | None, nominal_bytes_per_s: float | None, ranks_per_host: int = 1
+    ) -> None:
         self._servers = servers
         self._nominal_bytes_per_s = nominal_bytes_per_s
         self._world_size = dist.get_world_size()
+        self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
         self._samples: list[float] = []
 
     def probe(self) -> None:
@@ -48,8 +53,14 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of gradient per second: that large all-reduces average, or that servers sum."""
+        """Bytes of gradient per second: that large all-reduces average, or that servers sum.
+
+        What is measured is a ring; where ranks share hosts, sums in two levels send less.
+        """
         average = statistics.median(self._samples)
+        names = [str(host) for host in self._hosts]
+        if shares_hosts(names):
+            average *= ring_share(names) / two_level_share(len(set(names)))
         if self._servers is None:
             return average
         # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.

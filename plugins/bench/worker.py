@@ -54,7 +54,8 @@ class Bench:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.content = spec.content
-        self.link = Link(spec.servers, place.link_bytes_per_s)
+        shared = spec.ranks_per_host if place.link_bytes_per_s else 1
+        self.link = Link(spec.servers, place.link_bytes_per_s, shared)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
 
@@ -85,6 +86,7 @@ class Bench:
         compute["communication_ms"] = 1e3 * model["model_bytes"] / self.link.bytes_per_s
         return {
             "world_size": self.world_size,
+            "ranks_per_host": self.spec.ranks_per_host,
             "torch": torch.__version__,
             **self.link.facts(),
             "compute": compute | model,

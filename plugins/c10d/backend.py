@@ -11,6 +11,7 @@ import torch
 from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.levels import TwoLevelSums, TwoLevelTransport, Under
 from bytesched.plugins.c10d.order import FollowingOrder, LeadingOrder, replayed_orders
 from bytesched.plugins.c10d.transport import C10dTransport
 from bytesched.plugins.layout.packing import Packer
@@ -33,12 +34,19 @@ class C10dBackend:
         data: the group that gradients travel on.
         control: the group that the leader's order travels on.
         buffers: the group that buffers travel on, if there are any.
+        levels: what sums gradients in place of ``data``, if something does.
     """
 
     hides_overhead = True
     knobs = frozenset({"partition_bytes", "credit_bytes", "policy", "order"})
 
-    def __init__(self, data: Group, control: Group, buffers: Group | None = None) -> None:
+    def __init__(
+        self,
+        data: Group,
+        control: Group,
+        buffers: Group | None = None,
+        levels: TwoLevelSums | None = None,
+    ) -> None:
         self.rank = data.rank
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s
@@ -46,6 +54,8 @@ class C10dBackend:
         self.replayed = replayed_orders(data.size)
         self._data = data
         self._control = control
+        self.levels = 1 if levels is None else 2
+        self._levels = levels
         self._groups = [data, control] if buffers is None else [data, control, buffers]
 
     def add(self, group: Group) -> Group:
@@ -59,13 +69,20 @@ class C10dBackend:
         group.close()
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
-        return self._data.backend.allreduce([tensor])
+        if self._levels is None or not tensor.is_floating_point():
+            return self._data.backend.allreduce([tensor])
+        under = Under(self.timeout_s)
+        self._levels.begin(tensor, key, under.ended)
+        return under
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
-        return self._data.backend.allreduce([packed])
+        return self.sum(packed, chunk.name)
 
     def wait(self, work: Any, *, task: str = "") -> None:
-        self._data.wait(work, task=task)
+        if isinstance(work, Under):
+            work.wait()
+        else:
+            self._data.wait(work, task=task)
 
     def carrier(
         self,
@@ -85,7 +102,9 @@ class C10dBackend:
             ordering = FollowingOrder(self._control, len(plan.chunks))
         return ScheduledCarrier(
             plan.chunks,
-            C10dTransport(self._data, packer, streams),
+            C10dTransport(self._data, packer, streams)
+            if self._levels is None
+            else TwoLevelTransport(self._levels, packer),
             ordering,
             credit_bytes=setting.credit_bytes,
             reduced=reduced,
@@ -107,7 +126,11 @@ class C10dBackend:
                 group.abort()
             except Exception:
                 log.exception("%s could not be broken", group.name)
+        if self._levels is not None:
+            self._levels.abort()
 
     def close(self) -> None:
+        if self._levels is not None:
+            self._levels.close()
         for group in self._groups:
             group.close()

@@ -17,13 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.link.levels import shares_hosts
 from bytesched.log import show
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.joining import joining
-from bytesched.plugins.c10d.opening import open_group
+from bytesched.plugins.c10d.joining import Joining, joining
+from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
+from bytesched.plugins.c10d.opening import open_group, open_part
 from bytesched.plugins.c10d.split import ExchangeSplitter
 from bytesched.plugins.optimizer.stepping import stepping_optimizer
 from bytesched.plugins.proxies.compiling import has_compiled
@@ -164,7 +166,11 @@ def attach(
         observers = ranks.observers()
         if ddp is None:
             broadcast(data, model)
-    backend = C10dBackend(data, control, buffers)
+        device = slots[0].parameter.device
+        levels = None
+        if kind == "gloo" and device.type == "cpu":
+            levels = _levels(base, ranks, data, name, config)
+    backend = C10dBackend(data, control, buffers, levels)
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
     session = Session(
@@ -172,7 +178,7 @@ def attach(
         slots,
         config,
         backend=backend,
-        splitter=_splitter(base, backend, slots[0].parameter.device, name, data.hosts),
+        splitter=_splitter(base, backend, device, name, data.hosts, config),
         sync=partial(_syncs, weak_ddp),
         find_unused=_find_unused(ddp, config),
         static_graph=bool(ddp is not None and ddp.static_graph),
@@ -192,15 +198,34 @@ def attach(
     return session
 
 
+def _levels(
+    base: dist.ProcessGroup, ranks: Joining, data: Group, name: str, config: Config
+) -> TwoLevelSums | None:
+    """Sums in two levels for the session ``name``, where they are asked for or faster."""
+
+    def opened(purpose: str, members: Sequence[int]) -> Group:
+        part = open_part(base, members, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
+        return ranks.adopt(part)
+
+    return open_levels(config.hierarchy, data, opened)
+
+
 def _splitter(
     base: dist.ProcessGroup,
     backend: C10dBackend,
     device: torch.device,
     name: str,
     hosts: Sequence[str],
+    config: Config,
 ) -> ExchangeSplitter | None:
-    """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs."""
+    """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs.
+
+    And if each host has one rank, or there is one host: from g ranks on each of N hosts, an
+    exchange sends g times 2(N-1)/N of the bytes, more than the all-reduce it takes the place of.
+    """
     if backend.wire != "gloo" or device.type != "cpu":
+        return None
+    if config.split == "auto" and shares_hosts(hosts):
         return None
     numbers = itertools.count()
 

@@ -56,6 +56,8 @@ class Group:
         self.timeout_s = timeout_s
         #: of every rank, where they are known
         self.hosts: Sequence[str] = ()
+        #: for messages: the ranks of the job that these are
+        self.members: Sequence[int] = range(self.size)
         self._notes = notes
         self._aborted = self._closed = False
 
@@ -203,7 +205,11 @@ class Group:
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
         text = str(cause)
-        about: dict[str, Any] = {"task": task, "rank": self.rank, "story": story.splitlines()}
+        about: dict[str, Any] = {
+            "task": task,
+            "rank": self.members[self.rank],
+            "story": story.splitlines(),
+        }
         if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
             peers = self._lost_peers()
             what = f"{self._named(peers)} gone ({text.strip()}); see its own log for the reason"
@@ -219,11 +225,11 @@ class Group:
         return kind(what + self.note(), **about)
 
     def _lost_peers(self) -> list[int]:
-        """The ranks whose connections are broken, unless this one has broken them itself."""
+        """Ranks of the job whose connections are broken, unless this one broke them itself."""
         if self._aborted or self.backend.name() != "gloo":
             return []
         others = (rank for rank in range(self.size) if rank != self.rank)
-        return [rank for rank in others if self.broken([rank]) is not None]
+        return [self.members[rank] for rank in others if self.broken([rank]) is not None]
 
     def _named(self, peers: Sequence[int]) -> str:
         """``peers`` with their hosts, as the beginning of a sentence."""

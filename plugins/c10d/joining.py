@@ -41,14 +41,19 @@ class Joining:
 
     def open(self, purpose: str, kind: str = "gloo") -> Group:
         """A group of all ranks."""
-        group = self._opened(kind, purpose)
-        self._closing.enter_context(closed_on_error(group))
-        self._groups.append(group)
+        group = self.adopt(self._opened(kind, purpose))
         if kind == "gloo":
             self._gloo = group
             self._hosts = self._hosts or group.gather_text("host", socket.gethostname())
         for opened in self._groups:
             opened.hosts = self._hosts
+        return group
+
+    def adopt(self, group: Group) -> Group:
+        """``group``, of some ranks, is closed by an error as well; returns it."""
+        self._closing.enter_context(closed_on_error(group))
+        self._groups.append(group)
+        group.hosts = self._hosts
         return group
 
     def agree(self, statements: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from bytesched.plugins.c10d.devices import shared_devices
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.notes import Notes
 
-__all__ = ["closed_on_error", "open_gloo", "open_group", "store_of"]
+__all__ = ["closed_on_error", "open_gloo", "open_group", "open_part", "store_of"]
 
 #: purposes of groups that carry little, one thing at a time
 _SHORT: Final = frozenset({"buffers", "control"})
@@ -69,6 +69,25 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
     backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
     notes = _notes(root, name, base.rank())
     return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+
+
+def open_part(
+    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+) -> Group:
+    """A group of Gloo over ``members``, ranks of ``base`` of which this is one.
+
+    Collective among them.
+
+    Args:
+        name: as for `open_group`, and of these members alone.
+    """
+    root = store_of(base)
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    group = open_gloo(
+        store, root, members.index(base.rank()), len(members), name=name, timeout_s=timeout_s
+    )
+    group.members = members
+    return group
 
 
 def open_gloo(

@@ -24,6 +24,7 @@ _SHARED_FIELDS = (
     "compression",
     "cross_barrier",
     "split",
+    "hierarchy",
     "tune",
     "tune_steps",
     "tune_space",

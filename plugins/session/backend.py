@@ -28,6 +28,8 @@ class Backend(Protocol):
     divisor: int
     #: whether the link is busy while the next operation is prepared
     hides_overhead: bool
+    #: in which sums are made: 1, or 2 where ranks add up within their hosts first
+    levels: int
     timeout_s: float
     #: "gloo", "nccl", "horovod", ...
     wire: str

@@ -123,6 +123,7 @@ class HookedModel(ABC):
             **self._meter.figures(self._life.traffic),
             "mode": self.mode,
             "order": self._life.order,
+            "levels": self._backend.levels,
             "rank": self._backend.rank,
             "world_size": self._backend.size,
         }

@@ -233,6 +233,7 @@ class LoopbackBackend:
     """One rank of a Loopback (see backend.Backend)."""
 
     hides_overhead = True
+    levels = 1
     wire = "loopback"
     knobs = frozenset({"partition_bytes", "credit_bytes"})
     replayed: frozenset[str] = frozenset()

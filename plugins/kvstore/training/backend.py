@@ -31,6 +31,7 @@ class StoreBackend:
     """
 
     hides_overhead = True
+    levels = 1
     wire = "kvstore"
     #: its pipes are opened once
     knobs: frozenset[str] = frozenset()

@@ -1,0 +1,37 @@
+"""Chunks through sums in two levels."""
+
+from __future__ import annotations
+
+from torch.autograd.profiler import record_function
+
+from bytesched.errors import BytesschedError
+from bytesched.plugins.c10d.levels.sums import TwoLevelSums
+from bytesched.plugins.layout.packing import Packer
+from bytesched.task import CommTask
+from bytesched.transport import Done
+
+__all__ = ["TwoLevelTransport"]
+
+
+class TwoLevelTransport:
+    """Packs a chunk, sums it in two levels, and reports when it is complete."""
+
+    def __init__(self, sums: TwoLevelSums, packer: Packer) -> None:
+        self._sums = sums
+        self._packer = packer
+
+    def start(self, task: CommTask, done: Done) -> None:
+        def ended(error: BytesschedError | None) -> None:
+            if error is None:
+                self._packer.receive(task)
+                self._packer.let_go(task)
+            done(task, error)
+
+        with record_function("bytesched::send"):
+            self._sums.begin(self._packer.pack(task), task.name, ended)
+
+    def close(self) -> None:
+        self._sums.close()
+
+    def __repr__(self) -> str:
+        return f"<TwoLevelTransport {self._sums!r}>"

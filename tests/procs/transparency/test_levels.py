@@ -1,0 +1,54 @@
+"""Sums within hosts and then between them: the weights of plain DDP, and one set on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import levels_scripts as scripts
+import pytest
+from ranks import Ranks, address_of, run_fresh
+
+HOSTS = [2, 2]
+
+
+def check(ranks: Ranks, script: Callable[..., None], rtol: float, **options: Any) -> set[Any]:
+    """How many levels the ranks say they have, after their weights were found equal."""
+    outcomes = ranks.run(
+        scripts.on_hosts, HOSTS, address_of(script), (), options, rtol, timeout_s=60.0
+    )
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+    return {stats["levels"] for _, stats in outcomes}
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_equal_but_for_the_order_of_sums(four_ranks: Ranks, compression: str) -> None:
+    rtol = 1e-5 if compression == "none" else 2e-2
+    options = {"hierarchy": "on", "compression": compression}
+    assert check(four_ranks, scripts.trained, rtol, **options) == {2}
+
+
+def test_equal_bits_where_nothing_is_rounded(four_ranks: Ranks) -> None:
+    assert check(four_ranks, scripts.exact, 0.0, hierarchy="on") == {2}
+
+
+@pytest.mark.parametrize(("hierarchy", "levels"), [("off", {1}), ("auto", {1, 2})])
+def test_all_ranks_decide_alike(four_ranks: Ranks, hierarchy: str, levels: set[int]) -> None:
+    found = check(four_ranks, scripts.trained, 1e-5, hierarchy=hierarchy)
+    assert len(found) == 1
+    assert found <= levels
+
+
+def test_uneven_hosts_are_refused_by_name(three_ranks: Ranks) -> None:
+    for text in three_ranks.run(scripts.refused, [2, 1]):
+        assert "{'host0': 2, 'host1': 1}" in text
+
+
+def test_a_death_is_told_on_all_hosts() -> None:
+    ranks = run_fresh(scripts.rank_3_dies, world_size=4, timeout_s=60.0)
+    for rank in ranks[:3]:
+        assert rank.code == 1, rank
+        assert json.loads(rank.stdout.splitlines()[0])["error"] == "PeerLost", rank
+    assert "rank 3 on host1 is gone" in ranks[2].stdout

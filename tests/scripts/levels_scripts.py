@@ -1,0 +1,84 @@
+"""Training by ranks that believe to share hosts, two on each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from faults_runner import tell
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import STEPS, Job, adamw, compare, mlp, train
+
+import bytesched
+
+
+def on_hosts(
+    ranks: list[int],
+    address: tuple[str, str],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    rtol: float,
+) -> Any:
+    """`training.compare` where the hosts have so many ``ranks``, in their order."""
+    with _hosts(ranks):
+        return compare(address, args, options, rtol)
+
+
+def refused(ranks: list[int]) -> str:
+    """What `wrap` says of a hierarchy on such hosts."""
+    model = DistributedDataParallel(mlp())
+    with _hosts(ranks):
+        try:
+            bytesched.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, hierarchy="on")
+        except bytesched.PluginError as error:
+            return str(error)
+    return ""
+
+
+def trained(job: Job) -> None:
+    """An MLP and AdamW."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+
+
+def exact(job: Job) -> None:
+    """Sums of small whole numbers: without rounding, in whatever order."""
+    model = job.ddp(nn.Linear(7, 5, bias=False))
+    nn.init.zeros_(model.module.weight)
+    optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    for step in range(STEPS):
+        batch = (job.inputs(step, 4, 7) * 3).round()
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
+def rank_3_dies() -> None:
+    """In the middle of training, between two rounds of its own."""
+    with _hosts([2, 2]):
+        model = DistributedDataParallel(mlp())
+        optimizer = bytesched.wrap(adamw(model), model, hierarchy="on", timeout_s=20.0)
+        try:
+            for step in range(8):
+                if step == 4 and dist.get_rank() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
+            bytesched.flush()
+        except bytesched.BytesschedError as error:
+            tell(error=type(error).__name__, text=str(error))
+            raise
+
+
+def _hosts(ranks: list[int]) -> Any:
+    names = [f"host{host}" for host, count in enumerate(ranks) for _ in range(count)]
+    mine = names[dist.get_rank()]
+    return mock.patch.object(socket, "gethostname", return_value=mine)
