@@ -35,6 +35,9 @@ COMMANDS = {
     "bench": Command(
         "bytesched.bench.command", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
+    "sim": Command(
+        "bytesched.sim.command", "tell what it would bring on a cluster that is not here"
+    ),
     "wave": Command("bytesched.plugins.bench.wave_command", "measure training in waves"),
     "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
     "trace": Command("bytesched.trace.command", "merge the timelines of all ranks, or sum them up"),

@@ -31,9 +31,12 @@ class System:
     options: dict[str, str]
 
 
-def parse_systems(text: str) -> tuple[System, ...]:
+def parse_systems(
+    text: str,
+    known: Sequence[str] = (*SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS),
+    with_options: Sequence[str] = WITH_OPTIONS,
+) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
-    known = (*SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
     systems: list[System] = []
     for label in filter(None, (part.strip() for part in text.split(","))):
         kind, _, tail = label.partition(":")
@@ -42,7 +45,7 @@ def parse_systems(text: str) -> tuple[System, ...]:
         pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
         if not all(name and value for name, _, value in pairs):
             raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
-        if pairs and kind not in WITH_OPTIONS:
+        if pairs and kind not in with_options:
             raise ConfigError(f"--systems: {label!r}: {kind} has no options")
         if kind == "horovod-best" and (other := {name for name, *_ in pairs} - set(SWEPT)):
             raise ConfigError(

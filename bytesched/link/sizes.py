@@ -13,13 +13,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["PROBE_WINDOW", "RULES", "Probe", "Rule", "chosen_sizes", "probe_sizes"]
+__all__ = [
+    "PROBE_WINDOW",
+    "RULES",
+    "Probe",
+    "Rule",
+    "chosen_sizes",
+    "first_bytes",
+    "probe_sizes",
+]
 
 KIB, MIB = 2**10, 2**20
 
 #: Chunks in flight: the next one is on its way to the wire while one is on it. A third would only
 #: delay what is urgent.
 PROBE_WINDOW = 2
+
+#: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
+_RAMP = 8
 
 _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
@@ -198,6 +209,11 @@ def chosen_sizes(
     if hides_overhead:
         window += round((_BUSY_WINDOW - PROBE_WINDOW) * busy)
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
+
+
+def first_bytes(partition_bytes: int) -> int:
+    """About the size of the first chunk of a model; those behind it grow to a partition."""
+    return partition_bytes // _RAMP
 
 
 def _startup_s(probes: list[Probe]) -> float:

@@ -8,13 +8,11 @@ from itertools import chain, groupby
 
 import torch
 
+from bytesched.link.sizes import first_bytes
 from bytesched.plugins.layout.slots import Bundle, Slice, Slot
 from bytesched.task import CommTask
 
 __all__ = ["Ownership", "Plan"]
-
-#: The first chunk is so much smaller than a partition: the forward pass begins when it is there.
-_RAMP = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +167,7 @@ class Plan:
     ) -> list[CommTask]:
         """Chunks of about ``partition_bytes``, none with tensors of two owners."""
         runs = [list(run) for _, run in groupby(tasks, key=lambda task: self.owner(slots[task]))]
-        first = CommTask.merge(runs[0]).partition(partition_bytes, partition_bytes // _RAMP)
+        first = CommTask.merge(runs[0]).partition(partition_bytes, first_bytes(partition_bytes))
         others = (CommTask.merge(run).partition(partition_bytes) for run in runs[1:])
         return [*first, *chain.from_iterable(others)]
 

@@ -1,0 +1,1 @@
+"""What systems would take on a cluster that is not there: real decisions, modelled links."""

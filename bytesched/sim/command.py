@@ -1,0 +1,222 @@
+"""`bytesched sim`: what systems would take on a cluster, before anybody pays for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bytesched.bench.profile import load_profile, shipped_profiles
+from bytesched.bench.systems import System, parse_systems
+from bytesched.errors import ConfigError
+from bytesched.files import write_text
+from bytesched.lab.hosts import parse_rate
+from bytesched.link.fabric import ALGORITHMS, Fabric
+from bytesched.policy import named_policy
+from bytesched.sim.predict import Prediction, predict
+from bytesched.sim.systems import SYSTEMS, Costs, Model
+from bytesched.sim.table import rows
+from bytesched.sim.verdict import verdict
+from bytesched.sim.weather import Climate
+from bytesched.table import aligned
+from bytesched.tunable import ORDERS
+from bytesched.values import nearest, one_of, parse_size
+
+__all__ = ["main"]
+
+MOST_RANKS = 4096
+#: iterations that are all alike: as many as show the steady state, and an order that is learned
+_CALM = 8
+#: what the options of each system may be
+_OPTIONS = {
+    "ddp": ("bucket_mb",),
+    "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
+    "split": ("partition_bytes", "credit_bytes", "policy", "order"),
+}
+#: CPU time of sending one word of the leader
+_SEND_S = 10e-6
+EPILOG = """\
+  bytesched sim --profile gpt --ranks 2,8,64 --bandwidth 10gbit
+  bytesched bench --model my.models:build --record mine.json --systems ddp --rounds 1
+  bytesched sim --profile mine.json --ranks 8,64,1024 --bandwidth 100gbit --latency-us 10
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 when that went well."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        systems = _systems(options.systems)
+        climate = _climate(options)
+        model = Model(
+            load_profile(options.profile).scaled(options.compute_scale),
+            Costs(update_bytes_per_s=options.update_gb_per_s * 1e9),
+            clip=options.clip,
+        )
+        fabrics = [_fabric(options, ranks) for ranks in options.ranks]
+    except ConfigError as error:
+        parser.error(str(error))
+    iterations = _CALM if climate.is_calm else options.iterations
+    found: list[list[Prediction]] = []
+    for line in _headline(model, options, iterations):
+        print(line)
+    for fabric in fabrics:
+        weather = list(climate.weather(fabric.ranks, iterations))
+        found.append(
+            [predict(system, model, fabric, weather, send_s=_SEND_S) for system in systems]
+        )
+    print()
+    print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
+    print()
+    for fabric, of_ranks in zip(fabrics, found, strict=True):
+        print(verdict(model, fabric, of_ranks))
+    if options.json:
+        content = {
+            "profile": model.profile.name,
+            "bandwidth": options.bandwidth,
+            "latency_us": options.latency_us,
+            "algorithm": options.algorithm,
+            "backend": options.backend,
+            "predictions": [one.to_json() for of_ranks in found for one in of_ranks],
+        }
+        write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
+        print(f"json: {options.json}")
+    return 0
+
+
+def _headline(model: Model, options: argparse.Namespace, iterations: int) -> list[str]:
+    profile = model.profile
+    return [
+        f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
+        f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
+        f"{', clipped' if model.clip else ''}; {iterations} iterations",
+        f"assumed: {options.bandwidth} in either direction of every rank, "
+        f"{options.latency_us:g} us a message, {options.algorithm}, as {options.backend} runs "
+        f"collectives; {1e6 * _SEND_S:g} us of CPU to send a word of the order; an update of "
+        f"{1e3 * model.update_s(profile.nbytes):.1f} ms",
+    ]
+
+
+def _fabric(options: argparse.Namespace, ranks: int) -> Fabric:
+    return Fabric(
+        ranks=ranks,
+        bytes_per_s=parse_rate(options.bandwidth) / 8,
+        latency_s=options.latency_us / 1e6,
+        algorithm=options.algorithm,
+        overlaps=options.backend == "gloo",
+    )
+
+
+def _systems(text: str) -> tuple[System, ...]:
+    systems = parse_systems(text, SYSTEMS, tuple(_OPTIONS))
+    for system in systems:
+        for name, value in system.options.items():
+            known = _OPTIONS[system.kind]
+            if name not in known:
+                raise ConfigError(f"--systems: {system.label!r}: {name!r}{nearest(name, known)}")
+            try:
+                _check_option(name, value)
+            except ValueError as error:
+                raise ConfigError(f"--systems: {system.label!r}: {name}: {error}") from None
+    return systems
+
+
+def _check_option(name: str, value: str) -> None:
+    if name == "bucket_mb":
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"{value} is no size")
+    elif name == "order":
+        one_of(*ORDERS)(value)
+    elif name == "policy":
+        named_policy(value)
+    else:
+        parse_size(value)
+
+
+def _climate(options: argparse.Namespace) -> Climate:
+    climate = Climate(jitter=options.jitter)
+    if options.straggler:
+        rank, late = options.straggler
+        climate = replace(climate, straggler=rank, late=1 + late)
+    return climate
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not 2 <= found[0] <= found[-1] <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: from 2 to {MOST_RANKS}, as 2,8,64")
+    return found
+
+
+def _share(text: str) -> float:
+    """A share such as 3% or 0.03."""
+    number, percent, rest = text.partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = math.nan
+    if rest or not 0 <= share <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r}: a share, as 3% or 0.03")
+    return share
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    rank, _, late = text.partition(":")
+    if not rank.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: a rank and by how much it is late, as 1:30%")
+    return int(rank), _share(late)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}: a positive number")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bytesched sim",
+        description="Tell what systems would take on a cluster: real decisions, modelled links.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add: Any = parser.add_argument
+    shipped = ", ".join(shipped_profiles())
+    add("--profile", default="gpt", metavar="PROFILE", help=f"{shipped} or FILE.json")
+    add("--ranks", type=_ranks, default=[2, 8, 64], metavar="LIST", help="default 2,8,64")
+    add("--bandwidth", default="10gbit", metavar="RATE", help="of each rank's link (%(default)s)")
+    add("--latency-us", type=_positive, default=30.0, metavar="US", help="a message (%(default)s)")
+    add("--algorithm", choices=ALGORITHMS, default="ring", help="of an all-reduce (default ring)")
+    add(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default="gloo",
+        help="gloo: the start of a collective hides behind the one before it (default gloo)",
+    )
+    add("--systems", default=",".join(SYSTEMS[:-1]), metavar="LIST", help="default: %(default)s")
+    add("--clip", action="store_true", help="the script clips by the norm of all gradients")
+    add("--compute-scale", type=_positive, default=1.0, metavar="X", help="a device X x slower")
+    add(
+        "--update-gb-per-s",
+        type=_positive,
+        default=100.0,
+        metavar="X",
+        help="gradients that the optimizer applies in a second (default %(default)s)",
+    )
+    add("--jitter", type=_share, default=0.0, metavar="X%", help="of each rank and iteration")
+    add("--straggler", type=_straggler, metavar="RANK:X%", help="a rank that is always so late")
+    add("--iterations", type=int, default=40, metavar="N", help="with jitter (default %(default)s)")
+    add("--json", metavar="FILE", help="write every figure")
+    return parser

@@ -1,0 +1,128 @@
+"""What each system takes on a fabric, and the least that any could take."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bytesched.bench.systems import System
+from bytesched.errors import PluginError
+from bytesched.link.bound import gradients, optimum_s, split_optimum_s
+from bytesched.link.cluster import Cluster, Iteration
+from bytesched.link.control import WORD_BYTES, Control, Weather
+from bytesched.link.fabric import Fabric
+from bytesched.link.vectors import VectorCluster
+from bytesched.link.work import Work
+from bytesched.sim.systems import BUCKETS_MB, Model, buckets, scheduled, sharded, split
+from bytesched.tunable import ORDERS
+
+__all__ = ["Prediction", "bound_s", "control_of", "iterate", "predict"]
+
+#: up to so many ranks, each has a scheduler core of its own
+_EVENT_RANKS = 8
+#: beyond, the leader's order is replayed once it has converged (see plugins/c10d/order.py)
+_LED_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One system on one fabric; times and messages are means over the iterations."""
+
+    system: str
+    ranks: int
+    iteration_s: float
+    optimum_s: float
+    collectives: int
+    #: settings that were chosen for it
+    chosen: str
+    #: of the leader's order: sent by all ranks, and by the busiest one
+    messages: float
+    busiest_messages: float
+    message_bytes: float
+    #: share of the iterations that replayed an order
+    replayed: float
+
+    @property
+    def to_optimum(self) -> float:
+        """Multiple of T*."""
+        return self.iteration_s / self.optimum_s
+
+    def to_json(self) -> dict[str, Any]:
+        """As the command writes it."""
+        return asdict(self) | {"to_optimum": self.to_optimum}
+
+
+def bound_s(model: Model, fabric: Fabric) -> float:
+    """T* of the model, or of what clips (see link/bound.py)."""
+    chain = model.profile.chain()
+    bound = split_optimum_s if model.clip else optimum_s
+    return bound(gradients(chain), model.profile.compute_s, fabric.gradient_bytes_per_s)
+
+
+def control_of(fabric: Fabric, order: str, *, send_s: float) -> Control:
+    """How the ranks of a fabric learn rank 0's order, or replay it."""
+    return Control(
+        fanout=fabric.ranks - 1,
+        send_s=send_s,
+        latency_s=fabric.latency_s,
+        replay=order == "replay" or (order == "auto" and fabric.ranks > _LED_RANKS),
+    )
+
+
+def iterate(
+    work: Work, fabric: Fabric, control: Control, weather: Sequence[Weather]
+) -> list[Iteration]:
+    """Iterations of all ranks, one for each entry of ``weather``."""
+    if fabric.ranks <= _EVENT_RANKS:
+        cluster: Cluster | VectorCluster = Cluster(work, fabric, control)
+    elif importlib.util.find_spec("numpy") is None:
+        raise PluginError(
+            f"more than {_EVENT_RANKS} ranks need numpy: pip install 'bytesched[report]'"
+        )
+    else:
+        cluster = VectorCluster(work, fabric, control)
+    return [cluster.iterate(one) for one in weather]
+
+
+def predict(
+    system: System, model: Model, fabric: Fabric, weather: Sequence[Weather], *, send_s: float
+) -> Prediction:
+    """What ``system`` takes per iteration. Raises `ConfigError` for options it does not know."""
+    order = system.options.get("order", ORDERS[0])
+    control = control_of(fabric, order, send_s=send_s)
+    tried = []
+    for work, chosen in _candidates(system, model, fabric):
+        found = iterate(work, fabric, control, weather)
+        tried.append((found[-1].ended_s / len(found), work, chosen, found))
+    iteration_s, work, chosen, found = min(tried, key=lambda one: one[0])
+    words = sum(one.words for one in found) / len(found)
+    others = fabric.ranks - 1
+    return Prediction(
+        system=system.label,
+        ranks=fabric.ranks,
+        iteration_s=iteration_s,
+        optimum_s=bound_s(model, fabric),
+        collectives=len(work.jobs) + len(work.gathers),
+        chosen=chosen,
+        messages=words * others,
+        busiest_messages=words * len(control.children(0, fabric.ranks)),
+        message_bytes=words * others * WORD_BYTES,
+        replayed=sum(one.replayed for one in found) / len(found),
+    )
+
+
+def _candidates(system: System, model: Model, fabric: Fabric) -> list[tuple[Work, str]]:
+    """What the system may be; the fastest counts."""
+    options = system.options
+    if system.kind == "ddp-best":
+        return [(buckets(model, size), f"{size} MB") for size in BUCKETS_MB]
+    if system.kind == "ddp":
+        size = float(options.get("bucket_mb", 25))
+        return [(buckets(model, size), f"{size:g} MB")]
+    if system.kind == "fsdp2":
+        return [(sharded(model, fabric.ranks), "")]
+    work = (split if system.kind == "split" else scheduled)(model, fabric, options)
+    largest = max(job.nbytes for job in work.jobs)
+    return [(work, f"{largest / 1e6:.2f} MB")]

@@ -1,0 +1,239 @@
+"""The systems that are compared, as what every rank does in an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from bytesched.bench.profile import ELEMENT_BYTES, Profile
+from bytesched.link.fabric import Fabric
+from bytesched.link.sizes import chosen_sizes, first_bytes
+from bytesched.link.work import Bundle, Gather, Job, Work
+from bytesched.task import CommTask
+from bytesched.values import parse_size
+
+__all__ = ["BUCKETS_MB", "SYSTEMS", "Costs", "Model", "buckets", "scheduled", "sharded", "split"]
+
+SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched", "split")
+BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+DEFAULT_BUCKET_MB = 25
+FSDP_UNITS = 12
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a rank's processor takes beside the model's own computation, in seconds."""
+
+    #: bytes of gradients that the optimizer applies per second
+    update_bytes_per_s: float
+    #: CPU time of one all-reduce on each rank, as the warm-up measures it
+    collective_cpu_s: float = 0.0
+    #: CPU time of a training step over its time, without communication
+    cpu_load: float = 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A profile, and whether its script clips by the norm of all gradients."""
+
+    profile: Profile
+    costs: Costs
+    clip: bool = False
+
+    @property
+    def forward_s(self) -> tuple[float, ...]:
+        return tuple(layer.forward_ms / 1e3 for layer in self.profile.layers)
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        return tuple(layer.backward_ms / 1e3 for layer in self.profile.layers)
+
+    def tensors(self) -> list[tuple[int, int]]:
+        """Layer and bytes of each gradient, in forward order."""
+        return [
+            (index, ELEMENT_BYTES * prod(shape))
+            for index, layer in enumerate(self.profile.layers)
+            for shape in layer.shapes
+        ]
+
+    def update_s(self, nbytes: float) -> float:
+        """How long the optimizer takes for gradients of so many bytes."""
+        return nbytes / self.costs.update_bytes_per_s
+
+    def whole(self, jobs: int, *, ranks: int = 1) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
+        """Bundles and gates of a step that waits for everything; each rank updates 1/ranks."""
+        update_s = self.update_s(self.profile.nbytes) / ranks
+        return (Bundle(tuple(range(jobs)), update_s),), (0,) * len(self.profile.layers)
+
+
+def buckets(model: Model, bucket_mb: float = DEFAULT_BUCKET_MB) -> Work:
+    """DistributedDataParallel: buckets as backward fills them, then `step()` for all.
+
+    A bucket is closed by the gradient that brings it to its size (torch's reducer.cpp).
+    """
+    jobs: list[Job] = []
+    nbytes = 0
+    for number, (layer, size) in reversed(list(enumerate(model.tensors()))):
+        nbytes += size
+        if nbytes >= bucket_mb * MIB or not number:
+            jobs.append(Job(nbytes, len(jobs), layer))
+            nbytes = 0
+    bundles, gates = model.whole(len(jobs))
+    return Work(
+        name="ddp",
+        forward_s=model.forward_s,
+        backward_s=model.backward_s,
+        jobs=tuple(jobs),
+        bundles=bundles,
+        bundle_of=gates,
+    )
+
+
+def sharded(model: Model, ranks: int) -> Work:
+    """FSDP2 in a dozen units, each gathered while the one before it computes; none twice."""
+    units = list(_units(model.profile))
+    sizes = [sum(model.profile.layers[layer].nbytes for layer in unit) for unit in units]
+    jobs = [
+        Job(nbytes, number, unit[0], 0.5)
+        for number, (unit, nbytes) in enumerate(reversed(list(zip(units, sizes, strict=True))))
+        if nbytes
+    ]
+    gathers = []
+    issued_at = -1
+    for unit, nbytes in zip(units, sizes, strict=True):
+        if nbytes:
+            gathers.append(Gather(nbytes, unit[0], issued_at))
+        issued_at = unit[0]
+    bundles, gates = model.whole(len(jobs), ranks=ranks)
+    return Work(
+        name="fsdp2",
+        forward_s=model.forward_s,
+        backward_s=model.backward_s,
+        jobs=tuple(jobs),
+        bundles=bundles,
+        bundle_of=gates,
+        gathers=tuple(gathers),
+    )
+
+
+def scheduled(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
+    """bytesched: chunks, the most urgent first; each layer waits for its own update.
+
+    Where the script clips, its step waits for all of them.
+    """
+    chunks, credit_bytes = _chunks(model, fabric, options)
+    jobs = tuple(
+        Job(chunk.nbytes, index, _first_layer(chunk)) for index, chunk in enumerate(chunks)
+    )
+    if model.clip:
+        bundles, gates = model.whole(len(jobs))
+    else:
+        bundles, gates = _own_bundles(model, chunks)
+    return Work(
+        name="bytesched",
+        forward_s=model.forward_s,
+        backward_s=model.backward_s,
+        jobs=jobs,
+        bundles=bundles,
+        bundle_of=gates,
+        led=True,
+        policy=options.get("policy", "priority"),
+        credit_bytes=credit_bytes,
+    )
+
+
+def split(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
+    """bytesched with every all-reduce split: a norm needs the first halves alone."""
+    chunks, credit_bytes = _chunks(model, fabric, options)
+    count = len(chunks)
+    firsts = [
+        Job(chunk.nbytes, index, _first_layer(chunk), 0.5) for index, chunk in enumerate(chunks)
+    ]
+    # Where a norm is asked for, all first halves stand before it.
+    later = count if model.clip else 0
+    seconds = [
+        Job(chunk.nbytes, index + later, -1, 0.5, after=index) for index, chunk in enumerate(chunks)
+    ]
+    bundles, gates = _own_bundles(model, chunks)
+    norm_s = fabric.start_up_s() if model.clip else 0.0
+    needed = tuple(range(count)) if model.clip else ()
+    bundles = tuple(
+        Bundle(
+            (*needed, *(count + index for index in bundle.jobs)),
+            norm_s + bundle.update_s,
+        )
+        for bundle in bundles
+    )
+    return Work(
+        name="split",
+        forward_s=model.forward_s,
+        backward_s=model.backward_s,
+        jobs=(*firsts, *seconds),
+        bundles=bundles,
+        bundle_of=gates,
+        led=True,
+        policy=options.get("policy", "priority"),
+        credit_bytes=credit_bytes,
+    )
+
+
+def _chunks(
+    model: Model, fabric: Fabric, options: Mapping[str, str]
+) -> tuple[Sequence[CommTask], int]:
+    """Chunks as a plan cuts them, and the credit, of sizes that are given or follow the link."""
+    partition_bytes, credit_bytes = chosen_sizes(
+        fabric.probes(model.costs.collective_cpu_s),
+        model_bytes=model.profile.nbytes,
+        cpu_load=model.costs.cpu_load,
+        partition_bytes=parse_size(options.get("partition_bytes", 0)),
+        credit_bytes=parse_size(options.get("credit_bytes", 0)),
+    )
+    tasks, start_at = [], 0
+    for layer, nbytes in model.tensors():
+        task = CommTask(
+            f"layer{layer}",
+            start_at=start_at,
+            stop_at=start_at + nbytes // ELEMENT_BYTES,
+            itemsize=ELEMENT_BYTES,
+            priority=layer,
+        )
+        tasks.append(task)
+        start_at = task.stop_at
+    merged = CommTask.merge(tasks)
+    return merged.partition(partition_bytes, first_bytes(partition_bytes)), credit_bytes
+
+
+def _first_layer(chunk: CommTask) -> int:
+    return min(member.priority for member in chunk.members)
+
+
+def _own_bundles(
+    model: Model, chunks: Sequence[CommTask]
+) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
+    """A bundle for each layer that has gradients, of the chunks that these lie in."""
+    chunks_of: dict[int, list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        for layer in dict.fromkeys(member.priority for member in chunk.members):
+            chunks_of.setdefault(layer, []).append(index)
+    bundles: list[Bundle] = []
+    gates = []
+    for layer, profile in enumerate(model.profile.layers):
+        gates.append(len(bundles) if layer in chunks_of else -1)
+        if layer in chunks_of:
+            bundles.append(Bundle(tuple(chunks_of[layer]), model.update_s(profile.nbytes)))
+    return tuple(bundles), tuple(gates)
+
+
+def _units(profile: Profile) -> Iterator[list[int]]:
+    unit: list[int] = []
+    nbytes = 0
+    for index, layer in enumerate(profile.layers):
+        unit.append(index)
+        nbytes += layer.nbytes
+        if nbytes * FSDP_UNITS >= profile.nbytes:
+            yield unit
+            unit, nbytes = [], 0
+    if unit:
+        yield unit

@@ -1,0 +1,43 @@
+"""What was predicted, as rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bytesched.sim.predict import Prediction
+from bytesched.sim.verdict import rivals
+
+__all__ = ["rows"]
+
+_TITLES = (
+    *("ranks", "system", "size", "iteration ms", "x T*", "vs best", "collectives"),
+    *("words", "of rank 0", "KB", "replayed"),
+)
+
+
+def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
+    """A row for each system and number of ranks, below the titles.
+
+    Words are messages of the leader per iteration, of all ranks and of rank 0, and their bytes.
+    """
+    lines: list[tuple[str, ...]] = [_TITLES]
+    for of_ranks in found:
+        _, other = rivals(of_ranks)
+        for one in of_ranks:
+            led = one.messages or one.replayed
+            lines.append(
+                (
+                    str(one.ranks),
+                    one.system,
+                    one.chosen,
+                    f"{1e3 * one.iteration_s:.1f}",
+                    f"{one.to_optimum:.3f}",
+                    f"{other.iteration_s / one.iteration_s:.2f}x" if other else "",
+                    str(one.collectives),
+                    f"{one.messages:.0f}" if led else "",
+                    f"{one.busiest_messages:.0f}" if led else "",
+                    f"{one.message_bytes / 1e3:.1f}" if led else "",
+                    f"{100 * one.replayed:.0f}%" if led else "",
+                )
+            )
+    return lines

@@ -1,0 +1,90 @@
+"""Work, links and weather at random, for simulated clusters."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from bytesched.link.control import Control, Weather
+from bytesched.link.fabric import ALGORITHMS, Fabric
+from bytesched.link.work import Bundle, Gather, Job, Work
+
+_TIMES_S = st.floats(0.0, 0.1)
+_SIZES = st.integers(1, 10**6)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    """Layers, jobs, bundles and gathers in any number; every job is waited for."""
+    layers = draw(st.integers(1, 6))
+    jobs: list[Job] = []
+    for _ in range(draw(st.integers(1, 12))):
+        follows = bool(jobs) and draw(st.booleans())
+        jobs.append(
+            Job(
+                draw(_SIZES),
+                draw(st.integers(0, 9)),
+                -1 if follows else draw(st.integers(0, layers - 1)),
+                draw(st.sampled_from((0.5, 1.0))),
+                draw(st.integers(0, len(jobs) - 1)) if follows else -1,
+            )
+        )
+    parts = draw(st.integers(1, 3))
+    bundles = [
+        Bundle(tuple(range(part, len(jobs), parts)), draw(_TIMES_S)) for part in range(parts)
+    ]
+    gates = [draw(st.integers(-1, parts - 1)) for _ in range(layers)]
+    # The last layer waits for everything, so that nothing is left for the next iteration.
+    bundles.append(Bundle(tuple(range(len(jobs))), draw(_TIMES_S)))
+    gates[-1] = parts
+    firsts = sorted(draw(st.lists(st.integers(0, layers - 1), max_size=3)))
+    gathers = tuple(
+        Gather(draw(_SIZES), first, -1 if not index else first - 1)
+        for index, first in enumerate(firsts)
+    )
+    return Work(
+        name="any",
+        forward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
+        backward_s=tuple(draw(_TIMES_S) for _ in range(layers)),
+        jobs=tuple(jobs),
+        bundles=tuple(bundles),
+        bundle_of=tuple(gates),
+        gathers=gathers,
+        led=draw(st.booleans()),
+        credit_bytes=draw(st.sampled_from((1, 10**6, 1 << 40))),
+    )
+
+
+@st.composite
+def fabrics(draw: st.DrawFn) -> Fabric:
+    """Links among a few ranks."""
+    return Fabric(
+        ranks=draw(st.integers(2, 9)),
+        bytes_per_s=draw(st.sampled_from((1e6, 1e7, 1e8))),
+        latency_s=draw(st.sampled_from((0.0, 1e-3))),
+        algorithm=draw(st.sampled_from(sorted(ALGORITHMS))),
+        overhead_s=draw(st.sampled_from((0.0, 1e-4))),
+        delay_s=draw(st.sampled_from((0.0, 1e-3))),
+        overlaps=draw(st.booleans()),
+    )
+
+
+@st.composite
+def controls(draw: st.DrawFn) -> Control:
+    """Words that go to all, down a tree, or are known."""
+    return Control(
+        fanout=draw(st.sampled_from((0, 1, 2, 3, 8))),
+        send_s=draw(st.sampled_from((0.0, 1e-3))),
+        latency_s=draw(st.sampled_from((0.0, 1e-3))),
+        replay=draw(st.booleans()),
+    )
+
+
+@st.composite
+def weathers(draw: st.DrawFn, ranks: int) -> list[Weather]:
+    """Iterations enough to learn an order and replay it."""
+    paces = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
+    fixed = draw(paces)
+    return [
+        Weather(draw(paces) if draw(st.booleans()) else fixed, draw(st.sampled_from((1.0, 1.5))))
+        for _ in range(8)
+    ]
