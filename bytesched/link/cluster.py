@@ -218,14 +218,14 @@ class _Rank:
 
     def _is_updated(self, number: int) -> None:
         self._updated[number] = True
-        self._gather_next(-1)
+        self._gather_next()
         self._go_on()
 
-    def _gather_next(self, layer: int) -> None:
-        """Issues the gathers that wait for the beginning of ``layer``."""
+    def _gather_next(self) -> None:
+        """Issues the gathers that wait for no layer that has not begun."""
         work = self.cluster.work
         while all(self._updated) and self._gather < len(work.gathers):
-            if work.gathers[self._gather].issued_at > layer:
+            if work.gathers[self._gather].issued_at >= self._layer:
                 return
             self._gather += 1
             self.cluster.issue(len(work.jobs) + self._gather - 1)
@@ -236,9 +236,9 @@ class _Rank:
         if not self._is_idle or not self._may_begin(self._layer):
             return
         self._is_idle = False
-        self._gather_next(self._layer)
         ends_s = clock.now_s + self._pace * work.forward_s[self._layer]
         self._layer += 1
+        self._gather_next()
         clock.call_at(ends_s, self._computed)
 
     def _may_begin(self, layer: int) -> bool:
