@@ -1,7 +1,7 @@
 """A fuzzer of the guard: reads and writes of weights and gradients that are outstanding.
 
 `python fuzzing.py --minutes N [--seed S]` prints the seed of each sequence that differs from plain
-training. What is read and written is a catalogue of torch's public functions, made by trying them:
+training, and where all threads are when one does not end. What is read and written is a catalogue of torch's public functions, made by trying them:
 one that returns the same twice for a plain tensor must return that for a pending one.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import random
 import threading
 import time
@@ -28,6 +29,8 @@ from bytesched.testing import Loopback
 #: how long a step stays on the wire: a read that does not wait for it sees old values
 WIRE_S = 0.004
 STEPS = 5
+#: a sequence takes a fraction of a second: one that takes longer than this hangs
+HANGS_S = 300.0
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
@@ -235,6 +238,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(HANGS_S, exit=True)
     reads, writes = catalogue()
     print(f"{len(reads)} reads, {len(writes)} writes; first seed {options.seed}", flush=True)
     ends = time.monotonic() + 60 * options.minutes
@@ -242,6 +246,7 @@ def main() -> None:
     while time.monotonic() < ends:
         seed = options.seed + count
         count += 1
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
         try:
             found = fuzzed(seed)
         except Exception as error:  # noqa: BLE001 - reported with its seed

@@ -16,12 +16,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import soak_cases as cases
-from ranks import Ranks, address_of, run_fresh
+from ranks import RankFailure, Ranks, address_of, run_fresh
 
 #: after so many turns all that is made once per process is there
 _SETTLED = 8
 #: growth of one rank, from the end of the first quarter on, that is none
 _GROWTH_KIB = 48 * 1024
+#: a turn takes seconds: one that takes longer than this hangs, however busy the machine is
+_HANGS_S = 300.0
 
 #: how often each kind of turn is drawn
 _KINDS = {"script": 5, "wander": 5, "faulty": 2, "killed": 0.1}
@@ -46,9 +48,14 @@ class Soak:
         kind = draw.choices(list(self.kinds), list(self.kinds.values()))[0]
         self.turns[kind] += 1
         run: Callable[[random.Random, str], str] = getattr(self, f"_{kind}")
-        what = run(draw, f"{self.seed}.{number}")
-        self.left.append(self.ranks.run(cases.left))
-        return f"{number} {kind} {what}"
+        try:
+            what = run(draw, f"{self.seed}.{number}")
+            self.left.append(self.ranks.run(cases.left))
+        except RankFailure as failure:
+            self.failures.append(f"{number} {kind} {failure}")
+            self.left.clear()  # the next turn has new processes
+            return f"{number} {kind}"
+        return f"{number} {kind} {what} left {self.left[-1]}"
 
     def _script(self, draw: random.Random, seed: str) -> str:
         name = draw.choice(sorted(cases.scripts()))
@@ -65,21 +72,21 @@ class Soak:
         self, script: Callable[..., None], args: tuple[Any, ...], options: Any, what: str
     ) -> None:
         for rank, found in enumerate(
-            self.ranks.run(cases.same, address_of(script), args, options, timeout_s=90.0)
+            self.ranks.run(cases.same, address_of(script), args, options, timeout_s=_HANGS_S)
         ):
             if found:
                 self.failures.append(f"{what}: rank {rank}: {found[:5]}")
 
     def _faulty(self, draw: random.Random, seed: str) -> str:
         fault, options = _fault(draw), _settings(draw, tuned=False)
-        raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=90.0)
+        raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=_HANGS_S)
         if any(raised) and raised[fault[0]] != "Fault":
             self.failures.append(f"{seed} {fault} {options}: {raised}")
         return f"{fault} {options}: {raised}"
 
     def _killed(self, draw: random.Random, seed: str) -> str:
         fault, options = _fault(draw), _settings(draw, tuned=False)
-        ended = run_fresh(cases.killed, args=(seed, fault, options), timeout_s=90.0)
+        ended = run_fresh(cases.killed, args=(seed, fault, options), timeout_s=_HANGS_S)
         said = ended[1 - fault[0]].stdout.strip()
         codes = [end.code for end in ended]
         reached = codes[fault[0]] == -9
@@ -107,6 +114,8 @@ class Soak:
     def report(self) -> str:
         """Figures, in a few lines."""
         lines = [", ".join(f"{count} {kind}" for kind, count in sorted(self.turns.items()))]
+        if not self.left:
+            return lines[0]
         for rank, (first, last) in enumerate(
             zip(self.left[min(_SETTLED, len(self.left) - 1)], self.left[-1], strict=True)
         ):
