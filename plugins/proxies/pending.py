@@ -158,8 +158,9 @@ class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is torch.Tensor
 
-    def __hash__(cls) -> int:
-        return hash(torch.Tensor)
+    #: Not that of Tensor: torch looks for a type in a list where it chooses a kernel, and in a set
+    #: where it asks each class among the arguments once (torch.overrides).
+    __hash__ = type.__hash__
 
 
 class LazyGrad(torch.Tensor, metaclass=_LooksPlain):

@@ -69,6 +69,8 @@ USES: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda p: (2 * p == 2).all(),
     "matmul": lambda p: (torch.ones(1, 2) @ p == 2).all(),
     "in a list": lambda p: (torch.cat([p, p]) == 1).all(),
+    "behind one, in Python": lambda p: nn.functional.mse_loss(torch.zeros(2, 3), p) == 1,
+    "behind one in a list": lambda p: (torch.block_diag(torch.zeros(1, 1), p)[1:, 1:] == 1).all(),
     "as a keyword": lambda p: (torch.add(torch.zeros(2, 3), other=p) == 1).all(),
     "foreach": lambda p: (torch._foreach_mul([p.detach()], 3.0)[0] == 3).all(),
     "detach": lambda p: (p.detach() == 1).all(),
@@ -190,7 +192,7 @@ def test_what_is_made_of_a_gradient_is_an_ordinary_tensor() -> None:
     assert "LazyGrad" not in repr(grad)
     # For code that takes its fast path for tensors alone.
     assert type(grad) == Tensor  # noqa: E721
-    assert Tensor in {type(grad)}
+    assert type(grad) in [Tensor, nn.Parameter]
 
 
 def test_zeroing_a_gradient_that_is_not_taken_waits_and_zeroes_its_memory() -> None:

@@ -31,7 +31,7 @@ def test_a_hole_in_the_guard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         {
             getattr(torch.Tensor, use.name.removeprefix("Tensor."))
             for use in fuzzing.catalogue()[0]
-            if use.name.startswith("Tensor.")
+            if use.name.startswith("Tensor.") and "," not in use.name
         }
     )
     monkeypatch.setattr(pending, "METADATA", pending.METADATA | hole)
