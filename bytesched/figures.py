@@ -34,7 +34,7 @@ class Figures(TypedDict):
     credit_bytes: int
     """Most bytes in flight, also where it was chosen."""
     scheduler_cpu_us_per_chunk: float
-    """CPU time of the scheduler's thread."""
+    """CPU time of choosing what is next, and of telling the other ranks."""
     hook_us_per_parameter: float
     """Time that the backward pass spends in hooks."""
     update_ms: float

@@ -1,13 +1,14 @@
-"""Scheduler: the one thread that drives a SchedulerCore against a transport."""
+"""Scheduler: drives a SchedulerCore against a transport, one event at a time."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
-from typing import Final
+from typing import Final, Protocol
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
@@ -16,17 +17,30 @@ from bytesched.order import ReadyQueue
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 
-__all__ = ["EventThread", "Scheduler"]
+__all__ = ["EventThread", "Events", "InTurn", "Scheduler"]
 
 log = logging.getLogger("bytesched")
 
-#: One thing for a scheduler's thread to do; returns the tasks to start.
+#: One thing for a scheduler to do; returns the tasks to start.
 _Event = Callable[[], Sequence[CommTask]]
 _CLOSE: Final = None
 
 
-class EventThread:
+class Events(Protocol):
     """Handles events one by one, in the order in which any thread puts them."""
+
+    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
+        """Calls ``handle(event)``, which raises nothing, after those that were put before."""
+
+    def close(self) -> None:
+        """No event is handled after those that are there."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the last one; false if that has not come. Inside a handler, true at once."""
+
+
+class EventThread:
+    """Events, handled on a thread of their own: who puts one goes on at once."""
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[tuple[Callable[[_Event], None], _Event] | None] = SimpleQueue()
@@ -34,15 +48,12 @@ class EventThread:
         self._thread.start()
 
     def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
-        """Calls ``handle(event)`` on the thread."""
         self._inbox.put((handle, event))
 
     def close(self) -> None:
-        """No event is handled after those that are there."""
         self._inbox.put(_CLOSE)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for its end; false if that has not come. On the thread itself, true at once."""
         if threading.current_thread() is self._thread:
             return True
         self._thread.join(timeout_s)
@@ -54,18 +65,63 @@ class EventThread:
             handle(event)
 
 
+class InTurn:
+    """Events, handled by whoever puts one, or by whoever is handling one at that moment.
+
+    No thread has to wake up between what happens and what follows from it. Nobody waits: what is
+    put while another thread is at it is left to that one.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: deque[tuple[Callable[[_Event], None], _Event]] = deque()
+        self._turn = threading.Lock()
+        #: the thread that is handling events
+        self._owner = 0
+        self._closed = False
+
+    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
+        if self._closed:
+            return
+        self._inbox.append((handle, event))
+        # Again after each turn: an event may have come when its last look was over already.
+        while self._inbox and self._turn.acquire(blocking=False):
+            try:
+                self._owner = threading.get_ident()
+                self._handle_all()
+            finally:
+                self._owner = 0
+                self._turn.release()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def join(self, timeout_s: float) -> bool:
+        if self._owner == threading.get_ident():
+            return True
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        self._turn.release()
+        return True
+
+    def _handle_all(self) -> None:
+        while self._inbox:
+            handle, event = self._inbox.popleft()
+            handle(event)
+
+
 class Scheduler:
-    """Feeds events to the core and starts what it returns, all on one thread.
+    """Feeds events to the core and starts what it returns, one event at a time.
 
     Args:
         core: the decisions.
-        transport: what sends; its ``start`` is called from this thread only.
+        transport: what sends; its ``start`` is called where events are handled.
         announce: called with the tasks that start now, before they do (a leader sends them to the
             other ranks).
-        on_finish: called on this thread for every finished task, which is re-armed already.
+        on_finish: called there for every finished task, which is re-armed already.
         on_error: called once, with the first error; nothing is started after it.
         observers: of queue and send spans, and of the flow from ready to send.
-        thread: shared with other schedulers, all of which are closed together; its own if None.
+        events: where they are handled, shared with other schedulers, all of which are closed
+            together; a thread of its own if None.
     """
 
     def __init__(
@@ -77,7 +133,7 @@ class Scheduler:
         on_finish: Callable[[CommTask], None] = lambda task: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
         observers: Observers | None = None,
-        thread: EventThread | None = None,
+        events: Events | None = None,
     ) -> None:
         self.core = core
         self._transport = transport
@@ -99,7 +155,7 @@ class Scheduler:
         #: time in which nothing was sent although something was ready
         self.blocked_ns = 0
         self._blocked_since_ns = 0
-        self._thread = EventThread() if thread is None else thread
+        self._events: Events = EventThread() if events is None else events
 
     # -- any thread --------------------------------------------------------------------
 
@@ -135,20 +191,20 @@ class Scheduler:
         self._put(stop)
 
     def _put(self, event: _Event) -> None:
-        self._thread.put(self._handle, event)
+        self._events.put(self._handle, event)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stops the thread and closes the transport. Idempotent."""
+        """Handles what was put before, and closes the transport. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._thread.close()
-        has_ended = self._thread.join(timeout_s)
+        self._events.close()
+        has_ended = self._events.join(timeout_s)
         self._transport.close()
-        if not has_ended and not self._thread.join(timeout_s):
+        if not has_ended and not self._events.join(timeout_s):
             log.warning("%r did not stop within %g s", self, 2 * timeout_s)
 
-    # -- the scheduler's thread --------------------------------------------------------
+    # -- where events are handled ------------------------------------------------------
 
     def _handle(self, event: _Event) -> None:
         began_ns = thread_time_ns()

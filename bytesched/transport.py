@@ -14,7 +14,7 @@ Done = Callable[[CommTask, BaseException | None], None]
 
 
 class Transport(Protocol):
-    """Two methods. ``start`` is only ever called from one thread."""
+    """Two methods. Calls of ``start`` follow one another, from one thread or from several."""
 
     def start(self, task: CommTask, done: Done) -> None:
         """Begins to send ``task``, in call order, and returns without waiting for the peer.

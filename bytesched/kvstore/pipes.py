@@ -114,7 +114,7 @@ class Pipes:
             chunk.pull_task.index = len(chunks) + index
             self._by_index[index] = self._by_index[len(chunks) + index] = chunk
 
-        thread = EventThread()
+        events = EventThread()
 
         def scheduler(
             transport: Transport, credit_bytes: int, finished: Callable[[CommTask], None]
@@ -125,7 +125,7 @@ class Pipes:
                 on_finish=finished,
                 on_error=on_error,
                 observers=observers,
-                thread=thread,
+                events=events,
             )
 
         self._limits_pulls = not getattr(store, "answers_by_priority", False)

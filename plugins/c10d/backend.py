@@ -19,6 +19,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.session.carrier import Carrier
 from bytesched.plugins.session.scheduled import Ordering, ScheduledCarrier
 from bytesched.plugins.session.streams import Streams
+from bytesched.scheduler import InTurn
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
@@ -110,6 +111,8 @@ class C10dBackend:
             reduced=reduced,
             failed=failed,
             observers=observers,
+            # A chunk's end, the next one's start and the updates that follow are one wake-up.
+            events=InTurn(),
         )
 
     def timeout(self, message: str, story: Callable[[], str]) -> SchedulerTimeout:

@@ -1,4 +1,4 @@
-"""Chunks through a process group: sent from one thread, their ends awaited on another."""
+"""Chunks through a process group, and a thread that awaits their ends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import queue
 import threading
 from typing import Any
 
-from torch.autograd.profiler import record_function
-
 from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.streams import Streams
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -26,7 +25,7 @@ class C10dTransport:
         self._packer = packer
         self._streams = streams
         self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
-        #: each is counted by one thread
+        #: each is counted by one thread at a time
         self._started = self._ended = 0
         self._closed = False
         self._thread = threading.Thread(target=self._wait, name="bytesched-waiter", daemon=True)
@@ -34,7 +33,7 @@ class C10dTransport:
 
     def start(self, task: CommTask, done: Done) -> None:
         try:
-            with self._streams.communication(task), record_function("bytesched::send"):
+            with self._streams.communication(task), span("bytesched::send"):
                 work = self._group.backend.allreduce([self._packer.pack(task)])
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
@@ -47,7 +46,9 @@ class C10dTransport:
             self._sent.put(None)
             if self._ended != self._started:
                 self._group.abort()
-            self._thread.join(5.0)
+            # The collector of garbage may end a session on any thread.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(5.0)
 
     def _wait(self) -> None:
         """The waiter's thread: completions in the order of sending."""

@@ -7,11 +7,10 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from torch.autograd.profiler import record_function
-
 from bytesched.errors import SchedulerClosed
 from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.streams import Streams
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -45,7 +44,7 @@ class HorovodTransport:
     def start(self, task: CommTask, done: Done) -> None:
         if self._closed:
             raise SchedulerClosed(f"{task.name} was started after close")
-        with self._streams.communication(task), record_function("bytesched::send"):
+        with self._streams.communication(task), span("bytesched::send"):
             packed = self._packer.pack(task)
             try:
                 handle = self._wire.reduce(task, packed)

@@ -54,9 +54,13 @@ class Packer:
         wire = self._wires[chunk.index]
         return self._plan.buffers[chunk.index] if wire is None else wire
 
-    @torch.no_grad()
     def pack(self, chunk: CommTask) -> torch.Tensor:
         """The tensor to reduce for ``chunk``."""
+        # In the thread that trains, modes of the script would see what they do not see under DDP.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return self._packed(chunk)
+
+    def _packed(self, chunk: CommTask) -> torch.Tensor:
         wire = self._wires[chunk.index]
         for slice_ in self._plan.slices[chunk.index]:
             _pack(slice_, self._scale if wire is None else 1.0)

@@ -10,7 +10,7 @@ from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import ReadyQueue
 from bytesched.plugins.session.carrier import Traffic
-from bytesched.scheduler import Scheduler
+from bytesched.scheduler import Events, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
@@ -38,10 +38,10 @@ class Ordering(Protocol):
         """One more chunk is ready here; its scheduler hears of it next."""
 
     def announce(self, chunks: Sequence[CommTask]) -> None:
-        """These start now, in this order. The scheduler's thread."""
+        """These start now, in this order. Where the scheduler handles events."""
 
     def round_ends(self) -> None:
-        """The last chunk of a round is reduced. The scheduler's thread."""
+        """The last chunk of a round is reduced. Where the scheduler handles events."""
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
         """There are other chunks, or another policy or order; between the same two rounds on all
@@ -60,6 +60,7 @@ class ScheduledCarrier:
         transport: what sends them.
         ordering: how all ranks come to the same order.
         credit_bytes: the most bytes in flight at a time.
+        events: where the scheduler's are handled; on a thread of its own if None.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ScheduledCarrier:
         reduced: Callable[[CommTask], None],
         failed: Callable[[BaseException], None],
         observers: Observers,
+        events: Events | None = None,
     ) -> None:
         self._chunks = chunks
         self._ordering = ordering
@@ -86,6 +88,7 @@ class ScheduledCarrier:
             on_finish=self._finished,
             on_error=failed,
             observers=observers,
+            events=events,
         )
         ordering.bind(self._scheduler)
 
@@ -119,7 +122,7 @@ class ScheduledCarrier:
         self._ordering.close()
 
     def _finished(self, chunk: CommTask) -> None:
-        """The scheduler's thread."""
+        """Where the scheduler handles events."""
         self._left -= 1
         if not self._left:
             # Before the last chunk is reported: the next round may begin then.

@@ -8,13 +8,13 @@ from time import perf_counter_ns
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 
 from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.proxies.compiling import waiting
 from bytesched.plugins.proxies.pending import free, is_held, plain, release
+from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -63,7 +63,7 @@ class Synchronizing:
         if not bundle.armed:
             return
         began_ns = perf_counter_ns()
-        with waiting(), record_function("bytesched::wait"):
+        with waiting(), span("bytesched::wait"):
             self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
         self._meter.waited(by, began_ns, bundle)
 

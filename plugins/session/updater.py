@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
 
-from torch.autograd.profiler import record_function
-
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
+from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -64,7 +63,7 @@ class Updater:
         if not jobs:
             return
         began_ns = perf_counter_ns()
-        with self._streams.update(), record_function("bytesched::update"):
+        with self._streams.update(), span("bytesched::update"):
             _update(jobs)
         # Before the update counts as applied: then nothing of ours holds the optimizer.
         jobs.clear()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch.autograd.profiler import record_function
-
 from bytesched.errors import BytesschedError
 from bytesched.plugins.c10d.levels.sums import TwoLevelSums
 from bytesched.plugins.layout.packing import Packer
+from bytesched.plugins.proxies.spans import span
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -27,7 +26,7 @@ class TwoLevelTransport:
                 self._packer.let_go(task)
             done(task, error)
 
-        with record_function("bytesched::send"):
+        with span("bytesched::send"):
             self._sums.begin(self._packer.pack(task), task.name, ended)
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
-from torch.autograd.profiler import record_function
 
 from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
@@ -24,6 +23,7 @@ from bytesched.plugins.c10d.split.gathers import Gathers
 from bytesched.plugins.c10d.split.outbox import Outbox
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.task import CommTask
 
@@ -275,7 +275,7 @@ class Exchange:
 
     def _send(self, peer: int, chunk: CommTask) -> Any:
         is_sum = self._plan.owners[chunk.index] == self._group.rank
-        with record_function("bytesched::send"):
+        with span("bytesched::send"):
             memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
             tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
             return self._group.backend.send([memory], peer, tag)

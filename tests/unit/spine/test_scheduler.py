@@ -12,12 +12,13 @@ from scheduler_bench import WAIT_S, Bench, Build, benches
 
 from bytesched.observe import Observer, Observers
 from bytesched.order import Following
+from bytesched.scheduler import EventThread, InTurn
 from bytesched.task import CommTask, TaskState
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    with benches() as build:
+@pytest.fixture(params=[EventThread, InTurn])
+def build(request: pytest.FixtureRequest) -> Iterator[Build]:
+    with benches(request.param) as build:
         yield build
 
 

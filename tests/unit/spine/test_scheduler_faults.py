@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +14,15 @@ from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition, SchedulerClosed, TransportError
 from bytesched.order import Leading
 from bytesched.policy import Priority
-from bytesched.scheduler import Scheduler
+from bytesched.scheduler import Events, EventThread, InTurn, Scheduler
 from bytesched.task import CommTask, TaskState
 from bytesched.testing import FakeTransport
 from bytesched.transport import Done
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    with benches() as build:
+@pytest.fixture(params=[EventThread, InTurn])
+def build(request: pytest.FixtureRequest) -> Iterator[Build]:
+    with benches(request.param) as build:
         yield build
 
 
@@ -140,7 +140,6 @@ def test_close_is_idempotent_and_leaves_no_thread(build: Build) -> None:
     bench = build()
     bench.ready(*planned([10] * 2))
     bench.transport.wait_for(1)
-    assert alive() - before
     bench.scheduler.close()
     bench.scheduler.close()
     assert alive() == before
@@ -157,8 +156,9 @@ def test_close_deals_first_with_what_was_told_before(build: Build) -> None:
     assert bench.transport.started == tasks
 
 
+@pytest.mark.parametrize("events", [EventThread, InTurn])
 @pytest.mark.parametrize("hook", ["on_finish", "on_error"])
-def test_close_from_its_own_thread_ends_it(hook: str) -> None:
+def test_close_where_events_are_handled_ends_it(hook: str, events: Callable[[], Events]) -> None:
     before = alive()
     closed = threading.Event()
 
@@ -169,9 +169,9 @@ def test_close_from_its_own_thread_ends_it(hook: str) -> None:
     transport = FakeTransport()
     core = SchedulerCore(Leading(Priority()), credit_bytes=1)
     if hook == "on_finish":
-        scheduler = Scheduler(core, transport, on_finish=close)
+        scheduler = Scheduler(core, transport, on_finish=close, events=events())
     else:
-        scheduler = Scheduler(core, transport, on_error=close)
+        scheduler = Scheduler(core, transport, on_error=close, events=events())
     (task,) = planned([10] * 1)
     task.notify_ready()
     scheduler.notify_ready(task)
@@ -206,9 +206,12 @@ class Stuck(FakeTransport):
 def test_close_frees_a_thread_that_is_stuck_in_start(build: Build) -> None:
     before = alive()
     bench = build(transport=Stuck())
-    bench.ready(*planned([10] * 1))
+    telling = threading.Thread(target=bench.ready, args=planned([10] * 1))
+    telling.start()
     bench.transport.wait_for(1)
     bench.scheduler.close(timeout_s=0.5)
+    telling.join(WAIT_S)
+    assert not telling.is_alive()
     assert alive() == before
     assert bench.errors == [], "that it was closed is no error"
 
