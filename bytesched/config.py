@@ -60,6 +60,7 @@ class ConfigFields(TypedDict, total=False):
     cross_barrier: bool
     split: str
     hierarchy: str
+    shard: bool
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
@@ -94,6 +95,9 @@ class Config:
     hierarchy: str = "auto"
     """Sum within hosts and then between them, where hosts have several ranks each (DDP on Gloo):
     `auto`, if a trial on the link shows that it is faster, `on` or `off`."""
+    shard: bool = False
+    """Each rank updates a part of the model, holds the optimizer's state of that part alone, and
+    sends the parameters to the others: on torch.distributed with Gloo, on CPUs."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0
@@ -123,6 +127,12 @@ class Config:
                 f"{self.partition_bytes}, so no full partition could ever be sent: raise "
                 f"credit_bytes to at least {self.partition_bytes}, or lower partition_bytes"
             )
+        for name, value in (("split", "off"), ("tune", True)):
+            if self.shard and getattr(self, name) == value:
+                raise ConfigError(
+                    f"shard = True and {name} = {value!r}: a sharded update sends sums and "
+                    f"parameters in two halves of fixed sizes; leave {name} as it is"
+                )
 
     @classmethod
     def load(cls, **fields: object) -> Config:
@@ -223,6 +233,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "cross_barrier": parse_flag,
     "split": one_of("auto", "on", "off"),
     "hierarchy": one_of("auto", "on", "off"),
+    "shard": parse_flag,
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,

@@ -54,6 +54,9 @@ class Wrapped(Protocol):
     def flush(self) -> None:
         """Completes everything that was started, and applies everything armed."""
 
+    def restore(self) -> None:
+        """What is spread over the ranks is whole here: they go on without each other."""
+
     def disown(self) -> None:
         """In a forked child, which has no thread of it: nothing waits or sends there any more."""
 
@@ -196,6 +199,7 @@ def unwrap(x: Any) -> Any:
     for session in sessions(x):
         try:
             session.flush()
+            session.restore()
         finally:
             _keep_figures(session)
             session.close()

@@ -27,6 +27,7 @@ from bytesched.plugins.c10d.joining import Joining, joining
 from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
 from bytesched.plugins.c10d.opening import open_group, open_part
 from bytesched.plugins.c10d.split import ExchangeSplitter
+from bytesched.plugins.optimizer.separable import why_not_deferred
 from bytesched.plugins.optimizer.stepping import stepping_optimizer
 from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import sessions
@@ -112,11 +113,15 @@ def begin(
         if is_configured:
             log.warning("this model is wrapped already: the settings of then hold")
         optimizer = stepping_optimizer(optimizer)
+        if known[0].is_sharded:
+            _refuse_to_shard(optimizer, model)
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
+        if config.shard:
+            _refuse_to_shard(optimizer, model)
         session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -245,6 +250,18 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not _broadcasts_buffers(ddp):
         carried = "on NCCL, the forward pass has collectives of its own: a hook for buffers"
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
+
+
+def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises PluginError unless each rank can update its part of ``model`` alone."""
+    device = next(model.parameters()).device
+    wire = base_of(model)._get_backend(device).name()
+    if wire != "gloo" or device.type != "cpu":
+        raise PluginError(
+            f"shard=True needs Gloo on CPUs; this model is on {device.type}, its group is of {wire}"
+        )
+    if why := why_not_deferred(optimizer, type(optimizer)):
+        raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

@@ -61,6 +61,9 @@ class Elastic:
         """That error, if it was raised nowhere yet."""
         return None if self._session is None else self._session.unseen_error
 
+    def restore(self) -> None:
+        """Nothing is spread over the ranks."""
+
     def disown(self) -> None:
         """In a forked child: parameters and gradients are ordinary ones."""
         self._begun = True

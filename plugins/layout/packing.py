@@ -10,7 +10,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slice
 from bytesched.task import CommTask
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "elements"]
 
 #: ``None`` sends gradients as they are
 WIRE_DTYPES: Final[dict[str, torch.dtype | None]] = {
@@ -96,10 +96,17 @@ def _pack(slice_: Slice, scale: float) -> None:
         return
     if slice_.is_whole:
         torch.mul(grad, scale, out=slot.view)
-    elif grad.stride() == slot.view.stride():
-        flat = grad.as_strided((slot.view.numel(),), (1,), grad.storage_offset())
-        torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)
-    else:
-        same = torch.empty_like(slot.view, dtype=grad.dtype).copy_(grad)
-        flat = same.as_strided((same.numel(),), (1,))
-        torch.mul(flat[slice_.start_at : slice_.stop_at], scale, out=slice_.target)
+        return
+    part = elements(grad, slot.view, slice_.start_at, slice_.stop_at)
+    torch.mul(part, scale, out=slice_.target)
+
+
+def elements(tensor: torch.Tensor, like: torch.Tensor, start_at: int, stop_at: int) -> torch.Tensor:
+    """Elements of ``tensor``, in the order that they have in memory in ``like``.
+
+    ``like`` has the same shape and is dense. A view where strides are equal.
+    """
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    flat = tensor.as_strided((like.numel(),), (1,), tensor.storage_offset())
+    return flat[start_at:stop_at]

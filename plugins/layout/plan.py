@@ -31,6 +31,8 @@ class Ownership:
     ranks: int
     #: by position in the plan; None: no rank alone
     owners: Sequence[int | None]
+    #: by position: no chunk has tensors of different kinds
+    kinds: Sequence[int] = ()
 
 
 class Plan:
@@ -114,6 +116,11 @@ class Plan:
         """The rank that sums the gradient of ``slot``; None: no rank alone."""
         return None if self._ownership is None else self._ownership.owners[self._position[slot]]
 
+    def _run(self, slot: Slot) -> tuple[int | None, int]:
+        """What neighbours have in common that may be in one chunk."""
+        kinds = self._ownership.kinds if self._ownership is not None else ()
+        return self.owner(slot), kinds[self._position[slot]] if kinds else 0
+
     def computed(self, chunk: CommTask) -> tuple[int, int]:
         """Sorts chunks as backward completes them, and those of one tensor front to back."""
         slices = self.slices[chunk.index]
@@ -165,8 +172,8 @@ class Plan:
     def _chunks_of(
         self, tasks: list[CommTask], slots: dict[CommTask, Slot], partition_bytes: int
     ) -> list[CommTask]:
-        """Chunks of about ``partition_bytes``, none with tensors of two owners."""
-        runs = [list(run) for _, run in groupby(tasks, key=lambda task: self.owner(slots[task]))]
+        """Chunks of about ``partition_bytes``, none with tensors of two owners or kinds."""
+        runs = [list(run) for _, run in groupby(tasks, key=lambda task: self._run(slots[task]))]
         first = CommTask.merge(runs[0]).partition(partition_bytes, first_bytes(partition_bytes))
         others = (CommTask.merge(run).partition(partition_bytes) for run in runs[1:])
         return [*first, *chain.from_iterable(others)]

@@ -25,6 +25,7 @@ _SHARED_FIELDS = (
     "cross_barrier",
     "split",
     "hierarchy",
+    "shard",
     "tune",
     "tune_steps",
     "tune_space",

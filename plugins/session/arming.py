@@ -15,7 +15,7 @@ from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
 
-__all__ = ["Arming"]
+__all__ = ["Arming", "is_of_arena", "why_now"]
 
 
 class Arming:
@@ -45,13 +45,7 @@ class Arming:
             whole_because: why nothing of it can wait; empty if some can.
         """
         optimizer = deferred.optimizer
-        # A fused step under GradScaler finds the scale in an attribute that is taken away after
-        # step().
-        if not whole_because and hasattr(optimizer, "grad_scale"):
-            whole_because = "a fused step under GradScaler"
-        # A mode sees every operation of its thread.
-        if not whole_because and has_modes():
-            whole_because = "a torch function or dispatch mode around step()"
+        whole_because = whole_because or why_now(optimizer)
         if not self._progress.outstanding or not deferred.cross or whole_because:
             self._synchronize(optimizer)
             self._meter.stepped(0, whole_because)
@@ -78,7 +72,7 @@ class Arming:
             now = []
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is not None and slot.used and _is_of_arena(slot):
+                if slot is not None and slot.used and is_of_arena(slot):
                     if taken is None:
                         taken = snapshot(group)
                         self._streams.lend(taken.values())
@@ -127,14 +121,17 @@ class Arming:
         self._synchronizing.wait_slots(slots)
         for slot in slots:
             slot.used = False
-            # What is reduced needs no lazy view: torch's fast paths want plain tensors.
-            if slot.parameter.grad is slot.lazy:
-                grad = slot.view if _is_of_arena(slot) else plain(slot.lazy)
-                slot.parameter.grad = grad
-                self._stepped_plain.append((slot, grad))
+            self._make_plain(slot)
+
+    def _make_plain(self, slot: Slot) -> None:
+        """Its gradient is a plain tensor until the step is over: torch's fast paths want those."""
+        if slot.parameter.grad is slot.lazy:
+            grad = slot.view if is_of_arena(slot) else plain(slot.lazy)
+            slot.parameter.grad = grad
+            self._stepped_plain.append((slot, grad))
 
 
-def _is_of_arena(slot: Slot) -> bool:
+def is_of_arena(slot: Slot) -> bool:
     """True if the gradient that the script sees is what was reduced, and not its own."""
     if slot.parameter.grad is not slot.lazy:
         return False
@@ -143,3 +140,14 @@ def _is_of_arena(slot: Slot) -> bool:
     # It was given other memory, or another shape. No read need have shown that: ``set_``.
     free(slot.lazy)
     return False
+
+
+def why_now(optimizer: torch.optim.Optimizer) -> str:
+    """Why this step cannot be taken later in another thread; empty if it can."""
+    # GradScaler's scale is in an attribute that is taken away after a fused step().
+    if hasattr(optimizer, "grad_scale"):
+        return "a fused step under GradScaler"
+    # A mode sees every operation of its thread.
+    if has_modes():
+        return "a torch function or dispatch mode around step()"
+    return ""

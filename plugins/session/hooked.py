@@ -97,6 +97,10 @@ class HookedModel(ABC):
         self._progress.check()
         self._life.synchronize_all()
 
+    def restore(self) -> None:
+        """What is spread over the ranks is whole here: they go on without each other."""
+        self._progress.check()
+
     def close(self, *, release_parameters: bool = True) -> None:
         """Takes every hook off and stops every thread; does not flush. Idempotent.
 

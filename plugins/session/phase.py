@@ -97,3 +97,6 @@ class Phase(Life, Protocol):
 
     def stepped(self) -> None:
         """``step()`` has been executed, as far as it was not deferred."""
+
+    def restore(self) -> None:
+        """Optimizers have the state that those of a plain training would have; after a flush."""

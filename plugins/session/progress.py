@@ -55,7 +55,7 @@ class Progress:
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
         deadline = monotonic() + self._timeout_s
-        while not self._done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
+        while not self.done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
             self.check()
             if monotonic() < deadline:
                 error = self.look()
@@ -68,7 +68,11 @@ class Progress:
                 self.is_error_seen = True
                 raise error
 
-    def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+    def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.
+
+        Any thread; ``done`` is called with the lock held.
+        """
         with self.changed:
             self._waiters += 1
             try:

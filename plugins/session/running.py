@@ -18,6 +18,7 @@ from bytesched.plugins.session.disowned import disown_gradients, disown_updates
 from bytesched.plugins.session.lazy import give_back, is_kept, is_seen
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
+from bytesched.plugins.session.sharding import Sharding
 from bytesched.plugins.session.splitting import Splitting
 from bytesched.plugins.session.updater import Updater
 from bytesched.tunable import Setting
@@ -32,7 +33,7 @@ class Running:
         setting: what training begins with.
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
-        splitting: changes the carrier between two rounds, if it can be split.
+        splitting: chooses the carrier of each round, if there is another than that of ``parts``.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Running:
         setting: Setting,
         find_unused: bool,
         retuning: Retuning | None,
-        splitting: Splitting | None,
+        splitting: Splitting | Sharding | None,
     ) -> None:
         self.plan = parts.plan
         self.setting = setting
@@ -60,6 +61,7 @@ class Running:
         self._rank = context.backend.rank
         self._retuning = retuning
         self._splitting = splitting
+        self._sharding = splitting if isinstance(splitting, Sharding) else None
         self._whole_carrier = parts.carrier
         #: how many there are, and how many steps they took in this round
         self._optimizers = self._steps = 0
@@ -73,6 +75,8 @@ class Running:
     def forward_begins(self) -> None:
         # Backward would add to gradients on the wire.
         self._synchronizing.wait_unstepped()
+        if self._sharding is not None:
+            self._sharding.forward_begins()
 
     def forward_ends(self) -> None:
         pass
@@ -99,6 +103,8 @@ class Running:
         for slot in plan.slots:
             if is_kept(slot) or is_seen(slot):
                 keep_apart(slot.lazy)
+                if self._sharding is not None:
+                    self._sharding.withhold(slot)
                 self._synchronizing.make_lazy(slot)
             slot.sending = len(slot.chunks)
         for bundle in plan.bundles:
@@ -195,6 +201,10 @@ class Running:
 
     def synchronize_all(self) -> None:
         self._synchronizing.synchronize_all()
+
+    def restore(self) -> None:
+        if self._sharding is not None:
+            self._sharding.restore()
 
     # -- from outside ------------------------------------------------------------------
 

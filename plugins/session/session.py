@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bytesched.config import Config
+from bytesched.errors import PluginError
 from bytesched.observe import Observers
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.entries import guard_entries
@@ -20,7 +21,7 @@ from bytesched.plugins.session.phase import Context, Life
 from bytesched.plugins.session.retuning import Decisions
 from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.running import Running
-from bytesched.plugins.session.splitting import Splitter
+from bytesched.plugins.session.sharding import ShardedSplitter
 from bytesched.plugins.session.stepping import Stepping
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.warming import WarmingUp
@@ -62,11 +63,13 @@ class Session(HookedModel):
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
-        splitter: Splitter | None = None,
+        splitter: ShardedSplitter | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
         guard_entries()
         self._sync = sync
+        #: each rank updates a part alone
+        self.is_sharded = config.shard
         self._takeover = Takeover()
         decisions = None
         if config.tune and backend.knobs:
@@ -126,6 +129,10 @@ class Session(HookedModel):
 
         ``kind`` is the class whose ``step()`` does them.
         """
+        if self.is_sharded and self.plan is not None:
+            raise PluginError(
+                "with shard=True, wrap every optimizer of a model before its first backward pass"
+            )
         # The user may name the optimizer instead of the model, which is there as long as it is.
         self._stepping.add(optimizer, kind, self.root, cross=cross)
 
@@ -239,6 +246,10 @@ class Session(HookedModel):
         if not self._rounds.incomplete:
             self.wait_reduced()
         super().flush()
+
+    def restore(self) -> None:
+        super().restore()
+        self._rounds.phase.restore()
 
     @property
     def _life(self) -> Life:

@@ -32,6 +32,8 @@ class Synchronizing:
         self._meter = meter
         #: called with the bundles that the forward pass has come to, while iterations are recorded
         self.passed: Callable[[Sequence[Bundle]], None] | None = None
+        #: makes what has arrived of a gradient all of it, where ranks own gradients
+        self.complete: Callable[[Slot], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -142,6 +144,8 @@ class Synchronizing:
                 self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
                 waited_ns = perf_counter_ns() - began_ns
             self._meter.causes.read(slot.name, waited_ns)
+        if self.complete is not None:
+            self.complete(slot)
         if not slot.taken:
             slot.change()
         slot.is_read = True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
 
 from bytesched.config import Config
+from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.proxies.first_use import FirstUse
@@ -14,14 +15,18 @@ from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Changing, Parts
 from bytesched.plugins.session.completions import Completions
 from bytesched.plugins.session.gates import Gates
+from bytesched.plugins.session.holding import Holding
+from bytesched.plugins.session.owning import ShardedArming
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Decisions, Retuning
 from bytesched.plugins.session.running import Running
-from bytesched.plugins.session.splitting import Splitter, Splitting
+from bytesched.plugins.session.sharding import ShardedSplitter, Sharding
+from bytesched.plugins.session.splitting import Splitting
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.warmup import WarmedUp, WarmUp
+from bytesched.plugins.session.wholes import Wholes
 
 __all__ = ["WarmingUp"]
 
@@ -51,7 +56,7 @@ class WarmingUp:
         first_use: FirstUse,
         takeover: Takeover,
         decisions: Decisions | None,
-        splitter: Splitter | None,
+        splitter: ShardedSplitter | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
         recorded: Callable[[], None],
@@ -128,8 +133,26 @@ class WarmingUp:
         gates = Gates(plan, self._first_use, synchronizing, self._inside_compiled)
         meter.active(plan.nbytes, len(plan.chunks), setting)
         parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
-        splitting = None
-        if self._splitter is not None:
+        splitting: Splitting | Sharding | None = None
+        arming = Arming(plan.slots, synchronizing, updater, context)
+        if self._config.shard:
+            assert self._splitter is not None
+            holding, wholes = Holding(plan, context), Wholes(plan, context)
+            splitting = Sharding(
+                self._splitter,
+                parts,
+                context,
+                setting,
+                updater,
+                reduced=completions.reduced,
+                holding=holding,
+                wholes=wholes,
+                kinds=self._kinds(plan),
+            )
+            arming = ShardedArming(
+                plan.slots, synchronizing, updater, context, splitting, holding, wholes
+            )
+        elif self._splitter is not None:
             splitting = Splitting(
                 self._splitter,
                 parts,
@@ -153,7 +176,7 @@ class WarmingUp:
             )
         return Running(
             parts,
-            Arming(plan.slots, synchronizing, updater, context),
+            arming,
             updater,
             context,
             setting=setting,
@@ -161,6 +184,15 @@ class WarmingUp:
             retuning=retuning,
             splitting=splitting,
         )
+
+    def _kinds(self, plan: Plan) -> list[int]:
+        """Which optimizer updates each parameter, by number; -1 if none does."""
+        numbers = {
+            key: number
+            for number, deferred in enumerate(self._deferred)
+            for key in deferred.parameter_ids()
+        }
+        return [numbers.get(id(slot.parameter), -1) for slot in plan.slots]
 
     def wait_reduced(self) -> None:
         pass
@@ -179,6 +211,9 @@ class WarmingUp:
 
     def state(self) -> str:
         return "warming up"
+
+    def restore(self) -> None:
+        pass
 
     def disown(self) -> None:
         pass

@@ -58,6 +58,9 @@ class Session:
     def unseen_error(self) -> BaseException | None:
         return self.error
 
+    def restore(self) -> None:
+        self.calls.append("restore")
+
     def disown(self) -> None:
         self.calls.append("disown")
 
@@ -146,7 +149,7 @@ def test_a_session_is_found_by_its_optimizers_and_its_model() -> None:
     assert registry.session_of(model) is registry.session_of(another) is session
     assert registry.session_of(object()) is None
     assert registry.unwrap(model) is model
-    assert session.calls == ["flush", "close"]
+    assert session.calls == ["flush", "restore", "close"]
     assert not registry.is_wrapped(one)
     assert not registry.is_wrapped(another)
 
@@ -172,7 +175,7 @@ def test_what_was_unwrapped_is_not_ended_again_with_its_model() -> None:
     session.root = None
     del model
     assert not registry._ending
-    assert session.calls == ["flush", "close"]
+    assert session.calls == ["flush", "restore", "close"]
 
 
 def test_a_session_lives_on_without_its_optimizers() -> None:

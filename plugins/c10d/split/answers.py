@@ -61,6 +61,8 @@ class Answers:
         #: sends of this round and of the one before that may be under way, with what they send
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._sent_before: list[tuple[Any, torch.Tensor]] = []
+        #: the last round that each other rank has ended
+        self._ended: dict[int, int] = {}
         #: (round, question, signature) -> by rank
         self._found: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -119,6 +121,21 @@ class Answers:
                 total += values
             return total
 
+    def is_missing(self, question: int, signature: int) -> bool:
+        """Whether another rank has ended the round, or asked otherwise: `total` stays None."""
+        with self._changed:
+            answered = {
+                rank: key[2]
+                for key, found in self._found.items()
+                if key[:2] == (self._round, question)
+                for rank in found
+            }
+            return any(
+                self._ended.get(peer, 0) >= self._round
+                or answered.get(peer, signature) != signature
+                for peer in self._peers
+            )
+
     def lost(self) -> BaseException | None:
         """The error of a message that is waited for and cannot come, if there is one."""
         return self._messages.lost()
@@ -160,6 +177,7 @@ class Answers:
                     work = self._group.backend.recv([message], peer, _TAG)
                     self._messages.wait(work, peer, task=_TASK, limit=_NO_LIMIT)
                     if not message[_HEADER - 1]:
+                        self._end(peer, number)
                         break
                     self._keep(peer, message)
             except (BytesschedError, RuntimeError) as error:
@@ -172,6 +190,11 @@ class Answers:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._round >= number)
             return not self._closed
+
+    def _end(self, peer: int, number: int) -> None:
+        with self._changed:
+            self._ended[peer] = number
+        self._arrived()
 
     def _keep(self, peer: int, message: torch.Tensor) -> None:
         key = int(message[0]), int(message[1]), int(message[2])

@@ -72,6 +72,7 @@ class Desk:
         rank: this one.
         exchange: with the end of phase one.
         answers: what other ranks found.
+        is_whole: whether all gradients have come: no answer is needed then.
     """
 
     def __init__(
@@ -82,9 +83,12 @@ class Desk:
         answers: Answers,
         progress: Progress,
         meter: Meter,
+        *,
+        is_whole: Callable[[], bool],
     ) -> None:
         self._plan = plan
         self._rank = rank
+        self._is_whole = is_whole
         self._exchange = exchange
         self._answers = answers
         self._progress = progress
@@ -191,8 +195,10 @@ class Desk:
 
         def has_come() -> bool:
             nonlocal total
+            # In this order: a rank that has ended the round may have answered before.
+            is_missing = self._answers.is_missing(number, signature)
             total = self._answers.total(number, signature, own)
-            return total is not None or not self._progress.outstanding
+            return total is not None or is_missing or self._is_whole()
 
         self._wait(has_come, "the norms of other ranks' gradients")
         if total is None:

@@ -8,6 +8,7 @@ ranks need not agree on an order.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
@@ -105,22 +106,24 @@ class Exchange:
             )
             for peer in self._peers
         }
+        #: chunks whose receives are to begin, front first, round by round
+        self._awaited: deque[list[CommTask]] = deque()
         self._sequence = 0
         self._started_ns: dict[int, int] = {}
         self._busy_ns = self._busy_since_ns = self._chunks = self._nbytes = 0
         self._closed = False
         self._error: BaseException | None = None
-        gathers = Gathers(
+        self._gathers = Gathers(
             self._changed,
             is_over=lambda: self._over,
-            has_begun=self._begun,
+            has_begun=lambda: bool(self._awaited),
             receive=self._receive_foreign,
             arrived=self._arrived,
         )
         threads: list[tuple[str, Callable[[], None]]] = [
             ("bytesched-sums", self._sum_owned),
-            ("bytesched-gathers-front", gathers.run_front),
-            ("bytesched-gathers-back", gathers.run_back),
+            ("bytesched-gathers-front", self._gathers.run_front),
+            ("bytesched-gathers-back", self._gathers.run_back),
         ]
         for peer, outbox in self._outboxes.items():
             threads.append((f"bytesched-send-{peer}", outbox.run))
@@ -155,6 +158,8 @@ class Exchange:
                 self._unsummed = len(self._owned)
                 self._left = len(self._plan.chunks)
                 self._busy_since_ns = now_ns
+                if awaited := self._sums_of_others():
+                    self._awaited.append(awaited)
             self._submitted.add(chunk.index)
             self._started_ns[chunk.index] = now_ns
             owner = self._plan.owners[chunk.index]
@@ -176,7 +181,7 @@ class Exchange:
             if self._closed:
                 return
             self._closed = True
-            is_idle = not self._submitted
+            is_idle = self._is_idle()
             self._changed.notify_all()
         if not is_idle:
             self._group.abort()
@@ -206,6 +211,10 @@ class Exchange:
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._round >= round_number)
             return not self._over
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is under way. Under the lock."""
+        return not self._submitted
 
     @property
     def _over(self) -> bool:
@@ -257,17 +266,39 @@ class Exchange:
             self._changed.notify_all()
         self._tell_summed()
 
-    def _receive_foreign(self) -> list[tuple[CommTask, int, Any]]:
-        """Phase two: receives the sums of other owners."""
+    def _sums_of_others(self) -> list[CommTask]:
+        """The chunks of a round whose sums are received."""
+        return [*self._shared_by_others(), *self._owned_by_others()]
+
+    def _shared_by_others(self) -> list[CommTask]:
+        """Those of them that come in the first phase."""
         shared = [chunk for chunk in self._foreign if chunk.index in self._plan.shared]
-        shared.sort(key=self._plan.computed)
-        others = [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
-        # An owner sends its sum after it has all that this rank sends from the same memory.
+        return sorted(shared, key=self._plan.computed)
+
+    def _owned_by_others(self) -> list[CommTask]:
+        return [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
+
+    def _receive_foreign(self) -> list[tuple[CommTask, int, Any]]:
+        """Phase two: receives what other owners send in this round."""
+        with self._changed:
+            chunks = self._awaited.popleft()
+        return self._receive_from_owners(chunks)
+
+    def _receive_from_owners(self, chunks: list[CommTask]) -> list[tuple[CommTask, int, Any]]:
+        # An owner sends after it has all that this rank sends from the same memory.
         return [
-            (chunk, owner, self._receive(self._packer.memory(chunk), owner, chunk.index, 1))
-            for chunk in (*shared, *others)
+            (chunk, owner, self._receive(self._gathered_memory(chunk), owner, chunk.index, 1))
+            for chunk in chunks
             for owner in [self._plan.owners[chunk.index]]
         ]
+
+    def _gathered_memory(self, chunk: CommTask) -> torch.Tensor:
+        """What an owner's message is received in."""
+        return self._packer.memory(chunk)
+
+    def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
+        """What is sent of a chunk that is owned here."""
+        return self._packer.memory(chunk)
 
     def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
         self._messages.wait(work, owner, task=chunk.name)
@@ -276,7 +307,7 @@ class Exchange:
     def _send(self, peer: int, chunk: CommTask) -> Any:
         is_sum = self._plan.owners[chunk.index] == self._group.rank
         with span("bytesched::send"):
-            memory = self._packer.memory(chunk) if is_sum else self._packer.pack(chunk)
+            memory = self._spread_memory(chunk) if is_sum else self._packer.pack(chunk)
             tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
             return self._group.backend.send([memory], peer, tag)
 
@@ -289,18 +320,27 @@ class Exchange:
         """Waits until a message has left; if it was the last of a sum, its memory is free."""
         self._messages.wait(work, peer, task=chunk.name)
         if self._plan.owners[chunk.index] != self._group.rank:
+            self._left_for_owner(chunk)
             return
         with self._changed:
             self._unsent[chunk.index] -= 1
             if self._unsent[chunk.index]:
                 return
+        self._left_for_all(chunk)
+
+    def _left_for_owner(self, chunk: CommTask) -> None:
+        """The message of phase one has left; that of phase two is still to come."""
+
+    def _left_for_all(self, chunk: CommTask) -> None:
+        """The messages of phase two have left."""
         self._finish(chunk)
 
-    def _finish(self, chunk: CommTask) -> None:
-        """The sum of ``chunk`` is here, and nobody else needs its memory."""
+    def _finish(self, chunk: CommTask, *, is_received: bool = True) -> None:
+        """Nobody else needs the memory of ``chunk``, and its sum is here, if it is received."""
         now_ns = perf_counter_ns()
         with self._changed:
-            self._packer.receive(chunk)
+            if is_received:
+                self._packer.receive(chunk)
             self._packer.let_go(chunk)
             chunk.notify_finish()
             chunk.rearm()

@@ -24,8 +24,8 @@ class Gathers:
     Args:
         changed: guards this, and is notified when a round begins or everything is over.
         is_over: whether nothing comes any more; called under the lock.
-        has_begun: waits until a round has begun, by number; false if there will be none.
-        receive: begins to receive a round's chunks, which are given front first.
+        has_begun: whether a round has begun whose chunks are to be received; under the lock.
+        receive: begins to receive these chunks, which are given front first.
         arrived: waits for the end of such a receive, and does what follows.
     """
 
@@ -34,7 +34,7 @@ class Gathers:
         changed: threading.Condition,
         *,
         is_over: Callable[[], bool],
-        has_begun: Callable[[int], bool],
+        has_begun: Callable[[], bool],
         receive: Callable[[], Iterable[_Gather]],
         arrived: Callable[[CommTask, int, Any], None],
     ) -> None:
@@ -46,16 +46,26 @@ class Gathers:
         #: nobody waits for them yet
         self._waiting: deque[_Gather] = deque()
 
+    def add(self, gathers: Iterable[_Gather]) -> None:
+        """These are being received, front first."""
+        with self._changed:
+            self._waiting.extend(gathers)
+            self._changed.notify_all()
+
     def run_front(self) -> None:
         """Begins every round; a thread of its own."""
-        number = 0
-        while self._has_begun(number := number + 1):
-            works = tuple(self._receive())
+        while True:
             with self._changed:
-                self._waiting.extend(works)
-                self._changed.notify_all()
-            while self._take(self._waiting.popleft):
-                pass
+                self._changed.wait_for(
+                    lambda: self._is_over() or self._has_begun() or self._waiting
+                )
+                if self._is_over():
+                    return
+                begins = self._has_begun()
+            if begins:
+                self.add(tuple(self._receive()))
+            else:
+                self._take(self._waiting.popleft)
 
     def run_back(self) -> None:
         """Another one."""
@@ -66,14 +76,13 @@ class Gathers:
                     return
             self._take(self._waiting.pop)
 
-    def _take(self, take: Callable[[], _Gather]) -> bool:
-        """Waits for one of them; false if another thread waits for the last."""
+    def _take(self, take: Callable[[], _Gather]) -> None:
+        """Waits for one of them, unless another thread waits for the last."""
         with self._changed:
             if not self._waiting:
-                return False
+                return
             gather = take()
         self._arrived(*gather)
-        return True
 
     def __repr__(self) -> str:
         return f"<Gathers {len(self._waiting)} not waited for>"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["owners_of"]
+__all__ = ["owners_of", "whole_owners_of"]
 
 
 def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | None]:
@@ -39,9 +40,31 @@ def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | N
     return owners
 
 
-def _deal(
-    run: list[int], nbytes: Sequence[int], owners: list[int | None], loads: list[int]
-) -> None:
+def whole_owners_of(
+    nbytes: Sequence[int], kinds: Sequence[int], ranks: int, run_bytes: int
+) -> list[int]:
+    """The owner of each tensor, where owners hold what belongs to them: even bytes of each kind.
+
+    Neighbours of less than ``run_bytes`` go together, so that there are few small chunks. The
+    largest go first, each to the rank that has least (Graham, 1969): at most 4/3 - 1/3n of the
+    best. A tensor is never shared, so one of more than 1/n of its kind is a rank's whole share.
+    """
+    runs: list[list[int]] = []
+    for index, n in enumerate(nbytes):
+        run = runs[-1] if runs else []
+        goes_on = run and kinds[run[0]] == kinds[index] and n < run_bytes
+        if goes_on and sum(nbytes[i] for i in run) < run_bytes:
+            run.append(index)
+        else:
+            runs.append([index])
+    owners = [0] * len(nbytes)
+    loads: dict[int, list[int]] = {}
+    for run in sorted(runs, key=lambda run: -sum(nbytes[i] for i in run)):
+        _deal(run, nbytes, owners, loads.setdefault(kinds[run[0]], [0] * ranks))
+    return owners
+
+
+def _deal(run: list[int], nbytes: Sequence[int], owners: list[Any], loads: list[int]) -> None:
     owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
     for index in run:
         owners[index] = owner

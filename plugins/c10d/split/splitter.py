@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
+
+import torch
 
 from bytesched.errors import BytesschedError
 from bytesched.observe import Observers
@@ -13,16 +15,19 @@ from bytesched.plugins.c10d.sockets import short_queues
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.desk import Desk
 from bytesched.plugins.c10d.split.exchange import Exchange
-from bytesched.plugins.c10d.split.owners import owners_of
+from bytesched.plugins.c10d.split.owners import owners_of, whole_owners_of
+from bytesched.plugins.c10d.split.requests import Requests
+from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.sharding import Listener
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["ExchangeCarrier", "ExchangeSplitter"]
+__all__ = ["ExchangeCarrier", "ExchangeSplitter", "ShardedCarrier"]
 
 #: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
 _UNSENT_BYTES: Final = 128 << 10
@@ -49,6 +54,11 @@ class ExchangeSplitter:
         owners = owners_of(nbytes, self._ranks, partition_bytes)
         plan.cut(partition_bytes, Ownership(self._ranks, owners))
 
+    def cut_for_owners(self, plan: Plan, partition_bytes: int, kinds: Sequence[int]) -> None:
+        nbytes = [slot.view.nbytes for slot in plan.slots]
+        owners = whole_owners_of(nbytes, kinds, self._ranks, partition_bytes)
+        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds))
+
     def carrier(
         self,
         plan: Plan,
@@ -59,54 +69,8 @@ class ExchangeSplitter:
         meter: Meter,
         observers: Observers,
     ) -> ExchangeCarrier:
-        with short_queues(_UNSENT_BYTES):
-            exchange = self._open_group("exchange")
-        return ExchangeCarrier(
-            exchange,
-            self._open_group("answers"),
-            plan,
-            packer,
-            progress,
-            reduced=reduced,
-            closed=self._close_group,
-            meter=meter,
-            observers=observers,
-        )
-
-
-class ExchangeCarrier:
-    """See splitting.SplitCarrier.
-
-    Args:
-        group: for chunks; only this carrier uses it.
-        answers: for what is asked of gradients, which no chunk on the wire holds up.
-        closed: called with each group when nothing of it is used any more.
-    """
-
-    order = "exchange"
-
-    def __init__(
-        self,
-        group: Group,
-        answers: Group,
-        plan: Plan,
-        packer: Packer,
-        progress: Progress,
-        *,
-        reduced: Callable[[CommTask], None],
-        closed: Callable[[Group], None],
-        meter: Meter,
-        observers: Observers,
-    ) -> None:
-        self._groups = group, answers
-        self._give_back = closed
-        self._closed = False
-
-        def notify() -> None:
-            with progress.changed:
-                progress.notify()
-
-        self._exchange = Exchange(
+        group, notify = self._open_exchange(), _notifier(progress)
+        exchange = Exchange(
             group,
             plan,
             packer,
@@ -115,8 +79,88 @@ class ExchangeCarrier:
             failed=progress.fail,
             observers=observers,
         )
-        self._answers = Answers(answers, len(plan.slots), arrived=notify, failed=progress.fail)
-        self.desk = Desk(plan, group.rank, self._exchange, self._answers, progress, meter)
+        others = self._open_group("answers")
+        answers = Answers(others, len(plan.slots), arrived=notify, failed=progress.fail)
+
+        def is_whole() -> bool:
+            return not progress.outstanding
+
+        desk = Desk(plan, group.rank, exchange, answers, progress, meter, is_whole=is_whole)
+        return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
+
+    def sharded(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        owners: Listener,
+        *,
+        reduced: Callable[[CommTask], None],
+        meter: Meter,
+        observers: Observers,
+    ) -> ShardedCarrier:
+        group, notify = self._open_exchange(), _notifier(progress)
+        exchange = ShardedExchange(
+            group,
+            plan,
+            packer,
+            spread=owners.spread,
+            gathered=owners.gathered,
+            reduced=reduced,
+            summed=notify,
+            failed=progress.fail,
+            observers=observers,
+        )
+        others = self._open_group("answers")
+        answers = Answers(others, len(plan.slots), arrived=notify, failed=progress.fail)
+        asked = self._open_group("requests")
+        requests = Requests(asked, answer=owners.answer, ended=owners.ended, failed=progress.fail)
+        desk = Desk(plan, group.rank, exchange, answers, progress, meter, is_whole=_never)
+        groups = [group, others, asked]
+        return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
+
+    def _open_exchange(self) -> Group:
+        with short_queues(_UNSENT_BYTES):
+            return self._open_group("exchange")
+
+
+def _notifier(progress: Progress) -> Callable[[], None]:
+    def notify() -> None:
+        with progress.changed:
+            progress.notify()
+
+    return notify
+
+
+def _never() -> bool:
+    return False
+
+
+class ExchangeCarrier:
+    """See splitting.SplitCarrier.
+
+    Args:
+        answers: to what is asked of gradients, which no chunk on the wire holds up.
+        groups: of both; only this carrier uses them.
+        closed: called with each group when nothing of it is used any more.
+    """
+
+    order = "exchange"
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        answers: Answers,
+        desk: Desk,
+        groups: Sequence[Group],
+        closed: Callable[[Group], None],
+    ) -> None:
+        self._exchange = exchange
+        self._answers = answers
+        self.desk = desk
+        self._groups = groups
+        self._give_back = closed
+        self._closed = False
 
     @property
     def traffic(self) -> Traffic:
@@ -155,3 +199,44 @@ class ExchangeCarrier:
         self._answers.close()
         for group in self._groups:
             self._give_back(group)
+
+
+class ShardedCarrier(ExchangeCarrier):
+    """See sharding.ShardedCarrier."""
+
+    _exchange: ShardedExchange
+
+    def __init__(
+        self,
+        exchange: ShardedExchange,
+        answers: Answers,
+        requests: Requests,
+        desk: Desk,
+        groups: Sequence[Group],
+        closed: Callable[[Group], None],
+    ) -> None:
+        super().__init__(exchange, answers, desk, groups, closed)
+        self._requests = requests
+
+    def lost(self) -> BaseException | None:
+        return super().lost() or self._requests.lost()
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        self._exchange.expect(chunks)
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        return self._exchange.stage(chunk)
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        self._exchange.spread(chunk, turn)
+
+    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
+        return self._requests.ask(rank, question, task=task)
+
+    def part(self, rounds: int, limit_s: float) -> list[int]:
+        self._requests.end(rounds)
+        return self._requests.wait_ended(limit_s)
+
+    def close(self) -> None:
+        self._requests.close()
+        super().close()

@@ -1,0 +1,132 @@
+"""The exchange of a sharded update: sums to their owners; from them, when they have updated, all
+else that their owners want the others to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bytesched.errors import SchedulerClosed
+from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.task import CommTask
+
+__all__ = ["ShardedExchange"]
+
+
+class ShardedExchange(Exchange):
+    """An exchange whose second phase begins when its user says so, and may be repeated.
+
+    A chunk counts as reduced when the first phase is over: at its owner it is summed, elsewhere its
+    gradients have left. Chunks that all ranks sum in turn are gathered as in any exchange.
+
+    Args:
+        spread: called when what was sent of an owned chunk has left.
+        gathered: called when a foreign chunk has come.
+        rest: those of an exchange.
+    """
+
+    def __init__(
+        self,
+        *rest: Any,
+        spread: Callable[[CommTask], None],
+        gathered: Callable[[CommTask], None],
+        **named: Any,
+    ) -> None:
+        self._tell_spread = spread
+        self._tell_gathered = gathered
+        #: what is sent of each owned chunk; and messages of phase two that are not over
+        self._staged: dict[int, torch.Tensor] = {}
+        self._unspread = self._ungathered = 0
+        super().__init__(*rest, **named)
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks``, which are others, send them next; front first."""
+        listed = sorted(chunks, key=lambda chunk: chunk.index)
+        with self._changed:
+            self._ungathered += len(listed)
+        # At once: an owner may wait for these before it sends what is expected already.
+        self._gathers.add(self._receive_from_owners(listed))
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        """The memory that `spread` sends, once what was sent before has left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or not self._unsent.get(chunk.index))
+            if self._over:
+                raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
+        if chunk.index not in self._staged:
+            buffer = self._plan.buffers[chunk.index]
+            # What the others sent has been summed, and no more of it comes before this has left.
+            spare = self._incoming[chunk.index, self._peers[0]]
+            fits = spare.dtype is buffer.dtype
+            self._staged[chunk.index] = spare if fits else torch.empty_like(buffer)
+        return self._staged[chunk.index]
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        """Sends what was staged of ``chunk``, which is owned here, to all others.
+
+        What has a lower ``turn``, which is positive, goes first.
+        """
+        with self._changed:
+            self._unspread += 1
+            self._unsent[chunk.index] = len(self._peers)
+            for outbox in self._outboxes.values():
+                outbox.put(turn, chunk.index, chunk)
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return super()._is_idle() and not self._unspread and not self._ungathered
+
+    def _window(self, phase: int) -> int:
+        # Those of phase two wait for other ranks' steps, and hold up no sum meanwhile.
+        return 2
+
+    def _sums_of_others(self) -> list[CommTask]:
+        return self._shared_by_others()
+
+    def _is_shared(self, chunk: CommTask) -> bool:
+        return chunk.index in self._plan.shared
+
+    def _gathered_memory(self, chunk: CommTask) -> torch.Tensor:
+        if self._is_shared(chunk):
+            return super()._gathered_memory(chunk)
+        return self._plan.buffers[chunk.index]
+
+    def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
+        if self._is_shared(chunk):
+            return super()._spread_memory(chunk)
+        return self._staged[chunk.index]
+
+    def _summed(self, chunk: CommTask) -> None:
+        if self._is_shared(chunk):
+            super()._summed(chunk)
+            return
+        with self._changed:
+            self._unsummed -= 1
+        self._finish(chunk, is_received=False)
+        self._tell_summed()
+
+    def _left_for_owner(self, chunk: CommTask) -> None:
+        if not self._is_shared(chunk):
+            # Parameters may be in its memory already.
+            self._finish(chunk, is_received=False)
+
+    def _left_for_all(self, chunk: CommTask) -> None:
+        if self._is_shared(chunk):
+            super()._left_for_all(chunk)
+            return
+        with self._changed:
+            self._unspread -= 1
+            self._changed.notify_all()
+        self._tell_spread(chunk)
+
+    def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
+        if self._is_shared(chunk):
+            super()._arrived(chunk, owner, work)
+            return
+        self._messages.wait(work, owner, task=chunk.name)
+        with self._changed:
+            self._ungathered -= 1
+        self._tell_gathered(chunk)

@@ -1,0 +1,203 @@
+"""The state of optimizers where every rank holds that of its own parameters alone."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from bytesched.errors import PluginError, SchedulerTimeout
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.session.asking import Ask, gathered, packed
+from bytesched.plugins.session.phase import Context
+
+__all__ = ["Holding", "StepTaken"]
+
+
+@dataclass(eq=False)
+class _History:
+    """The steps of one optimizer, counted from 1."""
+
+    deferred: Deferred
+    taken: int = 0
+    #: the last one that has been applied to any parameter, or is about to be
+    begun: int = 0
+    #: how many parameters those that are not complete have still to update
+    left: dict[int, int] = field(default_factory=dict)
+
+    def is_complete(self, steps: int) -> bool:
+        """Whether so many steps have been applied to all parameters."""
+        return self.taken >= steps and not any(number <= steps for number in self.left)
+
+
+class StepTaken:
+    """One step of an optimizer, as far as this rank updates anything in it."""
+
+    def __init__(self, holding: Holding, history: _History) -> None:
+        self._holding = holding
+        self._history = history
+        self._number = history.taken
+
+    def begins(self) -> None:
+        """The state is changed from here on."""
+        self._holding.begin(self._history, self._number)
+
+    def ends(self, slots: int) -> None:
+        """So many of its parameters have been updated."""
+        self._holding.end(self._history, self._number, slots)
+
+
+class Holding:
+    """Which entries of optimizers' states are here, and where the others are.
+
+    An entry is asked for by number of steps: a rank that is behind answers when it has come as
+    far; one that is ahead has no such state any more.
+    """
+
+    def __init__(self, plan: Plan, context: Context) -> None:
+        self._plan = plan
+        self._progress = context.progress
+        self._rank = context.backend.rank
+        self._timeout_s = context.backend.timeout_s
+        self.ask: Ask
+        self._histories: list[_History] = []
+        self._handles: list[RemovableHandle] = []
+        #: held while entries are read for another rank, and when a step begins to change them
+        self._reading = threading.Lock()
+
+    def introduce(self, deferred: Deferred) -> None:
+        """``deferred`` is one of the session's optimizers from now on."""
+        optimizer = deferred.optimizer
+        self._handles += [
+            optimizer.register_state_dict_post_hook(
+                partial(self._complete, deferred), prepend=True
+            ),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
+        ]
+        self._drop_foreign(deferred)
+        with self._progress.changed:
+            self._histories.append(_History(deferred))
+            self._progress.notify()
+
+    def close(self) -> None:
+        """Takes its hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # -- steps -------------------------------------------------------------------------
+
+    def step(self, deferred: Deferred, slots: int) -> StepTaken:
+        """``deferred`` takes a step, which updates so many parameters here."""
+        history = self._history(deferred)
+        with self._progress.changed:
+            history.taken += 1
+            if slots:
+                history.left[history.taken] = slots
+            self._progress.notify()
+        return StepTaken(self, history)
+
+    def begin(self, history: _History, number: int) -> None:
+        """See `StepTaken.begins`."""
+        with self._reading:
+            history.begun = max(history.begun, number)
+
+    def end(self, history: _History, number: int, slots: int) -> None:
+        """See `StepTaken.ends`."""
+        with self._progress.changed:
+            history.left[number] -= slots
+            if not history.left[number]:
+                del history.left[number]
+            self._progress.notify()
+
+    # -- here --------------------------------------------------------------------------
+
+    def _history(self, deferred: Deferred) -> _History:
+        return next(history for history in self._histories if history.deferred is deferred)
+
+    def _drop_foreign(self, deferred: Deferred) -> None:
+        """The entries that other ranks hold are let go of."""
+        state = deferred.optimizer.state
+        for slot in self._plan.slots:
+            if self._plan.owner(slot) != self._rank:
+                dict.pop(state, slot.parameter, None)
+
+    def _entries(self, deferred: Deferred) -> dict[int, Any]:
+        """Those that are here, by position in the plan."""
+        state = deferred.optimizer.state
+        return {
+            position: entry
+            for position, slot in enumerate(self._plan.slots)
+            if (entry := dict.get(state, slot.parameter)) is not None
+        }
+
+    # -- for other ranks ---------------------------------------------------------------
+
+    def answer(self, index: int, steps: int) -> bytes:
+        """The entries here of an optimizer after so many steps. A thread of the carrier."""
+
+        def is_complete() -> bool:
+            # This rank may be behind by its whole first round.
+            return index < len(self._histories) and self._histories[index].is_complete(steps)
+
+        if not self._progress.done_by(monotonic() + self._timeout_s, is_complete):
+            raise self._progress.error or SchedulerTimeout(
+                f"rank {self._rank} has not come to step {steps} within {self._timeout_s:g} s, and "
+                "its optimizer's state was asked for",
+                rank=self._rank,
+            )
+        history = self._histories[index]
+        with self._reading:
+            if history.begun > steps:
+                raise PluginError(
+                    f"rank {self._rank} has gone on to step {history.begun}, and its optimizer's "
+                    f"state was asked for after step {steps}: call state_dict() after step(), not "
+                    "between backward() and step()"
+                )
+            return packed(self._entries(history.deferred))
+
+    # -- from other ranks --------------------------------------------------------------
+
+    def gather(self, deferred: Deferred) -> dict[int, Any]:
+        """All entries of an optimizer, by position in the plan. The user's thread."""
+        history = self._history(deferred)
+        mine = deferred.parameter_ids()
+        owners = {self._plan.owner(s) for s in self._plan.slots if id(s.parameter) in mine}
+        owners -= {self._rank}
+        question = self._histories.index(history), history.taken
+        questions = {rank: question for rank in owners if rank is not None}
+        found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
+        entries = self._entries(deferred)
+        for others in found.values():
+            entries |= others
+        return entries
+
+    def _complete(
+        self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A hook of ``state_dict()``."""
+        index_of: dict[int, int] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                index_of.setdefault(id(parameter), len(index_of))
+        state = dict(state_dict["state"])
+        for position, entry in self.gather(deferred).items():
+            index = index_of.get(id(self._plan.slots[position].parameter))
+            if index is not None:
+                state[index] = entry
+        numbered = {key: state[key] for key in sorted(k for k in state if isinstance(k, int))}
+        state_dict["state"] = {**numbered, **state}
+        return state_dict
+
+    def restore(self) -> None:
+        """Every optimizer gets the entries of all ranks."""
+        for history in self._histories:
+            if history.deferred.is_alive:
+                state = history.deferred.optimizer.state
+                for position, entry in self.gather(history.deferred).items():
+                    dict.setdefault(state, self._plan.slots[position].parameter, entry)

@@ -1,0 +1,226 @@
+"""A step of a sharded session: owned parameters are updated here, all others come."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
+from bytesched.plugins.optimizer.deferred import Deferred, snapshot
+from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
+from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.sharding import Sharding
+from bytesched.plugins.session.synchronizing import Synchronizing
+from bytesched.plugins.session.updater import Updater
+from bytesched.plugins.session.wholes import Wholes
+
+__all__ = ["ShardedArming"]
+
+
+class ShardedArming(Arming):
+    """The steps of all optimizers of one model, whose parameters have owners.
+
+    No step is ever the user's own over everything: it would make state of what others own.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        synchronizing: Synchronizing,
+        updater: Updater,
+        context: Context,
+        sharding: Sharding,
+        holding: Holding,
+        wholes: Wholes,
+    ) -> None:
+        super().__init__(slots, synchronizing, updater, context)
+        self._sharding = sharding
+        self._holding = holding
+        self._wholes = wholes
+        #: until ``step()`` is over: what it updates in this thread, and whether the rest may wait
+        self._now: tuple[_Owned, list[Slot]] | None = None
+        self._crosses = True
+
+    def introduce(self, deferred: Deferred) -> None:
+        super().introduce(deferred)
+        self._holding.introduce(deferred)
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
+        whole_because = whole_because or why_now(deferred.optimizer)
+        deferred.guard()
+        later: list[tuple[dict[str, Any], Slot]] = []
+        now: list[Slot] = []
+        foreign: list[Slot] = []
+        groups: list[dict[str, Any]] = []
+        for group in deferred.optimizer.param_groups:
+            taken = snapshot(group)
+            self._streams.lend(taken.values())
+            eager: list[nn.Parameter] = []
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if parameter.grad is None:
+                    continue
+                if slot is None:
+                    eager.append(parameter)
+                    continue
+                self._look_at(slot, deferred)
+                is_later = slot.used and is_of_arena(slot)
+                if not self._sharding.is_mine(slot):
+                    foreign.append(slot)
+                elif is_later and not whole_because:
+                    later.append((taken, slot))
+                else:
+                    now.append(slot)
+                    eager.append(parameter)
+            groups.append({**group, "params": eager})
+        self._wait_for(now)
+        owned = [*(slot for _, slot in later), *now]
+        update = None if whole_because else deferred.now()
+        taken_step = self._holding.step(deferred, len(owned))
+        step = _Owned(self._sharding, self._wholes, taken_step, owned, update)
+        step.note([slot for _, slot in later])
+        self._now, self._crosses = (step, now), deferred.cross
+        if now:
+            step.begins()
+        self._arm_all(_jobs(later, foreign, step, deferred), owned, foreign)
+        return groups
+
+    def stepped(self) -> None:
+        super().stepped()
+        if self._now is not None:
+            step, now = self._now
+            self._now = None
+            if now:
+                step.updated(now)
+        if not self._crosses:
+            self._synchronizing.synchronize_all()
+
+    def _look_at(self, slot: Slot, deferred: Deferred) -> None:
+        """The parameter may have been given other memory."""
+        if slot.alias.data_ptr() != slot.parameter.data_ptr():
+            slot.realias()
+            deferred.know(slot)
+
+    def _wait_for(self, slots: list[Slot]) -> None:
+        """Their gradients are there, and plain until ``step()`` is over."""
+        self._progress.wait(lambda: not any(slot.sending for slot in slots), "owned gradients")
+        self._wholes.keep(slots)
+        self._synchronizing.wait_slots(slots)
+        for slot in slots:
+            slot.used = False
+            self._make_plain(slot)
+
+    def _arm_all(
+        self, armed: dict[Bundle, list[Job]], owned: Sequence[Slot], foreign: Sequence[Slot]
+    ) -> None:
+        for jobs in armed.values():
+            for job in jobs:
+                for slot in job.slots:
+                    slot.used, slot.taken = False, True
+        for slot in foreign:
+            # Its owner makes them.
+            slot.changes.clear()
+        self._wholes.spread(foreign)
+        with self._progress.changed:
+            expected = self._sharding.arm(owned, foreign)
+            self._arm(armed)
+        self._sharding.expect(expected)
+
+
+class _Owned:
+    """What one step updates of this rank's parameters, until all of it is on its way to others.
+
+    Args:
+        taken: that step.
+        update: of what may be updated later, if anything may.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        wholes: Wholes,
+        taken: StepTaken,
+        owned: Sequence[Slot],
+        update: Update | None,
+    ) -> None:
+        self._sharding = sharding
+        self._wholes = wholes
+        self._taken = taken
+        self._turn = sharding.turn + 1
+        self._update = update
+        #: guards what follows: of each chunk, how many of its parameters are not updated yet
+        self._lock = threading.Lock()
+        self._left = Counter(chunk.index for slot in owned for chunk in slot.chunks)
+        self._changes: dict[Slot, list[Callable[[list[torch.Tensor]], None]]] = {}
+
+    def note(self, slots: Sequence[Slot]) -> None:
+        """What was done to gradients so far comes before their update."""
+        for slot in slots:
+            self._changes[slot], slot.changes = slot.changes, []
+
+    def begins(self) -> None:
+        """Some of it is about to be updated."""
+        self._taken.begins()
+
+    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+        assert self._update is not None
+        for _, slots in groups:
+            for slot in slots:
+                self._wholes.change(slot, self._changes.pop(slot))
+        self._taken.begins()
+        self._update.update(groups)
+        self.updated([slot for _, slots in groups for slot in slots])
+
+    def updated(self, slots: Sequence[Slot]) -> None:
+        """These are: what is complete is sent."""
+        complete = []
+        with self._lock:
+            for slot in slots:
+                for chunk in slot.chunks:
+                    self._left[chunk.index] -= 1
+                    if not self._left[chunk.index]:
+                        complete.append(chunk)
+        for chunk in complete:
+            self._sharding.send(chunk, self._turn)
+        self._taken.ends(len(slots))
+
+
+class _Received:
+    """What comes from owners, put in place."""
+
+    @torch.no_grad()
+    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+        for _, slots in groups:
+            for slot in slots:
+                slot.alias.copy_(slot.view)
+
+
+_RECEIVED = _Received()
+_NO_HYPERPARAMETERS: dict[str, Any] = {}
+
+
+def _jobs(
+    later: Sequence[tuple[dict[str, Any], Slot]],
+    foreign: Sequence[Slot],
+    step: Update,
+    deferred: Deferred,
+) -> dict[Bundle, list[Job]]:
+    """By bundle, what is to be done when its gradients or its parameters are there."""
+    armed: dict[Bundle, list[Job]] = {}
+    for taken, slot in later:
+        jobs = armed.setdefault(slot.bundle, [])
+        if not jobs or jobs[-1].hyperparameters is not taken:
+            jobs.append(Job(step, taken, keeps=deferred.optimizer))
+        jobs[-1].slots.append(slot)
+    for slot in foreign:
+        jobs = armed.setdefault(slot.bundle, [])
+        if not jobs:
+            jobs.append(Job(_RECEIVED, _NO_HYPERPARAMETERS))
+        jobs[-1].slots.append(slot)
+    return armed

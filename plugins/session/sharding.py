@@ -1,0 +1,325 @@
+"""The sharded update: each parameter is updated by its owner, which then sends it to all ranks.
+
+In the first phase of a round every gradient is summed by its owner, as where all-reduces are split.
+The second phase follows `step()`: what travels is the parameters (ZeRO, Rajbhandari et al., SC'20,
+stage 1; their overlap with the next forward pass as in DeAR, Zhang et al., ICDCS'23).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from bytesched.errors import BytesschedError, PeerLost
+from bytesched.observe import Observers
+from bytesched.plugins.layout.packing import Packer, elements
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle, Slot
+from bytesched.plugins.session.asking import packed, unpacked
+from bytesched.plugins.session.carrier import Carrier, Traffic
+from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.holding import Holding
+from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.phase import Context
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.splitting import SplitCarrier, Splitter
+from bytesched.plugins.session.updater import Updater
+from bytesched.plugins.session.wholes import Wholes
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+__all__ = ["Listener", "ShardedCarrier", "ShardedSplitter", "Sharding"]
+
+log = logging.getLogger("bytesched")
+
+_ENTRY: Final = "to shard the update"
+
+
+class Listener(Protocol):
+    """What a sharded carrier reports to. Threads of the carrier."""
+
+    def spread(self, chunk: CommTask) -> None:
+        """What was sent of ``chunk``, which is owned here, has left."""
+
+    def gathered(self, chunk: CommTask) -> None:
+        """What was expected of ``chunk`` is in the arena."""
+
+    def answer(self, question: bytes) -> bytes:
+        """What another rank asks for."""
+
+    def ended(self, rank: int, rounds: int) -> None:
+        """Another rank reduces no more than ``rounds`` rounds."""
+
+
+class ShardedCarrier(SplitCarrier, Protocol):
+    """Carries every chunk to its owner, and from there what the owner wants, when it wants it.
+
+    A chunk is reported as reduced when its gradients have been summed here or have left.
+    """
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks`` send something of each."""
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        """Memory in the layout of ``chunk``, free to be written; waits until it is."""
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        """Sends what was staged of ``chunk`` to all other ranks; lower turns first, from 1 on."""
+
+    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
+        """What another rank answers. Not in the user's thread: it cannot be interrupted."""
+
+    def part(self, rounds: int, limit_s: float) -> list[int]:
+        """Says that no more rounds follow, and waits until all other ranks have said so.
+
+        Returns those that have not within ``limit_s`` or are gone.
+        """
+
+
+class ShardedSplitter(Splitter, Protocol):
+    """Makes carriers for sharded updates as well."""
+
+    def cut_for_owners(self, plan: Plan, partition_bytes: int, kinds: Sequence[int]) -> None:
+        """Cuts ``plan`` such that every tensor has one owner, with even bytes of each kind.
+
+        No chunk has tensors of two kinds, which are given by position.
+        """
+
+    def sharded(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        owners: Listener,
+        *,
+        reduced: Callable[[CommTask], None],
+        meter: Meter,
+        observers: Observers,
+    ) -> ShardedCarrier:
+        """Carries the chunks of ``plan``, which was cut here; collective."""
+
+
+class Sharding:
+    """The carrier of a sharded session, and what comes and goes in its second phase.
+
+    Made when the first round has been reduced, before any step; collective.
+
+    Args:
+        reduced: called when the first phase of a chunk is over.
+        updater: given the bundles of other owners that have come.
+        holding: answers for the state of optimizers.
+        wholes: answers for gradients.
+        kinds: which optimizer updates each parameter of the plan, by number; -1: none.
+    """
+
+    def __init__(
+        self,
+        splitter: ShardedSplitter,
+        parts: Parts,
+        context: Context,
+        setting: Setting,
+        updater: Updater,
+        *,
+        reduced: Callable[[CommTask], None],
+        holding: Holding,
+        wholes: Wholes,
+        kinds: Sequence[int],
+    ) -> None:
+        self._plan = parts.plan
+        self._progress = context.progress
+        self._rank = context.backend.rank
+        self._timeout_s = context.backend.timeout_s
+        self._updater = updater
+        self._holding = holding
+        self._wholes = wholes
+        #: rounds that have begun, with the one before this
+        self._rounds = 1
+        #: how many rounds other ranks have reduced that reduce no more
+        self._ended: dict[int, int] = {}
+        #: of what was armed last
+        self.turn = 0
+        #: of each foreign chunk, the bundles that wait for it, message by message
+        self._awaiting: dict[int, deque[list[Bundle]]] = {}
+        here = torch.zeros(1, device=parts.plan.slots[0].view.device)
+        context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
+        splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds)
+        for part in (parts.packer, parts.synchronizing, parts.gates):
+            part.plan_cut()
+        context.meter.changed(len(parts.plan.chunks), setting)
+        self._carrier = splitter.sharded(
+            parts.plan,
+            parts.packer,
+            context.progress,
+            self,
+            reduced=reduced,
+            meter=context.meter,
+            observers=context.observers,
+        )
+        context.progress.story = self._carrier.story
+        context.progress.look = self._carrier.lost
+        for slot in parts.plan.slots:
+            slot.use_desk(self._carrier.desk)
+        holding.ask = wholes.ask = self._ask
+        parts.synchronizing.complete = wholes.complete
+
+    def is_mine(self, slot: Slot) -> bool:
+        """Whether this rank updates ``slot``."""
+        return self._plan.owner(slot) == self._rank
+
+    # -- rounds (see splitting.Splitting) ----------------------------------------------
+
+    def carrier(self) -> Carrier:
+        """What carries the round that begins."""
+        self._wholes.check()
+        self._rounds += 1
+        self._complain_of_ended()
+        return self._carrier
+
+    def begin_round(self) -> None:
+        """A new backward pass begins, and nothing of it is on the wire."""
+        self._wholes.begin_round()
+        self._carrier.begin_round()
+
+    def withhold(self, slot: Slot) -> None:
+        """The script has kept the gradient of ``slot``, whose memory is used anew."""
+        self._wholes.withhold(slot)
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped."""
+        self._carrier.end_round()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was carried in rounds."""
+        return self._carrier.traffic
+
+    def close(self) -> None:
+        """Ends what carries rounds, when no other rank needs anything of this one any more."""
+        if self._progress.error is None:
+            left = self._carrier.part(self._rounds, self._timeout_s)
+            if left and self._progress.error is None:
+                log.warning("rank %d ends before ranks %s", self._rank, left)
+        self._holding.close()
+        self._carrier.close()
+
+    def restore(self) -> None:
+        """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
+        self._holding.restore()
+
+    def forward_begins(self) -> None:
+        """Backward will add to gradients that no step has taken: they become whole.
+
+        As in an all-reduce, whatever the script has done to them: those of their owners count.
+        """
+        # A rank that asks for norms from here on needs no answer to go on.
+        self._carrier.end_round()
+        slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
+        if self._wholes.are_all_here or not slots:
+            return
+        foreign = [slot for slot in slots if not self.is_mine(slot)]
+        for slot in foreign:
+            slot.changes.clear()
+        owned = [slot for slot in slots if self.is_mine(slot)]
+        with self._progress.changed:
+            expected = self.arm(owned, foreign)
+        for chunk in {chunk.index: chunk for slot in owned for chunk in slot.chunks}.values():
+            self._carrier.stage(chunk).copy_(self._plan.buffers[chunk.index])
+            self._carrier.spread(chunk, self.turn)
+        self.expect(expected)
+        self._progress.wait(
+            lambda: not any(slot.bundle.sending for slot in foreign), "gradients of no step"
+        )
+        self._wholes.all_came()
+
+    # -- the second phase --------------------------------------------------------------
+
+    def arm(self, owned: Sequence[Slot], foreign: Sequence[Slot]) -> list[CommTask]:
+        """A step updates ``owned`` here and ``foreign`` elsewhere; returns what is to be expected.
+
+        It has the turn after that of the last one.
+
+        Called with the lock of the session's progress held.
+        """
+        self.turn += 1
+        chunks = {chunk.index: chunk for slot in foreign for chunk in slot.chunks}
+        bundles = {slot.bundle for slot in foreign}
+        for index in chunks:
+            waiting = [bundle for bundle in self._plan.bundles_of[index] if bundle in bundles]
+            for bundle in waiting:
+                bundle.sending += 1
+            self._awaiting.setdefault(index, deque()).append(waiting)
+        mine = {chunk.index for slot in owned for chunk in slot.chunks}
+        self._progress.outstanding += len(chunks) + len(mine)
+        return list(chunks.values())
+
+    def expect(self, chunks: Sequence[CommTask]) -> None:
+        """The owners of ``chunks`` send their parameters."""
+        if chunks:
+            self._carrier.expect(chunks)
+
+    @torch.no_grad()
+    def send(self, chunk: CommTask, turn: int) -> None:
+        """Sends the parameters of ``chunk``, which are updated, to all other ranks."""
+        memory, offset = self._carrier.stage(chunk), 0
+        for slice_ in self._plan.slices[chunk.index]:
+            slot, n = slice_.slot, slice_.stop_at - slice_.start_at
+            part = elements(slot.alias.detach(), slot.view, slice_.start_at, slice_.stop_at)
+            memory[offset : offset + n].copy_(part)
+            offset += n
+        self._carrier.spread(chunk, turn)
+
+    def spread(self, chunk: CommTask) -> None:
+        with self._progress.changed:
+            self._progress.outstanding -= 1
+            self._progress.notify()
+
+    def gathered(self, chunk: CommTask) -> None:
+        with self._progress.changed:
+            complete = []
+            for bundle in self._awaiting[chunk.index].popleft():
+                bundle.sending -= 1
+                if not bundle.sending and bundle.armed:
+                    complete.append(bundle)
+            self._updater.push(complete)
+            self._progress.outstanding -= 1
+            self._progress.notify()
+
+    # -- other ranks -------------------------------------------------------------------
+
+    def answer(self, question: bytes) -> bytes:
+        kind, args = unpacked(question)
+        answers: dict[str, Callable[..., bytes]] = {
+            "state": self._holding.answer,
+            "gradients": self._wholes.answer,
+        }
+        try:
+            return answers[kind](*args)
+        except BytesschedError as error:
+            return packed(error)
+
+    def _ask(self, rank: int, question: bytes, task: str) -> bytes:
+        return self._carrier.ask(rank, question, task=task)
+
+    def ended(self, rank: int, rounds: int) -> None:
+        with self._progress.changed:
+            self._ended[rank] = rounds
+        try:
+            self._complain_of_ended()
+        except PeerLost as error:
+            self._progress.fail(error)
+
+    def _complain_of_ended(self) -> None:
+        for rank, rounds in tuple(self._ended.items()):
+            if rounds < self._rounds:
+                error = PeerLost(
+                    f"rank {rank} has ended its training after {rounds} rounds, rank {self._rank} "
+                    f"is in round {self._rounds}: give every rank the same number of batches",
+                    peers=[rank],
+                    rank=self._rank,
+                )
+                self._progress.fail(error)
+                raise error

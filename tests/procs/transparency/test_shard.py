@@ -1,0 +1,99 @@
+"""With a sharded update, training is still that of plain DDP, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import scripts_gradients as gradients
+import scripts_models as models
+import scripts_optimizers as optimizers
+import scripts_shard as shard
+import scripts_split as split
+from comparing import check
+from ranks import Ranks
+
+
+def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adamw_fused"])
+def test_optimizer(two_ranks: Ranks, name: str) -> None:
+    check(two_ranks, optimizers.one_optimizer, name, shard=True)
+
+
+@named(
+    split.norm_only_logged,
+    split.norm_logged_by_rank_0,
+    split.different_norms,
+    split.logged_by_rank_0_before_changes,
+    split.norms_of_rows,
+    split.clipped_on_the_wire,
+    split.clipped_by_hand,
+    split.clipped_in_a_closure,
+    split.each_clipped_by_itself,
+    split.norm_after_changes,
+    split.read_between_changes,
+    split.nonfinite_norm,
+    split.two_optimizers,
+    split.accumulated,
+    split.clipped_and_kept,
+    split.giant_and_unused,
+    gradients.no_sync,
+    gradients.accumulation_of_averages,
+    gradients.clip_norm,
+    gradients.clip_value,
+    gradients.clip_some,
+    gradients.gradients_written_through_data,
+    gradients.gradients_replaced,
+    gradients.gradients_dropped,
+    gradients.gradients_read,
+    gradients.gradients_zeroed_before_step,
+    models.frozen_layer,
+    models.work_on_one_rank,
+    optimizers.parameter_groups,
+    optimizers.added_group,
+    optimizers.tensor_lr,
+    optimizers.two_optimizers,
+    optimizers.parameters_outside_the_model,
+    shard.parameters_outside_the_optimizer,
+    shard.loaded,
+    optimizers.two_steps_in_a_row,
+    optimizers.step_every_other_backward,
+    optimizers.step_skipped,
+    optimizers.closure,
+    optimizers.closure_that_only_looks,
+    optimizers.closure_beside_no_sync,
+    optimizers.muon,
+    optimizers.adafactor,
+)
+def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script, shard=True)
+
+
+def test_state_is_held_by_owners_alone(two_ranks: Ranks) -> None:
+    held = two_ranks.run(shard.entries_held)
+    assert set.union(*held) == set(range(8))
+    assert sum(map(len, held)) == 8
+    assert all(held)
+
+
+def test_unwrapped_optimizers_have_all_state(two_ranks: Ranks) -> None:
+    assert two_ranks.run(shard.entries_after_unwrap) == [(8, True), (8, True)]
+
+
+def test_gradients_of_others_are_not_read_after_step(two_ranks: Ranks) -> None:
+    refused = two_ranks.run(shard.gradient_read_after_step)
+    assert sum(refused) == 8
+    assert all(refused)
+
+
+def test_backward_does_not_add_to_what_is_elsewhere(two_ranks: Ranks) -> None:
+    for raised in two_ranks.run(shard.gradients_not_zeroed):
+        assert raised.startswith("1: backward() adds to")
+        assert "call zero_grad() between step() and the next backward()" in raised
+
+
+def test_more_ranks(three_ranks: Ranks) -> None:
+    check(three_ranks, split.norm_of_kind, 2.0, shard=True, rtol=1e-5)
