@@ -14,7 +14,7 @@ if __name__ != "bytesched.plugins":
     )
 
 from bytesched.config import Config
-from bytesched.errors import BytesschedError, in_one_line
+from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.plugins.registry import announce, flush, is_wrapped, stats, unwrap
 from bytesched.plugins.wrapping import check, settings, wrap_optimizer
 
@@ -49,6 +49,13 @@ def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields:
         config = settings(fields)
         if not is_mxnet and not is_store:
             check(optimizer, model)
+        if config.shard and (
+            is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer)
+        ):
+            raise PluginError(
+                "shard = True needs the ranks of torch.distributed: it is not there for Horovod, "
+                "MXNet and parameter stores"
+            )
     except BytesschedError as error:
         if kvstore is None:
             _decline(optimizer, model, error)

@@ -230,7 +230,7 @@ def _splitter(
     """
     if backend.wire != "gloo" or device.type != "cpu":
         return None
-    if config.split == "auto" and shares_hosts(hosts):
+    if config.split == "auto" and not config.shard and shares_hosts(hosts):
         return None
     numbers = itertools.count()
 

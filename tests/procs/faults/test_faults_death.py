@@ -75,6 +75,14 @@ IN_SPLIT = [
     scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SPLIT),
     scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SPLIT),
 ]
+SHARD: dict[str, Any] = {"suffix": "-of-shard", "fields": {"shard": True}}
+IN_SHARD = [
+    *(scenario(LEADER, moment, "kill", **SHARD) for moment in (*MOMENTS, "in_update")),
+    scenario(FOLLOWER, "in_backward", "kill", **SHARD),
+    scenario(FOLLOWER, "after_step", "kill", **SHARD),
+    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SHARD),
+    scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SHARD),
+]
 RAISED = [
     scenario(LEADER, "in_next_forward", "raise"),
     scenario(FOLLOWER, "in_next_forward", "raise"),
@@ -152,6 +160,16 @@ def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
 
 @each(IN_SPLIT)
 def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim, _, fault, *_ = scenario.args
+    died, survivor = ends if victim == LEADER else reversed(ends)
+    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
+    check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
+    assert died.told["order"] == "exchange"
+
+
+@each(IN_SHARD)
+def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
     died, survivor = ends if victim == LEADER else reversed(ends)

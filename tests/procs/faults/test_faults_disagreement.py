@@ -53,7 +53,7 @@ def test_different_models(scenario: Scenario, runs: Runs) -> None:
     check_mismatch(runs.of(scenario), MODELS[scenario.name])
 
 
-SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16"}
+SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16", "shard": True}
 
 
 @each(

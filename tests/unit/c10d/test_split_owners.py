@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
+from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.plugins.c10d.split.owners import owners_of
+from bytesched.bench.profile import load_profile
+from bytesched.plugins.c10d.split.owners import owners_of, whole_owners_of
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
 
@@ -49,3 +51,28 @@ def test_small_neighbours_go_together_and_ranks_take_turns_from_the_front() -> N
     owners = owners_of([10] * 12, 2, 30)
     runs = [(owner, len(list(members))) for owner, members in groupby(owners)]
     assert runs == [(0, 3), (1, 3), (0, 3), (1, 3)]
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 20_000), st.integers(1, 3))
+def test_whole_tensors_of_each_kind_are_even(
+    sizes: list[int], ranks: int, run: int, kinds: int
+) -> None:
+    kind_of = [index % kinds for index in range(len(sizes))]
+    owners = whole_owners_of(sizes, kind_of, ranks, run)
+    for kind in range(kinds):
+        loads = [0] * ranks
+        largest = 0
+        for n, k, owner in zip(sizes, kind_of, owners, strict=True):
+            if k == kind:
+                loads[owner] += n
+                largest = max(largest, n)
+        assert max(loads) - min(loads) <= 2 * run + largest
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_state_of_gpt_is_within_5_percent(ranks: int) -> None:
+    sizes = [4 * prod(shape) for layer in load_profile("gpt").layers for shape in layer.shapes]
+    owners = whole_owners_of(sizes, [0] * len(sizes), ranks, 1 << 20)
+    for rank in range(ranks):
+        held = sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank)
+        assert held <= 1.05 * sum(sizes) / ranks
