@@ -78,7 +78,9 @@ class Config:
     enabled: bool = True
     """Off (`BYTESCHED_ENABLED=0`): the script runs as if `wrap` were not there."""
     policy: str = "priority"
-    """Which ready chunk goes first; `fifo` sends in the order of backward."""
+    """Which ready chunk goes first; `fifo` sends in the order of backward. `prophet`, with DDP: as
+    `priority`, and several chunks at once where earlier iterations say that nothing more urgent can
+    come meanwhile."""
     partition_bytes: int = AUTOMATIC
     """Size of the chunks, such as `512KiB` or `1MB`; 0: from the measured link."""
     credit_bytes: int = AUTOMATIC

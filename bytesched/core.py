@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from bytesched.admission import Admission
 from bytesched.errors import InvalidTransition
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask, TaskState
@@ -22,15 +23,19 @@ class SchedulerCore:
     """Starts ready tasks in the order of its queue while credit lasts.
 
     A task is started as long as fewer than ``credit_bytes`` are in flight, so at most
-    ``credit_bytes`` plus one task are (ByteScheduler's rule, counted in bytes).
+    ``credit_bytes`` plus one task are (ByteScheduler's rule, counted in bytes). With an
+    ``admission`` more may start at such a moment, in one block.
     """
 
-    def __init__(self, queue: ReadyQueue, *, credit_bytes: int) -> None:
+    def __init__(
+        self, queue: ReadyQueue, *, credit_bytes: int, admission: Admission | None = None
+    ) -> None:
         self._queue = queue
+        self._admission = admission
         self._credit_bytes = _checked(credit_bytes)
         self._in_flight: dict[int, CommTask] = {}
         self._in_flight_bytes = 0
-        #: bytes in flight and credit just before the latest start
+        #: bytes in flight and window just before the latest start
         self._last_start = (0, self._credit_bytes)
         self._stopped = False
         self._story: deque[tuple[int, str, CommTask]] = deque(maxlen=STORY_EVENTS)
@@ -44,6 +49,8 @@ class SchedulerCore:
             raise InvalidTransition(f"ready: {task!r}\n{self.story(task)}")
         self._note("ready", task)
         self._queue.add(task)
+        if self._admission is not None:
+            self._admission.ready(task)
         return self._start_next()
 
     def finish(self, task: CommTask) -> list[CommTask]:
@@ -51,6 +58,8 @@ class SchedulerCore:
         self._landed(task)
         task.notify_finish()
         self._note("finish", task)
+        if self._admission is not None:
+            self._admission.finished(task)
         return self._start_next()
 
     def fail(self, task: CommTask) -> None:
@@ -79,6 +88,12 @@ class SchedulerCore:
         if len(self._queue) or self._in_flight:
             raise InvalidTransition(f"the queue of {self!r} cannot change now")
         self._queue = queue
+
+    def use_admission(self, admission: Admission | None) -> None:
+        """A new way of admitting, or none beside the credit; between iterations as well."""
+        if len(self._queue) or self._in_flight:
+            raise InvalidTransition(f"the admission of {self!r} cannot change now")
+        self._admission = admission
 
     # -- state -------------------------------------------------------------------------
 
@@ -116,8 +131,8 @@ class SchedulerCore:
         flying = list(self._in_flight.values())
         assert all(task.state is TaskState.SENDING for task in flying), flying
         assert self._in_flight_bytes == sum(task.nbytes for task in flying)
-        before_bytes, credit_bytes = self._last_start
-        assert before_bytes < credit_bytes, repr(self)
+        before_bytes, window_bytes = self._last_start
+        assert before_bytes < window_bytes, repr(self)
         if flying:
             assert self._in_flight_bytes <= before_bytes + flying[-1].nbytes, repr(self)
         queued = list(self._queue.tasks())
@@ -129,17 +144,26 @@ class SchedulerCore:
 
     def _start_next(self) -> list[CommTask]:
         started: list[CommTask] = []
-        while self._in_flight_bytes < self._credit_bytes and not self._stopped:
+        window_bytes = self._window_bytes()
+        while self._in_flight_bytes < window_bytes and not self._stopped:
             task = self._queue.pop()
             if task is None:
                 break
             task.start()
-            self._last_start = (self._in_flight_bytes, self._credit_bytes)
+            if self._admission is not None:
+                self._admission.started(task)
+            self._last_start = (self._in_flight_bytes, window_bytes)
             self._in_flight[id(task)] = task
             self._in_flight_bytes += task.nbytes
             self._note("start", task)
             started.append(task)
         return started
+
+    def _window_bytes(self) -> int:
+        credit_bytes = self._credit_bytes
+        if self._admission is None or self._in_flight_bytes >= credit_bytes:
+            return credit_bytes
+        return max(credit_bytes, self._admission.block_bytes(credit_bytes))
 
     def _landed(self, task: CommTask) -> None:
         if self._in_flight.pop(id(task), None) is None:

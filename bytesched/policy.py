@@ -9,7 +9,15 @@ from bytesched.errors import ConfigError
 from bytesched.task import CommTask
 from bytesched.values import shown
 
-__all__ = ["Fifo", "Policy", "Priority", "named_policy", "policy_names", "register_policy"]
+__all__ = [
+    "Fifo",
+    "Policy",
+    "Priority",
+    "Prophet",
+    "named_policy",
+    "policy_names",
+    "register_policy",
+]
 
 
 class Policy(Protocol):
@@ -26,6 +34,14 @@ class Priority:
         return task.priority
 
 
+class Prophet(Priority):
+    """Front layers first, and several at once where nothing more urgent can come meanwhile.
+
+    How many, says `bytesched.admission.Foreseen`, where the ranks of a process group agree on one
+    order; elsewhere it is `Priority`.
+    """
+
+
 class Fifo:
     """In order of readiness, as DDP and Horovod do."""
 
@@ -33,7 +49,11 @@ class Fifo:
         return 0
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"priority": Priority, "fifo": Fifo}
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "priority": Priority,
+    "fifo": Fifo,
+    "prophet": Prophet,
+}
 
 
 def register_policy(name: str, policy: Callable[[], Policy]) -> None:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
 from typing import Final, Protocol
 
+from bytesched.admission import Admission
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
@@ -177,6 +178,15 @@ class Scheduler:
 
         def swap() -> Sequence[CommTask]:
             self.core.use_queue(queue)
+            return ()
+
+        self._put(swap)
+
+    def use_admission(self, admission: Admission | None) -> None:
+        """A new way of admitting, from the next task on; the core must be idle by then."""
+
+        def swap() -> Sequence[CommTask]:
+            self.core.use_admission(admission)
             return ()
 
         self._put(swap)

@@ -28,7 +28,7 @@ from bytesched.bench.specification import (
     specification,
 )
 from bytesched.bench.systems import HOROVOD_SYSTEMS, SYSTEMS
-from bytesched.bench.table import add_figures, table
+from bytesched.bench.table import add_figures, table, thread_table
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
@@ -122,6 +122,8 @@ def _report(
         save_all([parse_profile(content, "recorded") for content in recorded], options.record)
     add_figures(result)
     print(f"\n{table(result)}")
+    if options.cpu:
+        print(f"\n{thread_table(result)}")
     figures = options.json or found
     write_text(Path(figures), json.dumps(result, indent=1) + "\n")
     if options.png:
@@ -180,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
     add("--threads", type=int, default=1, metavar="N", help="of torch per rank; 0: as torch likes")
     add("--timeout-s", type=float, default=300.0, metavar="S", help="for one collective")
+    add("--cpu", action="store_true", help="print what each thread of rank 0 used")
     add("--json", metavar="FILE", help="write every figure")
     add("--png", metavar="FILE", help="write a chart")
     add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")

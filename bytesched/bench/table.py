@@ -110,6 +110,8 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     return "identical" if same_weights else "equal, weights not"
 
 
+#: threads that use less are not listed
+LEAST_CPU_MS = 0.1
 BUS = "bus MB/s"
 DUPLEX = "duplex"
 TITLES = (
@@ -133,6 +135,36 @@ def table(result: dict[str, Any]) -> str:
 def chosen(system: dict[str, Any]) -> str:
     """The settings that the bench found for a system, as text."""
     return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else system.get("settings", "")
+
+
+def thread_table(result: dict[str, Any]) -> str:
+    """What each thread of rank 0 used per iteration, as text; empty where that is not known."""
+    systems = result["systems"]
+    used = {name: _thread_medians(system) for name, system in systems.items()}
+    names = dict.fromkeys(name for threads in used.values() for name in threads)
+    if not names:
+        return ""
+    rows = [["thread", *used]]
+    for name in names:
+        cells = [
+            f"{threads[name][0]:.1f} ({threads[name][1]:.0f})" if name in threads else "-"
+            for threads in used.values()
+        ]
+        rows.append([name, *cells])
+    lines = aligned(rows, "<" + len(used) * ">")
+    return "\n".join([*lines, "CPU ms of rank 0 per iteration, and how often the thread waited."])
+
+
+def _thread_medians(system: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Of threads that did something: CPU time and waits, medians over the rounds."""
+    rounds = [turn.get("threads", {}) for turn in system["rounds"]]
+    found = {}
+    for name in dict.fromkeys(name for threads in rounds for name in threads):
+        of_thread = [threads[name] for threads in rounds if name in threads]
+        cpu_ms = statistics.median(its["cpu_ms"] for its in of_thread)
+        if cpu_ms >= LEAST_CPU_MS:
+            found[name] = cpu_ms, statistics.median(its["waits"] for its in of_thread)
+    return found
 
 
 def _legend(systems: dict[str, Any]) -> list[str]:

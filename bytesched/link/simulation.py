@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bytesched.admission import Foreseen
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
 from bytesched.order import Leading
-from bytesched.policy import Policy
+from bytesched.policy import Policy, Prophet
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -130,8 +131,12 @@ def simulate(
     policy: Policy,
     merge: bool = False,
     latency_s: float = 0.0,
+    iterations: int = 1,
+    one_operation: bool = False,
 ) -> SimulatedIteration:
     """One iteration of the real `SchedulerCore` over a modelled link.
+
+    With the policy `Prophet`, releases are foreseen once a few iterations are over.
 
     Args:
         releases_s: when backward has computed the gradient of each layer.
@@ -144,38 +149,51 @@ def simulate(
         policy: which chunk goes first.
         merge: whether small neighbours share a chunk; else no chunk spans two layers.
         latency_s: time of a chunk on the link during which the next one may follow it.
+        iterations: how many there are, of which the last one counts.
+        one_operation: whether neighbours that start together are one message on the link.
 
     The three sequences are in the order of the forward pass, which is also that of priority.
     """
     clock = ManualClock()
     link = LinkTransport(clock, bytes_per_s=bytes_per_s, overhead_s=overhead_s, latency_s=latency_s)
-    core = SchedulerCore(Leading(policy), credit_bytes=credit_bytes)
+    chunks = _chunks(sizes_bytes, partition_bytes, merge=merge)
+    foreseen = Foreseen(len(chunks), lambda: clock.now_s) if isinstance(policy, Prophet) else None
+    core = SchedulerCore(Leading(policy), credit_bytes=credit_bytes, admission=foreseen)
     chunks_of: list[list[CommTask]] = [[] for _ in sizes_bytes]
-    for chunk in _chunks(sizes_bytes, partition_bytes, merge=merge):
+    for chunk in chunks:
         for member in chunk.members:
             chunks_of[member.priority].append(chunk)
     starts: list[tuple[float, CommTask]] = []
     finishes: list[tuple[float, CommTask]] = []
+    began_s = 0.0
 
     def start(tasks: Sequence[CommTask]) -> None:
-        for task in tasks:
-            starts.append((clock.now_s, task))
-            link.start(task, finished)
+        for message in _messages(tasks) if one_operation else [[task] for task in tasks]:
+            starts.extend((clock.now_s - began_s, task) for task in message)
+            link.start(_over(message), partial(finished, message))
 
-    def finished(task: CommTask, error: BaseException | None) -> None:
+    def finished(message: list[CommTask], _: CommTask, error: BaseException | None) -> None:
         if error is not None:
             raise error
-        finishes.append((clock.now_s, task))
-        start(core.finish(task))
+        finishes.extend((clock.now_s - began_s, task) for task in message)
+        following: list[CommTask] = []
+        for task in message:
+            following += core.finish(task)
+            task.rearm()
+        start(following)
 
     def released(layer: int) -> None:
         for task in chunks_of[layer]:
             if task.notify_ready():
                 start(core.ready(task))
 
-    for layer, release_s in enumerate(releases_s):
-        clock.call_at(release_s, partial(released, layer))
-    clock.run()
+    for _ in range(iterations):
+        began_s = clock.now_s
+        starts.clear()
+        finishes.clear()
+        for layer, release_s in enumerate(releases_s):
+            clock.call_at(began_s + release_s, partial(released, layer))
+        clock.run()
 
     arrived_s = list(releases_s)
     for at_s, task in finishes:
@@ -185,6 +203,23 @@ def simulate(
     for ready_s, duration_s in zip(arrived_s, forward_s, strict=True):
         step_s = max(step_s, ready_s) + duration_s
     return SimulatedIteration(step_s, tuple(starts), tuple(finishes))
+
+
+def _messages(tasks: Sequence[CommTask]) -> list[list[CommTask]]:
+    """Tasks that start together, those that touch each other in one list."""
+    found: list[list[CommTask]] = []
+    for task in sorted(tasks, key=lambda task: task.start_at):
+        if found and found[-1][-1].stop_at == task.start_at:
+            found[-1].append(task)
+        else:
+            found.append([task])
+    return sorted(found, key=lambda message: message[0].priority)
+
+
+def _over(message: list[CommTask]) -> CommTask:
+    """What crosses the link."""
+    first, last = message[0], message[-1]
+    return CommTask(first.name, start_at=first.start_at, stop_at=last.stop_at)
 
 
 def _chunks(sizes_bytes: Sequence[int], partition_bytes: int, *, merge: bool) -> list[CommTask]:

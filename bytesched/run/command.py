@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(settings={}, is_module=False)
     for option, metavar, line in (
-        ("--policy", "NAME", "which ready chunk goes first: priority or fifo"),
+        ("--policy", "NAME", "which ready chunk goes first: priority, fifo or prophet"),
         ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: from the link"),
         ("--credit-bytes", "SIZE", "most bytes in flight; 0: chosen with the partition"),
         ("--timeline", "FOLDER", "write a timeline of each rank there"),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from bytesched.plugins.bench.systems.data_parallel import Running
+from bytesched.plugins.bench.threads import Usage, usage, used
 from bytesched.plugins.bench.workloads.models import Workload
 
 SEED = 1
@@ -34,7 +35,12 @@ def train(
     starts_s: list[float] = []
     cpu_s: list[float] = []
     losses: list[float] = []
+    threads: dict[str, Usage] = {}
     for step in range(warmup + iterations + 1):
+        if step == warmup:
+            threads = usage()
+        elif step == warmup + iterations:
+            spent = used(threads, usage(), iterations)
         starts_s.append(time.perf_counter())
         cpu_s.append(time.process_time())
         running.optimizer.zero_grad()
@@ -47,6 +53,7 @@ def train(
     return {
         "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
         "cpu_ms": 1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations,
+        "threads": spent,
         "losses": losses,
         "weights": _digest(workload.model),
         "stats": figures,

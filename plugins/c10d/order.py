@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Final
 
+from bytesched.admission import Admission, Foreseen
 from bytesched.order import Following, Leading, ReadyQueue
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.leader import Follower, Leader
-from bytesched.policy import named_policy
+from bytesched.policy import Prophet, named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
@@ -50,6 +52,10 @@ class LeadingOrder:
 
     def window_bytes(self, credit_bytes: int) -> int:
         return credit_bytes
+
+    def admission(self) -> Admission | None:
+        is_foreseen = isinstance(named_policy(self._setting.policy), Prophet)
+        return Foreseen(self._chunks, perf_counter) if is_foreseen else None
 
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -114,6 +120,9 @@ class FollowingOrder:
 
     def window_bytes(self, credit_bytes: int) -> int:
         return _NO_LIMIT
+
+    def admission(self) -> None:
+        return None
 
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

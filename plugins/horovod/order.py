@@ -58,6 +58,9 @@ class NegotiatedOrder:
     def window_bytes(self, credit_bytes: int) -> int:
         return _NO_LIMIT if self._wire.rank else credit_bytes
 
+    def admission(self) -> None:
+        return None
+
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Protocol
 
+from bytesched.admission import Admission
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import ReadyQueue
@@ -30,6 +31,9 @@ class Ordering(Protocol):
 
     def window_bytes(self, credit_bytes: int) -> int:
         """The credit of this rank, where the session's is ``credit_bytes``."""
+
+    def admission(self) -> Admission | None:
+        """What lets more start at once than the credit; None: nothing does."""
 
     def bind(self, scheduler: Scheduler) -> None:
         """``scheduler`` is to keep the order; called once, before any chunk is ready."""
@@ -82,7 +86,11 @@ class ScheduledCarrier:
         #: chunks of this round that are not reduced yet
         self._left = len(chunks)
         self._scheduler = Scheduler(
-            SchedulerCore(ordering.queue(), credit_bytes=ordering.window_bytes(credit_bytes)),
+            SchedulerCore(
+                ordering.queue(),
+                credit_bytes=ordering.window_bytes(credit_bytes),
+                admission=ordering.admission(),
+            ),
             transport,
             announce=ordering.announce,
             on_finish=self._finished,
@@ -105,13 +113,15 @@ class ScheduledCarrier:
 
     def submit(self, chunk: CommTask) -> None:
         self._ordering.ready()
-        self._scheduler.notify_ready(chunk)
         if self._observers:
+            # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
+        self._scheduler.notify_ready(chunk)
 
     def change(self, setting: Setting) -> None:
         self._left = len(self._chunks)
         self._ordering.change(self._chunks, setting)
+        self._scheduler.use_admission(self._ordering.admission())
         self._scheduler.set_credit(self._ordering.window_bytes(setting.credit_bytes))
 
     def story(self) -> str:

@@ -292,7 +292,7 @@ def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:
 
 
 @pytest.mark.parametrize("order", ["leader", "replay", "auto"])
-@pytest.mark.parametrize("policy", ["priority", "fifo"])
+@pytest.mark.parametrize("policy", ["priority", "fifo", "prophet"])
 def test_every_policy_and_order(two_ranks: Ranks, policy: str, order: str) -> None:
     check(two_ranks, plain_script, "sgd", policy=policy, order=order)
 
