@@ -219,6 +219,8 @@ def _messages(tasks: Sequence[CommTask]) -> list[list[CommTask]]:
 def _over(message: list[CommTask]) -> CommTask:
     """What crosses the link."""
     first, last = message[0], message[-1]
+    if first is last:
+        return first
     return CommTask(first.name, start_at=first.start_at, stop_at=last.stop_at)
 
 
