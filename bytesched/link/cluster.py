@@ -61,6 +61,8 @@ class Cluster:
         self.order: list[int] = []
         self.words = 0
         self._links_free_s = 0.0
+        #: of each layer: ranks that have not computed its gradient
+        self._uncomputed: list[int] = []
         self._sends = [_Collective() for _ in (*work.jobs, *work.gathers)]
 
     def iterate(self, weather: Weather) -> Iteration:
@@ -69,6 +71,7 @@ class Cluster:
         # Nothing of one iteration is under way in the next one, which ranks begin by themselves.
         self.clock = ManualClock()
         self._sends = [_Collective() for _ in self._sends]
+        self._uncomputed = [self.fabric.ranks] * len(self.work.forward_s)
         self.order, self.words = [], 0
         replayed = self.replayed
         for rank in self.ranks:
@@ -79,6 +82,11 @@ class Cluster:
             self.replayed = self.learner.converged()
         ended_s = max(rank.ended_s for rank in self.ranks)
         return Iteration(ended_s, tuple(self.order), self.words, replayed is not None)
+
+    def computed(self, layer: int) -> bool:
+        """One rank has computed the gradient of ``layer``; whether it was the last one."""
+        self._uncomputed[layer] -= 1
+        return not self._uncomputed[layer]
 
     def issue(self, index: int) -> None:
         """One rank issues a collective: a job, or beyond all jobs a gather."""
@@ -182,8 +190,13 @@ class _Rank:
                     self._update(number, now_s)
 
     def _released(self, layer: int) -> None:
-        work = self.cluster.work
-        self._ready(index for index, job in enumerate(work.jobs) if job.layer == layer)
+        cluster = self.cluster
+        is_last = cluster.computed(layer)
+        foresees = cluster.control.foresight and cluster.work.led
+        if self.number or not foresees:
+            self._computed(layer)
+        if is_last and foresees:
+            cluster.ranks[0]._computed(layer)
         if layer:
             return
         self._is_stepped = self._is_idle = True
@@ -191,6 +204,10 @@ class _Rank:
             if not missing:
                 self._update(number, self.cluster.clock.now_s)
         self._go_on()
+
+    def _computed(self, layer: int) -> None:
+        jobs = enumerate(self.cluster.work.jobs)
+        self._ready(index for index, job in jobs if job.layer == layer)
 
     def _ready(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -239,7 +256,7 @@ class _Rank:
         ends_s = clock.now_s + self._pace * work.forward_s[self._layer]
         self._layer += 1
         self._gather_next()
-        clock.call_at(ends_s, self._computed)
+        clock.call_at(ends_s, self._passed)
 
     def _may_begin(self, layer: int) -> bool:
         work = self.cluster.work
@@ -249,7 +266,7 @@ class _Rank:
             for index, gather in enumerate(work.gathers)
         )
 
-    def _computed(self) -> None:
+    def _passed(self) -> None:
         if self._layer == len(self.cluster.work.forward_s):
             self.ended_s = self.cluster.clock.now_s
             return

@@ -27,6 +27,8 @@ class Control:
     latency_s: float
     #: whether an order that has converged is replayed by all
     replay: bool = False
+    #: whether rank 0 chooses among what is ready on all ranks: more than any protocol can know
+    foresight: bool = False
 
     def children(self, rank: int, ranks: int) -> range:
         """The ranks to which ``rank`` sends what it gets."""

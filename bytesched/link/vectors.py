@@ -64,7 +64,9 @@ class VectorCluster:
         self._issued_s = np.full(self.fabric.ranks, -np.inf)
         self._order, self._words.count = [], 0
         replayed = self._replayed
-        self._send_all([float(at_s) for at_s in released_s[0]])
+        foresees = self.control.foresight and work.led
+        known_s = released_s.max(axis=0) if foresees else released_s[0]
+        self._send_all([float(at_s) for at_s in known_s])
         updated_s = [self._updated_s(index, released_s[:, 0]) for index in range(len(work.bundles))]
         self._ended_s = self._forward(released_s[:, 0], updated_s, pace)
         if self._learner is not None:

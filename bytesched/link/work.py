@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from bytesched.task import CommTask
@@ -74,6 +74,20 @@ class Work:
         """Bytes sent, counted as those of all-reduces."""
         sent: list[Job | Gather] = [*self.jobs, *self.gathers]
         return sum(one.share * one.nbytes for one in sent)
+
+    def in_order(self, order: Sequence[int]) -> Work:
+        """The same with its jobs in this order, which all ranks know."""
+        place = {index: number for number, index in enumerate(order)}
+        jobs = [self.jobs[index] for index in order]
+        return replace(
+            self,
+            jobs=tuple(replace(job, after=place.get(job.after, -1)) for job in jobs),
+            bundles=tuple(
+                Bundle(tuple(place[index] for index in bundle.jobs), bundle.update_s)
+                for bundle in self.bundles
+            ),
+            led=False,
+        )
 
     def tasks(self) -> list[CommTask]:
         """New tasks for a scheduler, one for each job."""

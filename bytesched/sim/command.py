@@ -17,10 +17,11 @@ from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.link.fabric import ALGORITHMS, Fabric
 from bytesched.policy import named_policy
-from bytesched.sim.predict import Prediction, predict
+from bytesched.sim.curve import AXES, SEND_S, Case, sweep
+from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.systems import SYSTEMS, Costs, Model
 from bytesched.sim.table import rows
-from bytesched.sim.verdict import verdict
+from bytesched.sim.verdict import gain, verdict
 from bytesched.sim.weather import Climate
 from bytesched.table import aligned
 from bytesched.tunable import ORDERS
@@ -29,16 +30,12 @@ from bytesched.values import nearest, one_of, parse_size
 __all__ = ["main"]
 
 MOST_RANKS = 4096
-#: iterations that are all alike: as many as show the steady state, and an order that is learned
-_CALM = 8
 #: what the options of each system may be
 _OPTIONS = {
     "ddp": ("bucket_mb",),
     "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
     "split": ("partition_bytes", "credit_bytes", "policy", "order"),
 }
-#: CPU time of sending one word of the leader
-_SEND_S = 10e-6
 EPILOG = """\
   bytesched sim --profile gpt --ranks 2,8,64 --bandwidth 10gbit
   bytesched bench --model my.models:build --record mine.json --systems ddp --rounds 1
@@ -47,58 +44,96 @@ EPILOG = """\
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when that went well."""
+    """Run the command; 0 when that went well, 1 if a file cannot be written."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        systems = _systems(options.systems)
-        climate = _climate(options)
-        model = Model(
-            load_profile(options.profile).scaled(options.compute_scale),
-            Costs(update_bytes_per_s=options.update_gb_per_s * 1e9),
-            clip=options.clip,
-        )
-        fabrics = [_fabric(options, ranks) for ranks in options.ranks]
+        cases = _cases(options)
     except ConfigError as error:
         parser.error(str(error))
-    iterations = _CALM if climate.is_calm else options.iterations
-    found: list[list[Prediction]] = []
-    for line in _headline(model, options, iterations):
-        print(line)
-    for fabric in fabrics:
-        weather = list(climate.weather(fabric.ranks, iterations))
-        found.append(
-            [predict(system, model, fabric, weather, send_s=_SEND_S) for system in systems]
-        )
+    print("\n".join(_headline(cases[0], options)))
     print()
-    print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
-    print()
-    for fabric, of_ranks in zip(fabrics, found, strict=True):
-        print(verdict(model, fabric, of_ranks))
+    if options.curve:
+        predictions = _curve(cases[0], options)
+    else:
+        predictions = _table(cases)
+        if options.png:
+            draw_map(cases[0], Path(options.png))
     if options.json:
         content = {
-            "profile": model.profile.name,
-            "bandwidth": options.bandwidth,
-            "latency_us": options.latency_us,
-            "algorithm": options.algorithm,
-            "backend": options.backend,
-            "predictions": [one.to_json() for of_ranks in found for one in of_ranks],
+            "profile": options.profile,
+            "clip": options.clip,
+            "link": _link(options),
+            "predictions": predictions,
         }
         write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
-        print(f"json: {options.json}")
+    for kind in ("json", "png"):
+        if getattr(options, kind):
+            print(f"{kind}: {getattr(options, kind)}")
     return 0
 
 
-def _headline(model: Model, options: argparse.Namespace, iterations: int) -> list[str]:
-    profile = model.profile
+def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Print the systems of every case, and the sentences."""
+    found = [case.predictions() for case in cases]
+    print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
+    print()
+    for case, of_case in zip(cases, found, strict=True):
+        print(verdict(case.model, case.fabric, of_case))
+    return [one.to_json() for of_case in found for one in of_case]
+
+
+def _curve(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the systems along an axis."""
+    axis = AXES[options.curve]
+    found = sweep(case, axis)
+    titles = (axis.title, *(system.label for system in case.systems), "vs best")
+    lines = [titles]
+    for point, of_point in found:
+        cells = (f"{one.to_optimum:.3f}" for one in of_point)
+        lines.append((f"{point:g}", *cells, f"{gain(of_point):.2f}x"))
+    print("\n".join(aligned(lines, ">" * len(titles))))
+    print("multiples of T*; vs best: how many times as fast as the best of the others ours is")
+    if options.png:
+        draw_sweep(case, axis, found, Path(options.png))
+    return [{"at": point} | one.to_json() for point, of_point in found for one in of_point]
+
+
+def _headline(case: Case, options: argparse.Namespace) -> list[str]:
+    model, profile = case.model, case.model.profile
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
-        f"{', clipped' if model.clip else ''}; {iterations} iterations",
-        f"assumed: {options.bandwidth} in either direction of every rank, "
-        f"{options.latency_us:g} us a message, {options.algorithm}, as {options.backend} runs "
-        f"collectives; {1e6 * _SEND_S:g} us of CPU to send a word of the order; an update of "
-        f"{1e3 * model.update_s(profile.nbytes):.1f} ms",
+        f"{', clipped' if model.clip else ''}; {case.iterations} iterations",
+        f"assumed: {_link(options)}; {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
+        f"update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
+    ]
+
+
+def _link(options: argparse.Namespace) -> str:
+    return (
+        f"{options.bandwidth} in either direction of every rank, {options.latency_us:g} us a "
+        f"message, {options.algorithm}, as {options.backend} runs collectives"
+    )
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """One for each number of ranks. Raises `ConfigError` for what cannot be."""
+    for name in ("json", "png"):
+        path = getattr(options, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such folder")
+    if options.iterations < 1:
+        raise ConfigError(f"--iterations {options.iterations}: at least 1")
+    model = Model(
+        load_profile(options.profile).scaled(options.compute_scale),
+        Costs(update_bytes_per_s=options.update_gb_per_s * 1e9),
+        clip=options.clip,
+    )
+    systems, climate = _systems(options.systems), _climate(options)
+    return [
+        Case(model, _fabric(options, ranks), systems, climate, options.iterations)
+        for ranks in options.ranks
     ]
 
 
@@ -218,5 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jitter", type=_share, default=0.0, metavar="X%", help="of each rank and iteration")
     add("--straggler", type=_straggler, metavar="RANK:X%", help="a rank that is always so late")
     add("--iterations", type=int, default=40, metavar="N", help="with jitter (default %(default)s)")
+    add("--curve", choices=AXES, help="go along an axis, from the first of --ranks")
     add("--json", metavar="FILE", help="write every figure")
+    add("--png", metavar="FILE", help="draw where it pays over bandwidth and ranks, or the curve")
     return parser

@@ -28,6 +28,8 @@ class Costs:
 
     #: bytes of gradients that the optimizer applies per second
     update_bytes_per_s: float
+    #: what each gradient costs backward besides computing it: its hooks, its memory
+    tensor_s: float = 0.0
     #: CPU time of one all-reduce on each rank, as the warm-up measures it
     collective_cpu_s: float = 0.0
     #: CPU time of a training step over its time, without communication
@@ -48,7 +50,10 @@ class Model:
 
     @property
     def backward_s(self) -> tuple[float, ...]:
-        return tuple(layer.backward_ms / 1e3 for layer in self.profile.layers)
+        return tuple(
+            layer.backward_ms / 1e3 + len(layer.shapes) * self.costs.tensor_s
+            for layer in self.profile.layers
+        )
 
     def tensors(self) -> list[tuple[int, int]]:
         """Layer and bytes of each gradient, in forward order."""

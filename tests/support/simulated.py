@@ -76,6 +76,7 @@ def controls(draw: st.DrawFn) -> Control:
         send_s=draw(st.sampled_from((0.0, 1e-3))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
         replay=draw(st.booleans()),
+        foresight=draw(st.booleans()),
     )
 
 

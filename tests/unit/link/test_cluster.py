@@ -70,6 +70,16 @@ def test_a_word_takes_the_depth_of_its_tree(
     assert found.words == 2
 
 
+def test_work_in_an_order_is_the_same_work() -> None:
+    """In the order that a leader without messages has chosen, it takes as long, known to all."""
+    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0)
+    led = Cluster(two_layers(), fabric, KNOWN).iterate(calm(2))
+    assert led.order == (1, 0)
+    known = Cluster(two_layers().in_order(led.order), fabric, KNOWN).iterate(calm(2))
+    assert known.ended_s == led.ended_s
+    assert known.words == 0
+
+
 @pytest.mark.parametrize("engine", [Cluster, VectorCluster])
 def test_an_order_that_has_converged_is_replayed_without_words(
     engine: type[Cluster] | type[VectorCluster],

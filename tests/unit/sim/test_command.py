@@ -32,6 +32,8 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--straggler x:3%", "a rank"),
         ("--latency-us 0", "a positive number"),
         ("--bandwidth fast", "for example 1gbit"),
+        ("--iterations 0", "at least 1"),
+        ("--json nowhere/there.json", "no such folder"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -76,3 +78,29 @@ def test_a_straggler_slows_all_systems(tmp_path: Path, capsys: pytest.CaptureFix
 
     for even_s, late_s in zip(times_s(""), times_s("--straggler 1:30%"), strict=True):
         assert late_s > 1.2 * even_s
+
+
+def test_a_curve_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where communication is a tenth of compute nothing is gained; where it is as much, most is."""
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "curve.png"
+    text = said(
+        f"--profile vgg --ranks 2 --curve ratio --systems ddp,bytesched --png {file}", capsys
+    )
+    gains = {
+        float(line.split()[0]): float(line.split()[-1].rstrip("x"))
+        for line in text.splitlines()
+        if line.endswith("x")
+    }
+    assert gains[0.1] < 1.05
+    assert max(gains, key=lambda ratio: gains[ratio]) == pytest.approx(1.0, abs=0.3)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_where_it_pays(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "map.png"
+    assert (
+        command.main(f"--profile vgg --ranks 2 --systems ddp,bytesched --png {file}".split()) == 0
+    )
+    assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,77 @@
+"""Systems as work: buckets, units and chunks hold every gradient once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bytesched.bench.profile import LayerProfile, Profile, load_profile
+from bytesched.bench.systems import parse_systems
+from bytesched.link.fabric import Fabric
+from bytesched.sim.curve import Case
+from bytesched.sim.predict import bound_s
+from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded, split
+from bytesched.sim.weather import Climate
+
+FABRIC = Fabric(ranks=4, bytes_per_s=1e8, latency_s=1e-4)
+
+
+def model(name: str = "gpt", *, clip: bool = False) -> Model:
+    return Model(load_profile(name), Costs(update_bytes_per_s=1e9), clip=clip)
+
+
+@pytest.mark.parametrize("name", ["gpt", "vgg", "resnet"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_every_system_sends_every_gradient_once(name: str, clip: bool) -> None:
+    one = model(name, clip=clip)
+    for work in (
+        buckets(one, 1),
+        buckets(one),
+        sharded(one, 4),
+        scheduled(one, FABRIC, {}),
+        split(one, FABRIC, {}),
+    ):
+        assert work.nbytes == one.profile.nbytes
+        waited_for = {index for bundle in work.bundles for index in bundle.jobs}
+        seconds = {index for index, job in enumerate(work.jobs) if job.after >= 0}
+        firsts = set(range(len(work.jobs))) - seconds
+        assert waited_for >= (seconds or firsts)
+
+
+def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
+    """As torch does it, from the last layer on: 3 + 3 MiB reach 4, then 3 + 1 do, 1 is left."""
+    sizes = (1, 1, 3, 3, 3)
+    layers = tuple(
+        LayerProfile(str(index), 1.0, 2.0, ((mib << 18,),)) for index, mib in enumerate(sizes)
+    )
+    one = Model(Profile("five", "", layers), Costs(update_bytes_per_s=1e9))
+    found = [(job.nbytes >> 20, job.layer) for job in buckets(one, 4).jobs]
+    assert found == [(6, 3), (4, 1), (1, 0)]
+
+
+def test_a_norm_needs_all_first_halves_and_a_layer_its_own_second() -> None:
+    work = split(model(clip=True), FABRIC, {"partition_bytes": "1MiB"})
+    count = len(work.jobs) // 2
+    for bundle in work.bundles:
+        assert set(range(count)) < set(bundle.jobs)
+        assert len(bundle.jobs) < len(work.jobs)
+    assert max(job.priority for job in work.jobs[:count]) < min(
+        job.priority for job in work.jobs[count:]
+    )
+
+
+def test_given_sizes_are_kept_and_others_follow_the_links() -> None:
+    given = scheduled(model(), FABRIC, {"partition_bytes": "512KiB", "credit_bytes": "3MiB"})
+    assert given.credit_bytes == 3 << 20
+    assert max(job.nbytes for job in given.jobs) <= 1 << 20
+    slow = scheduled(model(), replace(FABRIC, latency_s=5e-3), {})
+    assert len(slow.jobs) < len(scheduled(model(), FABRIC, {}).jobs)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
+    systems = parse_systems("ddp-best,fsdp2,split" if clip else "ddp,bytesched", SYSTEMS)
+    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1)
+    for one in case.predictions():
+        assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)
