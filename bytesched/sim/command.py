@@ -12,12 +12,14 @@ from typing import Any
 
 from bytesched.bench.profile import load_profile, shipped_profiles
 from bytesched.bench.systems import System, parse_systems
+from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.link.fabric import ALGORITHMS, Fabric
 from bytesched.policy import named_policy
 from bytesched.sim.curve import AXES, SEND_S, Case, sweep
+from bytesched.sim.measure import Links, measured_links
 from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.systems import SYSTEMS, Costs, Model
 from bytesched.sim.table import rows
@@ -48,10 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
-        cases = _cases(options)
+        _check_outputs(options)
+        systems, climate, model = _systems(options.systems), _climate(options), _model(options)
+        links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
     except ConfigError as error:
         parser.error(str(error))
-    print("\n".join(_headline(cases[0], options)))
+    if options.measure:
+        found = measured_links(rank_view(), options.algorithm)
+        if found is None:
+            return 0
+        links = found
+    cases = [
+        Case(model, _fabric(options, links, ranks), systems, climate, options.iterations)
+        for ranks in options.ranks
+    ]
+    print("\n".join(_headline(cases[0], links)))
     print()
     if options.curve:
         predictions = _curve(cases[0], options)
@@ -63,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = {
             "profile": options.profile,
             "clip": options.clip,
-            "link": _link(options),
+            "link": _link(cases[0], links),
             "predictions": predictions,
         }
         write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
@@ -99,49 +112,49 @@ def _curve(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"at": point} | one.to_json() for point, of_point in found for one in of_point]
 
 
-def _headline(case: Case, options: argparse.Namespace) -> list[str]:
+def _headline(case: Case, links: Links) -> list[str]:
     model, profile = case.model, case.model.profile
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
         f"{', clipped' if model.clip else ''}; {case.iterations} iterations",
-        f"assumed: {_link(options)}; {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
+        f"{_link(case, links)}",
+        f"assumed: {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
         f"update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
     ]
 
 
-def _link(options: argparse.Namespace) -> str:
+def _link(case: Case, links: Links) -> str:
+    fabric = case.fabric
+    overlap = "hides" if fabric.overlaps else "does not hide"
     return (
-        f"{options.bandwidth} in either direction of every rank, {options.latency_us:g} us a "
-        f"message, {options.algorithm}, as {options.backend} runs collectives"
+        f"{f'measured ({links.origin})' if links.origin else 'assumed'}: "
+        f"{8e-9 * links.bytes_per_s:.4g} Gbit/s in either direction of every rank, "
+        f"{1e6 * links.latency_s:.4g} us a message; {fabric.algorithm}, of which the start "
+        f"{overlap} behind the collective before it"
     )
 
 
-def _cases(options: argparse.Namespace) -> list[Case]:
-    """One for each number of ranks. Raises `ConfigError` for what cannot be."""
+def _check_outputs(options: argparse.Namespace) -> None:
     for name in ("json", "png"):
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
     if options.iterations < 1:
         raise ConfigError(f"--iterations {options.iterations}: at least 1")
-    model = Model(
-        load_profile(options.profile).scaled(options.compute_scale),
-        Costs(update_bytes_per_s=options.update_gb_per_s * 1e9),
-        clip=options.clip,
-    )
-    systems, climate = _systems(options.systems), _climate(options)
-    return [
-        Case(model, _fabric(options, ranks), systems, climate, options.iterations)
-        for ranks in options.ranks
-    ]
 
 
-def _fabric(options: argparse.Namespace, ranks: int) -> Fabric:
+def _model(options: argparse.Namespace) -> Model:
+    profile = load_profile(options.profile).scaled(options.compute_scale)
+    costs = Costs(update_bytes_per_s=options.update_gb_per_s * 1e9)
+    return Model(profile, costs, clip=options.clip)
+
+
+def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
     return Fabric(
         ranks=ranks,
-        bytes_per_s=parse_rate(options.bandwidth) / 8,
-        latency_s=options.latency_us / 1e6,
+        bytes_per_s=links.bytes_per_s,
+        latency_s=links.latency_s,
         algorithm=options.algorithm,
         overlaps=options.backend == "gloo",
     )
@@ -239,6 +252,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("gloo", "nccl"),
         default="gloo",
         help="gloo: the start of a collective hides behind the one before it (default gloo)",
+    )
+    add(
+        "--measure",
+        action="store_true",
+        help="take bandwidth and latency from all-reduces among the ranks that a launcher has "
+        "started, or two processes here",
     )
     add("--systems", default=",".join(SYSTEMS[:-1]), metavar="LIST", help="default: %(default)s")
     add("--clip", action="store_true", help="the script clips by the norm of all gradients")

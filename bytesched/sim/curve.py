@@ -16,8 +16,6 @@ __all__ = ["AXES", "SEND_S", "Axis", "Case", "sweep"]
 
 #: CPU time of sending one word of the leader
 SEND_S = 10e-6
-#: iterations that show the steady state where all are alike, and an order that is learned
-_CALM = 8
 _GBIT = 1e9 / 8
 
 
@@ -31,11 +29,13 @@ class Case:
     climate: Climate
     #: in a climate that changes
     changing: int
+    #: where all are alike: as many as show an order that is learned, and replayed
+    alike: int = 8
 
     @property
     def iterations(self) -> int:
         """How many are simulated."""
-        return _CALM if self.climate.is_calm else self.changing
+        return self.alike if self.climate.is_calm else self.changing
 
     @property
     def ratio(self) -> float:
