@@ -11,6 +11,8 @@ from bytesched.lab.mpi import find_mpirun
 from bytesched.values import nearest
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
+#: not measured unless they are named
+FURTHER_SYSTEMS = ("zero1",)
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
@@ -33,7 +35,7 @@ class System:
 
 def parse_systems(
     text: str,
-    known: Sequence[str] = (*SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS),
+    known: Sequence[str] = (*SYSTEMS, *FURTHER_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS),
     with_options: Sequence[str] = WITH_OPTIONS,
 ) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
@@ -32,9 +33,14 @@ class Running:
 
 def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """AdamW, or SGD with momentum, each in torch's fused form."""
+    kind, settings = _optimizer(name)
+    return kind(parameters, **settings)
+
+
+def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
+        return torch.optim.AdamW, {"lr": 1e-3, "fused": True}
+    return torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}
 
 
 def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
@@ -55,6 +61,12 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         )
         return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     wrapped = DistributedDataParallel(model)
+    if kind == "zero1":
+        optimizer, settings = _optimizer(optimizer_name)
+        return Running(
+            wrapped,
+            ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer, **settings),
+        )
     return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, options)
 
 
