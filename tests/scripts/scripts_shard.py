@@ -96,3 +96,23 @@ def entries_after_unwrap() -> tuple[int, bool]:
         job.unwrap(optimizer)
         train(job, model, optimizer, steps=1)
         return len(optimizer.state), type(optimizer.state[next(model.parameters())]) is dict
+
+
+def saved(path: str) -> None:
+    """Trains a little, and rank 0 alone saves what an optimizer holds."""
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(mlp())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=3)
+        if job.rank == 0:
+            torch.save(optimizer.state_dict(), path)
+
+
+def loaded_from(job: Job, path: str) -> None:
+    """Goes on from a checkpoint of another number of ranks."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    optimizer.load_state_dict(torch.load(path))
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)

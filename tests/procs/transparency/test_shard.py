@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import scripts_gradients as gradients
@@ -97,3 +98,11 @@ def test_backward_does_not_add_to_what_is_elsewhere(two_ranks: Ranks) -> None:
 
 def test_more_ranks(three_ranks: Ranks) -> None:
     check(three_ranks, split.norm_of_kind, 2.0, shard=True, rtol=1e-5)
+
+
+def test_saved_on_three_ranks_loaded_on_two_and_plain(
+    three_ranks: Ranks, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "optimizer.pt")
+    three_ranks.run(shard.saved, path)
+    check(two_ranks, shard.loaded_from, path, shard=True)
