@@ -6,8 +6,8 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -198,7 +198,8 @@ def attach(
             # learns a static graph once, as the compiler does its code; and DDP does not compress.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none"
-            session.take_over(partial(_take_over, weak_ddp), can_stop=can_stop)
+            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
+            session.take_over(partial(_take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
     return session
 
@@ -331,10 +332,12 @@ def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.modules_buffers) and is_known
 
 
-def _take_over(weak_ddp: weakref.ref[DistributedDataParallel]) -> Callable[[], None]:
+def _take_over(
+    weak_ddp: weakref.ref[DistributedDataParallel], reduced: Set[int]
+) -> Callable[[], None]:
     """Makes the DDP a shell: it keeps buffers and no_sync, and reduces no gradients.
 
-    Returns what undoes it.
+    Returns what undoes it: then it reduces parameters whose ids are ``reduced``.
     """
     ddp = weak_ddp()
     assert ddp is not None
@@ -346,11 +349,28 @@ def _take_over(weak_ddp: weakref.ref[DistributedDataParallel]) -> Callable[[], N
         ddp = weak_ddp()
         if ddp is None:
             return
-        parameters, expect_sparse = ddp._build_params_for_reducer()
-        names = ddp._build_debug_param_to_name_mapping(parameters)
-        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+        with _requiring_gradients(ddp, reduced):
+            parameters, expect_sparse = ddp._build_params_for_reducer()
+            names = ddp._build_debug_param_to_name_mapping(parameters)
+            ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
 
     return give_back
+
+
+@contextmanager
+def _requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
+    """Inside, the parameters with these ``ids`` require gradients, and no others.
+
+    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
+    """
+    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def broadcast(group: Group, module: nn.Module) -> None:

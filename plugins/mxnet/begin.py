@@ -14,6 +14,7 @@ from bytesched.config import Config
 from bytesched.environment import mxnet_engine
 from bytesched.errors import PluginError
 from bytesched.log import show
+from bytesched.plugins.ending import make_exit_fail
 from bytesched.plugins.mxnet.store import ScheduledMXNetStore
 from bytesched.trace.observers import observers_here
 
@@ -89,9 +90,13 @@ def _why_plain(store: Any, config: Config) -> str:
 def _at_exit() -> None:
     """Before MXNet's own end, which waits for everything; after an exception only stops."""
     for store in list(_stores):
+        if store.error is None and not store.is_closed and not hasattr(sys, "last_value"):
+            try:
+                store.flush()
+            except Exception:
+                log.exception("the last calls of %r could not be ended", store)
+                make_exit_fail()
         if store.error is not None:
             # It would wait for ever. Without it, MXNet's threads end the process by an abort.
             atexit.unregister(mx.base._notify_shutdown)
-        elif not store.is_closed and not hasattr(sys, "last_value"):
-            store.flush()
         store.stop()

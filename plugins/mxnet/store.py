@@ -132,7 +132,8 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         if why:
             log.info("keys are not cut: %s", why)
         self._is_cuttable = not why
-        self.store.set_optimizer(optimizer)
+        set_optimizer = partial(self.store.set_optimizer, optimizer)
+        self._underway.limited(set_optimizer, "set_optimizer()")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """As the store does, or refuses to."""
@@ -152,7 +153,7 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def barrier(self) -> None:
         """Returns when every worker has called it and every call of this one has ended."""
         self.flush()
-        self.store._barrier()
+        self._underway.limited(self.store._barrier, "barrier()")
 
     def unwrap(self) -> Any:
         """The store, which has no keys yet. PluginError if it has."""
@@ -261,14 +262,16 @@ class ScheduledMXNetStore(mx.kvstore.KVStoreBase):  # type: ignore[misc]
                 for buffer in slot.buffers:
                     buffer.wait_to_read()
             chunks = [chunk for slot in slots for chunk in slot.chunks]
-            self.store.init(
-                [chunk.number for chunk in chunks], [chunk.buffers[0] for chunk in chunks]
-            )
+            numbers = [chunk.number for chunk in chunks]
+            init = partial(self.store.init, numbers, [chunk.buffers[0] for chunk in chunks])
+            keys = ", ".join(repr(slot.key) for slot in slots[:5])
+            self._underway.limited(init, f"the making of key {keys}")
 
     def _exchanged(self, text: str) -> str:
         """The ``text`` of worker 0, which also decides whether keys are cut."""
         text = f"{int(self._is_cuttable)} {text}"
-        cut, _, text = published(self.store, self._numbers.new(), text).partition(" ")
+        publish = partial(published, self.store, self._numbers.new(), text)
+        cut, _, text = self._underway.limited(publish, "the start of the store").partition(" ")
         self._is_cuttable = cut == "1"
         return text
 

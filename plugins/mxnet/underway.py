@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import NoReturn, TypeVar
 
 from bytesched.errors import SchedulerClosed, SchedulerTimeout
 from bytesched.plugins.mxnet.engine import Held
@@ -14,6 +17,8 @@ from bytesched.plugins.mxnet.keys import KeySlot
 __all__ = ["Underway"]
 
 log = logging.getLogger("bytesched")
+
+T = TypeVar("T")
 
 #: how often, per timeout, it is looked whether something is late
 _LOOKS = 4
@@ -109,6 +114,36 @@ class Underway:
                     )
         self.check("flush")
 
+    def limited(self, call: Callable[[], T], doing: str) -> T:
+        """What ``call`` returns, which waits in MXNet, for servers and workers, without a limit.
+
+        Raises SchedulerTimeout, which is final, if that takes longer than ``timeout_s``.
+        """
+        ends: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                value = call()
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                ends.put(partial(_raise, error))
+            else:
+                ends.put(lambda: value)
+
+        # A thread of its own: what waits in MXNet is never woken, and ends with the process.
+        threading.Thread(target=run, name="bytesched-waits", daemon=True).start()
+        try:
+            outcome = ends.get(timeout=self._timeout_s)
+        except Empty:
+            late = SchedulerTimeout(
+                f"waited {self._timeout_s:g} s in {doing}: a server or another worker is gone, or "
+                "has not come as far",
+                rank=self._rank,
+                story=self._story(),
+            )
+            self.fail(late)
+            raise late from None
+        return outcome()
+
     # -- the end -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
@@ -164,3 +199,7 @@ class Underway:
                     )
                 )
                 return
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -32,7 +32,7 @@ _ENTRIES: dict[str, str] = {
     "torch._C._nested": "nested_tensor",
     "torch._functorch.eager_transforms": "_wrap_tensor_for_grad",
     "torch._functorch.vmap": "_create_batched_inputs",
-    "torch.Tensor": "new_tensor",
+    "torch.Tensor": "new new_tensor",
     "torch.autograd": "_engine_run_backward",
     "torch.distributed": "_broadcast_coalesced",
     "torch.utils.dlpack": "to_dlpack",
@@ -68,8 +68,7 @@ def guard_entries() -> None:
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
     )
-    # LazyGrad is equal to Tensor, and so found under its name.
-    for kind in (PendingParameter, torch.Tensor):
+    for kind in (PendingParameter, LazyGrad):
         ForkingPickler.register(kind, _for_processes(kind))
 
 
@@ -110,7 +109,7 @@ def _for_processes(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
     """What multiprocessing sends: the memory of a parameter, not a copy of it."""
     pickler: Any = ForkingPickler
     reducers: dict[type, Callable[..., Any]] = pickler._extra_reducers
-    reduce = reducers[nn.Parameter if kind is PendingParameter else kind]
+    reduce = reducers[nn.Parameter if kind is PendingParameter else torch.Tensor]
 
     def call(tensor: torch.Tensor) -> Any:
         ready(tensor)

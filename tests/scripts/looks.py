@@ -102,6 +102,7 @@ any_torch: Any = torch
 #: In C++, with no look at the class of what they are given.
 UNASKED: dict[str, Callable[[Any], Any]] = {
     "to_dlpack": lambda t: dlpack.from_dlpack(any_torch.to_dlpack(t)).clone(),
+    "new": lambda t: torch.ones(1).new(t).clone(),
     "new_tensor": lambda t: torch.ones(1).new_tensor(t),
     "as_subclass": lambda t: t.as_subclass(torch.Tensor).detach().clone(),
     "make_subclass": lambda t: torch.Tensor._make_subclass(torch.Tensor, t).clone(),
@@ -120,6 +121,7 @@ UNASKED: dict[str, Callable[[Any], Any]] = {
     "buffer": lambda t: nn.Buffer(t.detach()).clone(),
     "embedding": lambda t: nn.Embedding.from_pretrained(t)(torch.tensor([0, 3])),
     "sent": lambda t: sent(t.detach()),
+    "sent_itself": lambda t: sent(t).detach(),
 }
 
 

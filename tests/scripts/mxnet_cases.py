@@ -318,6 +318,18 @@ def server_lost() -> None:
         print("raised", error, flush=True)
 
 
+def server_lost_early() -> None:
+    """Makes a key, and uses it when a line has come on stdin; prints the error."""
+    kv = scheduled(timeout_s=2.0)
+    kv.init(0, mx.nd.ones(1000))
+    print("made", flush=True)
+    sys.stdin.readline()
+    try:
+        kv.barrier()
+    except SchedulerTimeout as error:
+        print("raised", error, flush=True)
+
+
 @functools.cache
 def plain_store() -> Any:
     """MXNet's own; a process can have only one."""
@@ -358,7 +370,7 @@ CASES: dict[str, Callable[..., dict[str, Any] | None]] = {
     case.__name__: case
     for case in (
         *(training, calls, misuse, order, learned_order, weight_waits, different_orders),
-        *(optimizer_after_init, keys_that_are_not_used, server_lost),
+        *(optimizer_after_init, keys_that_are_not_used, server_lost, server_lost_early),
     )
 }
 

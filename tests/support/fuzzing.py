@@ -46,8 +46,8 @@ _LEFT_OUT = """
     is_shared is_inference is_pinned get_device _version sparse quantize fake alpha_dropout
     gumbel rrelu deterministic default_ autocast profiler tensor as_subclass has_torch_function
 """
-#: what depends on where memory lies, or on what was in it before; and eigenvalues, which LAPACK
-#: does not return from, or dies of, where there is a NaN (xGEBAL): in plain training, too
+#: what depends on where memory lies, or on what was in it before; and eigenvalues, of which LAPACK
+#: dies where there is a NaN (xGEBAL), in plain training, too
 _UNSTEADY = "lstsq fbgemm eig"
 
 

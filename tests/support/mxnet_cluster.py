@@ -85,7 +85,7 @@ class Cluster:
             [self._python, *command],
             env=child_environment({**self._environment, "DMLC_ROLE": role}),
             cwd=os.sep,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -141,3 +141,20 @@ def test_a_lost_server_is_an_error_within_the_timeout() -> None:
     for one in ended:
         assert one.code is not None, "it did not end by itself"
         assert "raised the servers have not answered for 2 s on key 0" in one.output
+
+
+def test_a_server_lost_before_the_first_use_is_an_error_within_the_timeout() -> None:
+    """MXNet makes keys behind a barrier of its own, which has no limit."""
+    with Cluster(PYTHON, "server_lost_early") as cluster:
+        for worker in cluster.workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "made\n"
+        cluster.servers[0].kill()
+        for worker in cluster.workers:
+            assert worker.stdin is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        ended = cluster.wait(60.0)
+    for one in ended:
+        assert one.code is not None, "it did not end by itself"
+        assert "raised waited 2 s in the start of the store" in one.output

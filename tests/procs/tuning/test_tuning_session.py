@@ -57,6 +57,8 @@ def test_model(two_ranks: Ranks, name: str) -> None:
         optimizers.step_skipped,
         models.view_of_buckets,
         models.static_graph,
+        models.unfrozen_in_place,
+        models.frozen_for_a_while,
         models.unused_and_accumulated,
         models.frozen_layer,
         models.autocast,
