@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Final
 
@@ -34,12 +35,17 @@ class Announcement:
         store = store_of(base)
         number = store.add(f"bytesched/announcements/{self._rank}", 1)
         self._store = distributed_c10d.PrefixStore(f"bytesched/announcement{number}", store)
-        self._store.set(str(self._rank), json.dumps(statements))
+        text = json.dumps(statements)
+        self._store.set(str(self._rank), text)
+        #: counts the ranks that have announced the same
+        self._same = f"same {hashlib.sha256(text.encode()).hexdigest()}"
+        self._store.add(self._same, 1)
+        self._came_first = self._store.add("made", 1) == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether no lower rank has made one."""
-        return not any(self._store.check([str(rank)]) for rank in range(self._rank))
+        """True on one rank: on rank 0, if it has made one too."""
+        return self._rank == 0 or (self._came_first and not self._store.check(["0"]))
 
     def objection(self) -> str:
         """Why the ranks do not go on together, the same on all of them; empty if they do."""
@@ -57,6 +63,8 @@ class Announcement:
         return "" if held == _ALL_WRAP else held
 
     def _why(self) -> str:
+        if self._store.add(self._same, 0) == self._size:
+            return ""
         ranks = [str(rank) for rank in range(self._size)]
         if not self._store.check(ranks):
             missing = [rank for rank in ranks if not self._store.check([rank])]

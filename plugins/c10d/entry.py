@@ -26,6 +26,8 @@ log = logging.getLogger("bytesched")
 
 _SHORTEST_NAP_S: Final = 1e-3
 _LONGEST_NAP_S: Final = 0.05
+#: of all ranks together, which one store answers
+_LOOKS_PER_S: Final = 1000
 #: after which it is logged, once, which ranks are waited for
 _PATIENCE_S: Final = 10.0
 #: holds why the ranks do not go on
@@ -57,6 +59,7 @@ class Entry:
         self._store.set(f"{stage}/{self._rank}", "")
         self._store.add(f"{stage}/count", 1)
         began_s, nap_s = time.monotonic(), _SHORTEST_NAP_S
+        longest_nap_s = max(_LONGEST_NAP_S, self._size / _LOOKS_PER_S)
         patience_s = min(_PATIENCE_S, timeout_s)
         while self._store.add(f"{stage}/count", 0) < self._size:
             self._raise_if_refused()
@@ -72,7 +75,7 @@ class Entry:
                 patience_s = timeout_s
                 log.warning("rank %d waits for rank %s to call bytesched.wrap", self._rank, missing)
             time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            nap_s = min(2 * nap_s, longest_nap_s)
         self._raise_if_refused()
 
     def decline(self, why: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,8 +19,8 @@ from bytesched.errors import (
     SchedulerTimeout,
     TransportError,
 )
-from bytesched.plugins.c10d.keys import await_keys
 from bytesched.plugins.c10d.notes import Notes
+from bytesched.tree import neighbours
 
 __all__ = ["Group"]
 
@@ -29,14 +30,25 @@ PATIENCE_S: Final = 5.0
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
+#: of the length before a text
+_LENGTH_BYTES: Final = 8
+
 #: how long a collective may take before connections are looked at, and again
 _LOOKS_EVERY: Final = timedelta(seconds=1)
+
+
+class _Stopped(RuntimeError):
+    """A rank elsewhere has stopped, and left a note."""
 
 
 class Group:
     """A process group that only a session issues on, and the store behind it.
 
     Two threads on one Gloo group abort the process, so the user's group is never used.
+
+    Args:
+        is_mesh: whether every rank is connected with every other; else with those whom it sends
+            to first of all.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Group:
         *,
         name: str,
         timeout_s: float,
+        is_mesh: bool = True,
     ) -> None:
         self.backend = backend
         self.store = store
@@ -59,23 +72,36 @@ class Group:
         #: for messages: the ranks of the job that these are
         self.members: Sequence[int] = range(self.size)
         self._notes = notes
+        others = [(self.rank + d) % self.size for d in range(1, self.size)]
+        #: ranks that this one is connected with
+        self._neighbours = others if is_mesh else neighbours(self.rank, self.size)
         self._aborted = self._closed = False
 
     def gather_text(self, key: str, text: str) -> list[str]:
-        """Every rank's ``text``, by rank, through the store; raises if a rank is lost."""
-        self.store.set(f"{key}/{self.rank}", text)
-        texts = []
-        for rank in range(self.size):
-            try:
-                await_keys(self.store, [f"{key}/{rank}"], self.timeout_s, self.lost)
-            except RuntimeError as error:
-                raise SchedulerTimeout(
-                    f"rank {rank} did not arrive at {self.name!r} ({key}) within "
-                    f"{self.timeout_s:g} s; does every rank make the same calls of bytesched?",
-                    rank=self.rank,
-                ) from error
-            texts.append(self.store.get(f"{key}/{rank}").decode())
-        return texts
+        """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
+        data = text.encode()
+        longest = int(self._largest([len(data)], task=key)[0])
+        mine = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8, device="cpu")
+        head = len(data).to_bytes(_LENGTH_BYTES, "little")
+        mine[: len(head) + len(data)] = torch.tensor([*head, *data], dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        self.wait(self.backend.allgather([theirs], [mine]), task=key)
+        return [_text_in(bytes(one.tolist())) for one in theirs]
+
+    def is_same(self, text: str) -> bool:
+        """Whether all ranks have the same ``text``: a maximum over hashes; collective."""
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:8], "little") >> 1
+        highest, negated_lowest = self._largest([number, -number], task="comparing what ranks have")
+        return bool(highest == -negated_lowest)
+
+    def _largest(self, numbers: Sequence[int], *, task: str) -> list[int]:
+        """The largest of all ranks, for each of ``numbers``; collective."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self.wait(self.backend.allreduce([tensor], options), task=task)
+        return [int(number) for number in tensor.tolist()]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], *, root: int = 0, task: str) -> None:
         """Gives every rank the values that ``tensors`` have on rank ``root``; collective."""
@@ -134,7 +160,7 @@ class Group:
 
         When a connection breaks, Gloo fails what waits for it, but not an operation that is half
         written or half read, which waits on until it times out. So the connections are looked at
-        if it takes long.
+        if it takes long, and whether a rank that is no neighbour has left a note.
         """
         broken: RuntimeError | None = None
         while self.backend.name() == "gloo" and not work.is_completed():
@@ -147,7 +173,7 @@ class Group:
                     # It had time to finish with what had arrived before.
                     raise broken from None
                 ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
-                broken = self.broken(ring)
+                broken = self.broken(ring) or self._stopped_outside(ring)
         work.wait()
 
     def broken(self, peers: Iterable[int]) -> RuntimeError | None:
@@ -160,11 +186,16 @@ class Group:
             return error
         return None
 
+    def _stopped_outside(self, ring: Collection[int]) -> RuntimeError | None:
+        """The note of a rank that stopped, where there are others than those of ``ring``."""
+        note = self.note() if self.size > 1 + len(ring) else ""
+        return _Stopped(note) if note else None
+
     def lost(self) -> TransportError | None:
-        """The error of a connection to any rank that is broken, if one is. Any thread."""
+        """The error of a connection that is broken, if one is. Any thread."""
         if self.backend.name() != "gloo":
             return None
-        broken = self.broken(rank for rank in range(self.size) if rank != self.rank)
+        broken = self.broken(self._neighbours)
         return None if broken is None else self.error(broken)
 
     def abort(self) -> None:
@@ -178,11 +209,17 @@ class Group:
         if self.backend.name() != "gloo":
             _stop(self.backend, "abort")
             return
-        # Gloo has no call for it, but a receive that times out closes all its connections.
+        # Gloo has no call for it, but a receive that times out closes all its connections. From
+        # a rank whose connection is broken already there is none.
         never = torch.empty(1, device="cpu")
-        with contextlib.suppress(RuntimeError):
-            peer = (self.rank + 1) % self.size
-            self.backend.recv([never], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        for peer in self._neighbours:
+            try:
+                work = self.backend.recv([never], peer, _NEVER_SENT)
+            except RuntimeError:
+                continue
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+            return
 
     def close(self) -> None:
         """Ends the group's own threads and connections; nothing must be under way. Idempotent."""
@@ -210,6 +247,8 @@ class Group:
             "rank": self.members[self.rank],
             "story": story.splitlines(),
         }
+        if isinstance(cause, _Stopped):
+            return PeerLost(f"another rank has stopped{text}", **about)
         if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
             peers = self._lost_peers()
             what = f"{self._named(peers)} gone ({text.strip()}); see its own log for the reason"
@@ -228,8 +267,8 @@ class Group:
         """Ranks of the job whose connections are broken, unless this one broke them itself."""
         if self._aborted or self.backend.name() != "gloo":
             return []
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        return [self.members[rank] for rank in others if self.broken([rank]) is not None]
+        lost = (rank for rank in self._neighbours if self.broken([rank]) is not None)
+        return [self.members[rank] for rank in lost]
 
     def _named(self, peers: Sequence[int]) -> str:
         """``peers`` with their hosts, as the beginning of a sentence."""
@@ -239,6 +278,12 @@ class Group:
         if len(names) == 1:
             return f"{names[0]} is"
         return f"one of {', '.join(names)} is" if names else "another rank is"
+
+
+def _text_in(data: bytes) -> str:
+    """What `Group.gather_text` has packed, its length first."""
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + length].decode()
 
 
 def _stop(backend: Any, how: str) -> None:

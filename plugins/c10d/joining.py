@@ -58,7 +58,12 @@ class Joining:
 
     def agree(self, statements: list[str]) -> None:
         """Raises `MismatchError` on every rank if ``statements`` differ; after a group of Gloo."""
-        agree(statements, self._gloo.rank, self._gloo.gather_text)
+        agree(
+            statements,
+            self._gloo.rank,
+            is_same=self._gloo.is_same,
+            gather=self._gloo.gather_text,
+        )
 
     def observers(self) -> Observers:
         """What the settings ask for; after a group of Gloo."""

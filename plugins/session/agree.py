@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -64,16 +63,23 @@ def disagreement(statements: Mapping[int, Sequence[str]], seen_by: int) -> str:
     return ""
 
 
-def agree(mine: list[str], rank: int, gather: Callable[[str, str], list[str]]) -> None:
+def agree(
+    mine: list[str],
+    rank: int,
+    *,
+    is_same: Callable[[str], bool],
+    gather: Callable[[str, str], list[str]],
+) -> None:
     """Raises MismatchError on every rank if their statements differ; collective.
 
     Args:
         mine: the statements of this rank.
-        gather: every rank's text under a key, by rank.
+        is_same: whether all ranks have the same text.
+        gather: every rank's text under a key, by rank; called only where they differ.
     """
-    digests = gather("plan", hashlib.sha256("\n".join(mine).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    text = json.dumps(mine)
+    if is_same(text):
         return
-    texts = gather("plan-text", json.dumps(mine))
+    texts = gather("plan-text", text)
     if why := disagreement({r: json.loads(text) for r, text in enumerate(texts)}, rank):
         raise MismatchError(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -70,6 +71,11 @@ class StoreBackend:
             ) from None
         if error is not None:
             raise error
+
+    def is_same(self, text: str) -> bool:
+        """Whether all workers have the same ``text``; collective."""
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return len(set(self.gather_text("plan", digest))) == 1
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every worker's ``text``, by rank; collective."""

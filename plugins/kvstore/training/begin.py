@@ -78,7 +78,12 @@ def attach(
     slots = _slots(model, optimizer)
     number = _sessions[store] = _sessions.get(store, -1) + 1
     backend = StoreBackend(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
-    agree(statements(slots, optimizer, config), backend.rank, backend.gather_text)
+    agree(
+        statements(slots, optimizer, config),
+        backend.rank,
+        is_same=backend.is_same,
+        gather=backend.gather_text,
+    )
     config = _sized(config, slots, backend, max(getattr(store, "num_servers", 1), 1))
     backend.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
     if getattr(store, "updates", False):

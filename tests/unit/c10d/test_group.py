@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.errors import PeerLost, TransportError
@@ -86,6 +87,16 @@ def test_the_first_note_counts() -> None:
     Notes(store, rank=2).leave("a consequence")
     assert Notes(store, rank=0).read() == "; rank 1 said: the reason"
     assert Notes(store, rank=1).read() == ""
+
+
+def test_every_rank_has_the_texts_of_all_and_knows_whether_they_are_the_same() -> None:
+    groups = two_connected()
+    texts = ["", "größer\0"]
+    assert together(lambda rank: groups[rank].gather_text("what", texts[rank])) == [texts, texts]
+    assert together(lambda rank: groups[rank].is_same(texts[rank])) == [False, False]
+    assert together(lambda rank: groups[rank].is_same("same")) == [True, True]
+    for group in groups:
+        group.close()
 
 
 class Forgotten:

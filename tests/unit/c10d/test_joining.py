@@ -22,6 +22,10 @@ class FakeGroup:
         self.hosts: list[str] = []
         self._calls = calls
 
+    def is_same(self, text: str) -> bool:
+        self._calls.append(f"{self.name} compares")
+        return self.others_text in (None, text)
+
     def gather_text(self, key: str, text: str) -> list[str]:
         self._calls.append(f"{self.name} gathers {key}")
         return [text, text if self.others_text is None else self.others_text]
@@ -62,7 +66,7 @@ def test_what_was_joined_stays_open(ranks: Joining, calls: list[str]) -> None:
         "open data on nccl",
         "open control on gloo",
         "control gathers host",
-        "control gathers plan",
+        "control compares",
     ]
 
 

@@ -1,0 +1,36 @@
+"""Sixteen ranks: they start, stay equal, and every one names the rank that was killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+RANKS = 16
+
+
+@pytest.mark.timeout(240)
+def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    script: list[str | Path] = [
+        sys.executable,
+        ROOT / "scripts" / "many-ranks",
+        "--ranks",
+        str(RANKS),
+    ]
+    ended = subprocess.run(
+        [*script, "--iterations", "8", "--timeout-s", "90", "--json", figures],
+        capture_output=True,
+        text=True,
+        timeout=220.0,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    plain, ours = json.loads(figures.read_text())
+    assert len(plain["weights"]) == len(ours["weights"]) == 1
+    assert ours["death"]["errors"] == ["PeerLost"]
+    assert ours["death"]["named"] == ours["death"]["of"] == RANKS - 1

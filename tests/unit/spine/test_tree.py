@@ -1,0 +1,37 @@
+"""The tree that the leader's word goes down."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytesched.tree import FAN_OUT, children, depth, neighbours, parent
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9, 10, 64, 73, 74, 1024])
+def test_the_word_reaches_every_rank_once(size: int) -> None:
+    heard, hops = [0], 0
+    latest = [0]
+    while latest := [child for rank in latest for child in children(rank, size)]:
+        heard += latest
+        hops += 1
+    assert sorted(heard) == list(range(size))
+    assert hops == depth(size)
+    for rank in range(size):
+        assert len(children(rank, size)) <= FAN_OUT
+        assert all(parent(child) == rank for child in children(rank, size))
+
+
+def test_few_ranks_hear_from_rank_0_itself() -> None:
+    assert [depth(size) for size in (2, 9, 10, 64, 73, 74, 1024)] == [1, 1, 2, 2, 2, 3, 4]
+    with pytest.raises(ValueError, match="rank 0 hears from nobody"):
+        parent(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 64])
+def test_neighbours_have_each_other(size: int) -> None:
+    for rank in range(size):
+        mine = neighbours(rank, size)
+        assert rank not in mine
+        assert len(set(mine)) == len(mine)
+        assert mine[0] == (rank + 1) % size
+        assert all(rank in neighbours(peer, size) for peer in mine)
