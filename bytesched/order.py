@@ -53,6 +53,10 @@ class Leading:
     def pop(self) -> CommTask | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
+    def waiting(self) -> list[int]:
+        """The indices of the ready tasks, in the order in which they are next."""
+        return [task.index for _, _, task in sorted(self._heap)]
+
     def extend(self, indices: Sequence[int]) -> None:
         raise TypeError(f"the leader chooses, and follows no order: {list(indices)}")
 

@@ -12,7 +12,7 @@ from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.levels import TwoLevelSums, TwoLevelTransport, Under
-from bytesched.plugins.c10d.order import FollowingOrder, LeadingOrder, replayed_orders
+from bytesched.plugins.c10d.order import REPLAYED_ORDERS, FollowingOrder, LeadingOrder
 from bytesched.plugins.c10d.transport import C10dTransport
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
@@ -52,7 +52,7 @@ class C10dBackend:
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s
         self.wire: str = data.backend.name()
-        self.replayed = replayed_orders(data.size)
+        self.replayed = REPLAYED_ORDERS
         self._data = data
         self._control = control
         self.levels = 1 if levels is None else 2
@@ -100,7 +100,7 @@ class C10dBackend:
         if self.rank == 0:
             ordering = LeadingOrder(self._control, len(plan.chunks), setting)
         else:
-            ordering = FollowingOrder(self._control, len(plan.chunks))
+            ordering = FollowingOrder(self._control, len(plan.chunks), setting)
         return ScheduledCarrier(
             plan.chunks,
             C10dTransport(self._data, packer, streams)

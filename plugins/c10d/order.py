@@ -7,32 +7,26 @@ from time import perf_counter
 from typing import Final
 
 from bytesched.admission import Admission, Foreseen
+from bytesched.course import Course, Drift
 from bytesched.order import Following, Leading, ReadyQueue
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Follower, Leader
+from bytesched.plugins.c10d.leader import Follower, Leader, Votes
 from bytesched.policy import Prophet, named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["FollowingOrder", "LeadingOrder", "replayed_orders"]
+__all__ = ["REPLAYED_ORDERS", "FollowingOrder", "LeadingOrder"]
 
 #: Followers start what the leader's credit let through.
 _NO_LIMIT: Final = 1 << 62
 
-#: Up to this many ranks the leader's messages are few; above, an order that converged is replayed.
-_LED_RANKS: Final = 8
+#: Settings of the order, of `tunable.ORDERS`, with which one that converged is replayed.
+REPLAYED_ORDERS: Final = frozenset({"replay"})
 
 
-def replayed_orders(ranks: int) -> frozenset[str]:
-    """Settings of the order, of `tunable.ORDERS`, with which one that converged is replayed."""
-    return frozenset({"replay", "auto"} if ranks > _LED_RANKS else {"replay"})
-
-
-class LeadingOrder:
-    """Rank 0 chooses by policy, and the others follow; what has converged is replayed by all.
-
-    See scheduled.Ordering.
+class _AgreedOrder:
+    """What both sides have: the course of rounds, and votes (see scheduled.Ordering).
 
     Args:
         group: the control group.
@@ -43,12 +37,54 @@ class LeadingOrder:
         self._group = group
         self._chunks = chunks
         self._setting = setting
-        self._replays = False
+        self._course = self._new_course()
+        self._drift = Drift()
+        self._votes = Votes(group)
         self._scheduler: Scheduler
-        self._leader: Leader
 
     def queue(self) -> ReadyQueue:
-        return Following() if self._replays else Leading(named_policy(self._setting.policy))
+        return Following()
+
+    @property
+    def order(self) -> str:
+        return "leader" if self._course.is_led else "replay"
+
+    def round_ends(self) -> None:
+        """It is decided how the next round is ordered, alike on all ranks."""
+        scheduler, course = self._scheduler, self._course
+        was_led = course.is_led
+        if not was_led:
+            self._drift.round_ends(scheduler.blocked_ns)
+        if course.round_ends(votes=self._votes.count()):
+            self._votes.cast(against=self._drift.seen)
+        if course.is_led is not was_led:
+            self._drift.begins(scheduler.blocked_ns)
+            scheduler.core.use_queue(self.queue())
+        if course.replayed is not None:
+            scheduler.ordered(course.replayed)
+
+    def _change(self, chunks: int, setting: Setting) -> None:
+        """From the next round on rank 0 chooses, whatever was replayed before."""
+        self._votes.count()
+        self._chunks = chunks
+        self._setting = setting
+        self._course = self._new_course()
+        # What was to be replayed next is still in the old queue.
+        self._scheduler.use_queue(self.queue())
+
+    def _new_course(self) -> Course:
+        replay = self._setting.order in REPLAYED_ORDERS
+        return Course(self._chunks, replay=replay)
+
+
+class LeadingOrder(_AgreedOrder):
+    """Rank 0's side: it chooses by policy, and the others follow."""
+
+    def queue(self) -> ReadyQueue:
+        if not self._course.is_led:
+            return Following()
+        self._queue = Leading(named_policy(self._setting.policy))
+        return self._queue
 
     def window_bytes(self, credit_bytes: int) -> int:
         return credit_bytes
@@ -59,64 +95,31 @@ class LeadingOrder:
 
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._leader = Leader(
-            self._group,
-            self._chunks,
-            replay=self._may_replay(),
-            blocked_ns=lambda: scheduler.blocked_ns,
-        )
+        self._leader = Leader(self._group, self._course)
 
     def ready(self) -> None:
         pass
 
     def announce(self, chunks: Sequence[CommTask]) -> None:
-        self._leader.announce(chunks)
+        if self._course.is_led:
+            self._leader.announce(chunks, self._queue.waiting())
 
     def round_ends(self) -> None:
-        """Between two rounds the leader may change between choosing and replaying."""
-        replayed = self._leader.replayed
-        if (replayed is not None) is not self._replays:
-            self._replays = replayed is not None
-            self._scheduler.core.use_queue(self.queue())
-        if replayed is not None:
-            self._scheduler.ordered(replayed)
+        if self._course.is_led:
+            self._leader.round_ends()
+        super().round_ends()
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        """From the next round on rank 0 chooses, whatever was replayed before."""
-        self._chunks = len(chunks)
-        self._setting = setting
-        self._replays = False
-        self._leader.change(self._chunks, replay=self._may_replay())
-        # What was to be replayed next is still in the old queue.
-        self._scheduler.use_queue(self.queue())
-
-    @property
-    def order(self) -> str:
-        return _order(self._leader)
+        self._change(len(chunks), setting)
+        self._leader.change(self._course)
 
     def close(self) -> None:
         self._leader.close()
-
-    def _may_replay(self) -> bool:
-        return self._setting.order in replayed_orders(self._group.size)
+        self._votes.close()
 
 
-class FollowingOrder:
-    """The order that rank 0 has chosen, or the one that all replay (see scheduled.Ordering).
-
-    Args:
-        group: the control group.
-        chunks: how many there are in a round.
-    """
-
-    def __init__(self, group: Group, chunks: int) -> None:
-        self._group = group
-        self._chunks = chunks
-        self._scheduler: Scheduler
-        self._follower: Follower
-
-    def queue(self) -> ReadyQueue:
-        return Following()
+class FollowingOrder(_AgreedOrder):
+    """The other ranks' side: they start what rank 0 has named, or what all replay."""
 
     def window_bytes(self, credit_bytes: int) -> int:
         return _NO_LIMIT
@@ -127,7 +130,11 @@ class FollowingOrder:
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._follower = Follower(
-            self._group, self._chunks, ordered=scheduler.ordered, on_error=scheduler.fail
+            self._group,
+            self._course,
+            self._chunks,
+            ordered=scheduler.ordered,
+            on_error=scheduler.fail,
         )
 
     def ready(self) -> None:
@@ -136,20 +143,10 @@ class FollowingOrder:
     def announce(self, chunks: Sequence[CommTask]) -> None:
         pass
 
-    def round_ends(self) -> None:
-        pass
-
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        self._follower.change(len(chunks))
-        self._scheduler.use_queue(self.queue())
-
-    @property
-    def order(self) -> str:
-        return _order(self._follower)
+        self._change(len(chunks), setting)
+        self._follower.change(self._course, self._chunks)
 
     def close(self) -> None:
         self._follower.close()
-
-
-def _order(side: Leader | Follower) -> str:
-    return "leader" if side.replayed is None else "replay"
+        self._votes.close()

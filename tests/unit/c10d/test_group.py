@@ -14,9 +14,10 @@ import torch.distributed as dist
 from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from bytesched.course import Course
 from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Follower, Leader
+from bytesched.plugins.c10d.leader import Follower, Leader, Votes
 from bytesched.plugins.c10d.notes import Notes
 from bytesched.task import CommTask
 
@@ -47,16 +48,18 @@ def group() -> Group:
 
 
 def test_the_leader_names_a_message_that_cannot_be_sent(group: Group) -> None:
-    leader = Leader(group, 1, replay=False, blocked_ns=lambda: 0)
+    leader = Leader(group, Course(1, replay=False))
     task = CommTask("chunk", start_at=0, stop_at=4)
     task.index = 0
     with pytest.raises(PeerLost, match=r"rank 1 said: ValueError: boom \(task the leader's order"):
-        leader.announce([task])
+        leader.announce([task], [])
 
 
 def test_a_follower_names_a_message_that_cannot_be_received(group: Group) -> None:
     errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    follower = Follower(group, 1, ordered=lambda _: None, on_error=errors.put)
+    follower = Follower(
+        group, Course(1, replay=False), 1, ordered=lambda _: None, on_error=errors.put
+    )
     follower.chunk_ready()
     assert isinstance(errors.get(timeout=5.0), PeerLost)
     follower.close()
@@ -95,6 +98,18 @@ def test_every_rank_has_the_texts_of_all_and_knows_whether_they_are_the_same() -
     assert together(lambda rank: groups[rank].gather_text("what", texts[rank])) == [texts, texts]
     assert together(lambda rank: groups[rank].is_same(texts[rank])) == [False, False]
     assert together(lambda rank: groups[rank].is_same("same")) == [True, True]
+    for group in groups:
+        group.close()
+
+
+def test_votes_are_counted_one_round_after_they_were_cast() -> None:
+    groups = two_connected()
+    votes = [Votes(group) for group in groups]
+    assert [vote.count() for vote in votes] == [0, 0]
+    for rank, vote in enumerate(votes):
+        vote.cast(against=rank == 1)
+    assert together(lambda rank: votes[rank].count()) == [1, 1]
+    assert [vote.count() for vote in votes] == [0, 0]
     for group in groups:
         group.close()
 
