@@ -86,7 +86,7 @@ class Config:
     credit_bytes: int = AUTOMATIC
     """Most bytes in flight; 0: chosen together with `partition_bytes`."""
     order: str = "auto"
-    """How ranks come to one order: `leader`, `replay`, or `auto`, which chooses between them."""
+    """How ranks come to one order: `leader`, `replay` of one that converged; `auto`: `leader`."""
     compression: str = "none"
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True

@@ -16,14 +16,13 @@ from bytesched.link.fabric import Fabric
 from bytesched.link.vectors import VectorCluster
 from bytesched.link.work import Work
 from bytesched.sim.systems import BUCKETS_MB, Model, buckets, scheduled, sharded, split
+from bytesched.tree import FAN_OUT
 from bytesched.tunable import ORDERS
 
 __all__ = ["Prediction", "bound_s", "control_of", "iterate", "predict"]
 
 #: up to so many ranks, each has a scheduler core of its own
 _EVENT_RANKS = 8
-#: beyond, the leader's order is replayed once it has converged (see plugins/c10d/order.py)
-_LED_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +63,10 @@ def bound_s(model: Model, fabric: Fabric) -> float:
 def control_of(fabric: Fabric, order: str, *, send_s: float) -> Control:
     """How the ranks of a fabric learn rank 0's order, or replay it."""
     return Control(
-        fanout=fabric.ranks - 1,
+        fanout=FAN_OUT,
         send_s=send_s,
         latency_s=fabric.latency_s,
-        replay=order == "replay" or (order == "auto" and fabric.ranks > _LED_RANKS),
+        replay=order == "replay",
     )
 
 
