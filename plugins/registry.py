@@ -264,6 +264,8 @@ def _at_exit() -> None:
         except Exception:
             log.exception("the last step could not be applied")
             make_exit_fail()
+        # Before that: what it lets go of may be all that has kept the model, and ended it again.
+        _forget(session)
         _close(session)
     _entries.clear()
 

@@ -58,6 +58,8 @@ class C10dBackend:
         self.levels = 1 if levels is None else 2
         self._levels = levels
         self._groups = [data, control] if buffers is None else [data, control, buffers]
+        #: the last sum that Gloo or NCCL does at once
+        self._summing: Any = None
 
     def add(self, group: Group) -> Group:
         """``group`` fails and is closed with the others; returns it."""
@@ -71,7 +73,8 @@ class C10dBackend:
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         if self._levels is None or not tensor.is_floating_point():
-            return self._data.backend.allreduce([tensor])
+            self._summing = self._data.backend.allreduce([tensor])
+            return self._summing
         under = Under(self.timeout_s)
         self._levels.begin(tensor, key, under.ended)
         return under
@@ -133,6 +136,11 @@ class C10dBackend:
             self._levels.abort()
 
     def close(self) -> None:
+        summing, self._summing = self._summing, None
+        if summing is not None and not summing.is_completed():
+            # The other ranks take no part in it: a connection that waits for them does not end.
+            self.abort()
+        del summing
         if self._levels is not None:
             self._levels.close()
         for group in self._groups:

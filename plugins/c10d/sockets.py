@@ -27,7 +27,7 @@ def short_queues(unsent_bytes: int) -> Iterator[None]:
     yield
     for inode, descriptor in _sockets().items():
         if inode not in before:
-            _shorten(descriptor, unsent_bytes)
+            _shorten(descriptor, inode, unsent_bytes)
 
 
 def _sockets() -> dict[str, int]:
@@ -46,6 +46,8 @@ def _sockets() -> dict[str, int]:
     return found
 
 
-def _shorten(descriptor: int, unsent_bytes: int) -> None:
+def _shorten(descriptor: int, inode: str, unsent_bytes: int) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)
+        # The number may stand for another socket since it was listed; this copy stays what it is.
+        if os.readlink(f"{_FOLDER}/{connection.fileno()}") == inode:
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)

@@ -62,6 +62,8 @@ class Slot:
     #: since it was handed out, the gradient was read whole: there may be other tensors over its
     #: memory, and it may have other memory itself
     is_read: bool = False
+    #: in this round it has no gradient yet: what is there is that of the last one, and on no wire
+    is_awaited: bool = False
     #: see `LazyGrad.desk`
     desk: Desk | None = None
     #: what the script has done to the elements of the gradient while it was outstanding

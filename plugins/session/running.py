@@ -63,8 +63,9 @@ class Running:
         self._splitting = splitting
         self._sharding = splitting if isinstance(splitting, Sharding) else None
         self._whole_carrier = parts.carrier
-        #: how many there are, and how many steps they took in this round
-        self._optimizers = self._steps = 0
+        self._optimizers: list[Deferred] = []
+        #: how many steps they took in this round
+        self._steps = 0
 
     # -- forward -----------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Running:
                     self._sharding.withhold(slot)
                 self._synchronizing.make_lazy(slot)
             slot.sending = len(slot.chunks)
+            slot.is_awaited = True
         for bundle in plan.bundles:
             bundle.sending = len(bundle.chunks)
         plan.flags_reduced = False
@@ -133,6 +135,7 @@ class Running:
         slot.take_gradient()
 
     def _source_ready(self, slot: Slot) -> None:
+        slot.is_awaited = False
         for chunk in slot.chunks:
             if chunk.notify_ready():
                 self._streams.backward_done(chunk, self._carrier.submit)
@@ -141,6 +144,8 @@ class Running:
         if self.find_unused:
             self._complete()
         self.hand_out()
+        if self._splitting is not None:
+            self._splitting.backward_ends()
         return self
 
     def _complete(self) -> None:
@@ -186,13 +191,14 @@ class Running:
     # -- step --------------------------------------------------------------------------
 
     def introduce(self, deferred: Deferred) -> None:
-        self._optimizers += 1
+        self._optimizers = [other for other in self._optimizers if other.is_alive]
+        self._optimizers.append(deferred)
         self._arming.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         eager = self._arming.step(deferred, whole_because=whole_because)
         self._steps += 1
-        if self._splitting is not None and self._steps == self._optimizers:
+        if self._splitting is not None and self._steps == sum(o.is_alive for o in self._optimizers):
             self._splitting.end_round()
         return eager
 

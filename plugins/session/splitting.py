@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -54,6 +55,9 @@ class SplitCarrier(Carrier, Protocol):
 
     def begin_round(self) -> None:
         """A new backward pass begins: what was asked of the last one is over."""
+
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there, and may be asked about."""
 
     def end_round(self) -> None:
         """Every optimizer has stepped: nothing more is asked."""
@@ -139,7 +143,8 @@ class Splitting:
             # Every rank cast its own before it reduced the last round.
             votes, work = self._vote
             self._vote = None
-            self._context.backend.wait(work, task=_VOTE)
+            with self._failing():
+                self._context.backend.wait(work, task=_VOTE)
             self._change(wanted=int(votes) == self._context.backend.size)
         return self._parts.carrier if self._split is None else self._split
 
@@ -150,8 +155,14 @@ class Splitting:
             self._split.begin_round()
         if self._mode == "auto" and _is_due(self._rounds):
             votes = torch.tensor([int(self._was_asked_before)], device=self._device)
-            self._vote = votes, self._context.backend.sum(votes, _VOTE)
+            with self._failing():
+                self._vote = votes, self._context.backend.sum(votes, _VOTE)
             self._was_asked_before = False
+
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there."""
+        if self._split is not None:
+            self._split.backward_ends()
 
     def end_round(self) -> None:
         """Every optimizer has stepped."""
@@ -176,15 +187,17 @@ class Splitting:
         self._parts.synchronizing.wait_reduced()
         self._parts.synchronizing.synchronize_all()
         if self._split is None:
-            self._enter()
+            with self._failing():
+                self._split = self._entered()
         else:
             self._leave(self._split)
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """The other ranks learn of what is raised inside, as they take part in it."""
         try:
-            self._split = self._entered()
+            yield
         except BaseException as error:
-            # The plan is cut for what does not exist.
             self._context.progress.fail(error)
             raise
 

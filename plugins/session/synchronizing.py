@@ -138,7 +138,7 @@ class Synchronizing:
             self.synchronize(bundle, f"{slot.name}.grad")
         else:
             waited_ns = 0
-            if bundle.sending:
+            if bundle.sending and not slot.is_awaited:
                 began_ns = perf_counter_ns()
                 self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
                 self._meter.waited(f"{slot.name}.grad", began_ns, bundle)

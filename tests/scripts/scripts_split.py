@@ -327,3 +327,22 @@ def aliases_kept(job: Job) -> None:
             job.record("changed", kept[0])
 
     _train(job, smooth)
+
+
+def norms_inside_backward(job: Job) -> None:
+    """A hook looks at gradients of the last step, which nobody has zeroed, during the next one."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    first, *_ = model.parameters()
+
+    def look(*_: Tensor) -> None:
+        if first.grad is not None:
+            job.record("earlier norm", first.grad.norm())
+
+    # Of the second layer, so that gradients of the third are on the wire.
+    list(model.parameters())[3].register_post_accumulate_grad_hook(look)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+    job.record_state(model, optimizer)

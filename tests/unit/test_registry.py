@@ -178,6 +178,20 @@ def test_what_was_unwrapped_is_not_ended_again_with_its_model() -> None:
     assert session.calls == ["flush", "restore", "close"]
 
 
+def test_a_model_that_only_its_session_keeps_is_not_ended_twice_at_exit() -> None:
+    class Keeping(Session):
+        def close(self, *, release_parameters: bool = True) -> None:
+            super().close(release_parameters=release_parameters)
+            self.root = None
+
+    session = Keeping("keeping", root=Model())
+    registry.add(Optimizer(), session)
+    registry._at_exit()
+    registry._wait_for_ends()
+    assert session.calls == ["flush", "close"]
+    assert len(registry.ended()) == 1
+
+
 def test_a_session_lives_on_without_its_optimizers() -> None:
     model, optimizer = Model(), Optimizer()
     session = Session("alone", root=model)

@@ -101,16 +101,25 @@ class Desk:
         self._changes = 0
         #: whether the script has asked for a norm in this round
         self.was_asked = False
+        #: the backward pass of this round has not ended: hooks see gradients of the last one
+        self._is_backward = False
 
     def begin_round(self) -> None:
         """A new backward pass begins."""
+        self._is_backward = True
         self._known.clear()
         self._questions = self._changes = 0
         self.was_asked = False
         self._answers.begin_round()
 
+    def backward_ends(self) -> None:
+        """All gradients of the round are those that are asked about."""
+        self._is_backward = False
+
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns for lazy gradients, without waiting for them; or NotImplemented."""
+        if self._is_backward:
+            return NotImplemented
         if func in NORMS:
             return self._norm(func, args, kwargs)
         if func in NORMS_OF_ALL:
@@ -184,7 +193,12 @@ class Desk:
         if number >= _MOST_QUESTIONS:
             return None
         # What was read whole may have been changed out of sight.
-        read = [index for index, slot in enumerate(self._plan.slots) if slot.is_read]
+        read = [
+            index
+            for index, slot in enumerate(self._plan.slots)
+            # Of others it was a gradient of an earlier round, perhaps on this rank alone.
+            if slot.is_read and slot.used and not slot.apart
+        ]
         signature = digest(f"{question} after {self._changes}, without {read}")
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
         own = torch.zeros(len(self._plan.slots), dtype=torch.float64, device="cpu")

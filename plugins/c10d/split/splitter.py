@@ -173,6 +173,9 @@ class ExchangeCarrier:
     def begin_round(self) -> None:
         self.desk.begin_round()
 
+    def backward_ends(self) -> None:
+        self.desk.backward_ends()
+
     def lost(self) -> BaseException | None:
         return self._exchange.lost() or self._answers.lost()
 

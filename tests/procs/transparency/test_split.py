@@ -39,6 +39,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
     split.two_optimizers,
     split.accumulated,
     split.aliases_kept,
+    split.norms_inside_backward,
     split.clipped_and_kept,
     split.giant_and_unused,
     gradients.clip_norm,

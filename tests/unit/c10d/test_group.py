@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from bytesched.course import Course
 from bytesched.errors import PeerLost, TransportError
+from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.leader import Follower, Leader, Votes
 from bytesched.plugins.c10d.notes import Notes
@@ -169,4 +170,16 @@ def test_a_forgotten_collective_ends_with_its_connection() -> None:
     assert "rank 1 is gone" in str(error)
     assert "task chunk" in str(error)
     for g in (group, other):
+        g.close()
+
+
+def test_a_sum_that_nobody_joins_does_not_hold_up_the_end() -> None:
+    group, other = two_connected()
+    control, others_control = two_connected()
+    backend = C10dBackend(group, control)
+    backend.sum(torch.ones(1), "votes")
+    backend.close()
+    # Gloo's own threads: with one of them in the sum, the connection would not be let go of.
+    assert "bytesched-ending" not in {thread.name for thread in threading.enumerate()}
+    for g in (other, others_control):
         g.close()
