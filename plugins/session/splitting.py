@@ -1,4 +1,5 @@
-"""Where a script asks for norms of its gradients: all ranks change to a carrier that splits."""
+"""Where a script asks for norms of its gradients or scales them: all ranks change to a carrier
+that splits."""
 
 from __future__ import annotations
 
@@ -32,6 +33,30 @@ NORMS: Final[frozenset[Any]] = frozenset(
 #: The same of several tensors at once.
 NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
 
+#: What is done in place to each element by itself, with numbers.
+ELEMENTWISE: Final[frozenset[Any]] = frozenset(
+    {
+        torch.Tensor.clamp_,
+        torch.Tensor.clamp_max_,
+        torch.Tensor.clamp_min_,
+        torch.Tensor.div_,
+        torch.Tensor.mul_,
+    }
+)
+#: The same for several tensors at once.
+ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
+    {
+        torch._foreach_clamp_max_,
+        torch._foreach_clamp_min_,
+        torch._foreach_div_,
+        torch._foreach_mul_,
+    }
+)
+UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+#: A carrier that splits answers these, or notes them down.
+_ASKING: Final = NORMS | NORMS_OF_ALL | ELEMENTWISE | ELEMENTWISE_OF_ALL | {UNSCALE}
+
 #: The ranks vote in rounds 1, 2, 4, 8, ..., and from here on at equal distances.
 _VOTES_EVERY: Final = 256
 
@@ -51,7 +76,7 @@ class SplitCarrier(Carrier, Protocol):
 
     @property
     def was_asked(self) -> bool:
-        """Whether the script has asked for a norm since the round began."""
+        """Whether the script has asked or changed anything since the round began."""
 
     def begin_round(self) -> None:
         """A new backward pass begins: what was asked of the last one is over."""
@@ -120,8 +145,8 @@ class Splitting:
         #: what was carried by carriers that are closed
         self._past = Traffic()
         self._split: SplitCarrier | None = None
-        #: a norm was asked for since the last vote, in rounds that are over; and in this round,
-        #: while nothing is split
+        #: something was asked or changed since the last vote, in rounds that are over; and in this
+        #: round, while nothing is split
         self._was_asked_before = self._was_asked = False
         #: a vote under way: its sum, and the work
         self._vote: tuple[torch.Tensor, Any] | None = None
@@ -220,7 +245,10 @@ class Splitting:
         context.progress.look = split.lost
         self._use_desk(split.desk)
         if context.backend.rank == 0:
-            log.info("the script asks for norms of its gradients: every all-reduce is split in two")
+            log.info(
+                "the script measures or scales its gradients before step(): every all-reduce is "
+                "split in two"
+            )
         return split
 
     def _leave(self, split: SplitCarrier) -> None:
@@ -246,7 +274,7 @@ class Splitting:
             slot.use_desk(desk)
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in NORMS or func in NORMS_OF_ALL:
+        if func in _ASKING:
             self._was_asked = True
         return NotImplemented
 

@@ -23,30 +23,15 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import LazyGrad, alias_of
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.splitting import NORMS, NORMS_OF_ALL
+from bytesched.plugins.session.splitting import (
+    ELEMENTWISE,
+    ELEMENTWISE_OF_ALL,
+    NORMS,
+    NORMS_OF_ALL,
+    UNSCALE,
+)
 
 __all__ = ["Desk"]
-
-#: What is done in place to each element by itself, with numbers.
-ELEMENTWISE: Final[frozenset[Any]] = frozenset(
-    {
-        torch.Tensor.clamp_,
-        torch.Tensor.clamp_max_,
-        torch.Tensor.clamp_min_,
-        torch.Tensor.div_,
-        torch.Tensor.mul_,
-    }
-)
-#: The same for several tensors at once.
-ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
-    {
-        torch._foreach_clamp_max_,
-        torch._foreach_clamp_min_,
-        torch._foreach_div_,
-        torch._foreach_mul_,
-    }
-)
-UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
 #: The same memory as another tensor.
 ALIASES: Final[frozenset[Any]] = frozenset(
@@ -99,7 +84,7 @@ class Desk:
         self._questions = 0
         #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
-        #: whether the script has asked for a norm in this round
+        #: whether the script has asked for something, or changed something, in this round
         self.was_asked = False
         #: the backward pass of this round has not ended: hooks see gradients of the last one
         self._is_backward = False
@@ -292,6 +277,7 @@ class Desk:
         return None
 
     def _note(self, slots: Sequence[Slot], change: _Change, what: str) -> None:
+        self.was_asked = True
         positions = [self._index[slot] for slot in slots]
         self._changes = digest(f"{self._changes} {what} of {positions}")
         for slot in slots:

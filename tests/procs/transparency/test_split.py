@@ -80,6 +80,19 @@ def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, order: str) ->
     assert [stats["order"] for stats in figures] == [order, order]
 
 
+@named(gradients.clip_value, gradients.gradients_scaled_in_place)
+def test_entered_where_all_ranks_change_each_element(
+    two_ranks: Ranks, script: Callable[..., None]
+) -> None:
+    figures = check(two_ranks, script, split="auto")
+    assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
+
+
+def test_entered_where_all_ranks_unscale(two_ranks: Ranks) -> None:
+    figures = check(two_ranks, split.scaled_with_infs, "sgd", split="auto")
+    assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
+
+
 @named(split.norm_logged_by_rank_0, gradients.gradients_kept)
 def test_not_entered_where_one_rank_asks_or_none(
     two_ranks: Ranks, script: Callable[..., None]
