@@ -188,6 +188,10 @@ class Sharding:
         """The script has kept the gradient of ``slot``, whose memory is used anew."""
         self._wholes.withhold(slot)
 
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there."""
+        self._carrier.backward_ends()
+
     def end_round(self) -> None:
         """Every optimizer has stepped."""
         self._carrier.end_round()

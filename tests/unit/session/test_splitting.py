@@ -54,10 +54,11 @@ def test_a_vote_that_fails_ends_the_session_so_that_others_learn_of_it() -> None
 
 
 def test_whoever_never_asks_for_norms_votes_for_whole_ones() -> None:
-    ranks, failed = Ranks(), []
+    ranks = Ranks()
+    failed: list[BaseException] = []
     voting, desk = splitting(ranks, failed)
     for _ in range(9):
-        assert voting.carrier() == "whole"
+        assert str(voting.carrier()) == "whole"
         voting.begin_round()
         assert desk(torch.Tensor.add, (), {}) is NotImplemented
     assert ranks.sums == ["split or whole"] * 4
