@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FAN_OUT", "children", "depth", "neighbours", "parent"]
+__all__ = ["FAN_OUT", "children", "depth", "parent"]
 
 FAN_OUT: Final = 8
 
@@ -32,11 +32,3 @@ def depth(size: int) -> int:
     while rank > 0:
         hops, rank = hops + 1, parent(rank)
     return hops
-
-
-def neighbours(rank: int, size: int) -> list[int]:
-    """Those of ``rank`` in the tree, and in the ring that collectives use; the next one first."""
-    found = [(rank + 1) % size, (rank - 1) % size, *children(rank, size)]
-    if rank:
-        found.append(parent(rank))
-    return [peer for peer in dict.fromkeys(found) if peer != rank]

@@ -20,7 +20,6 @@ from bytesched.errors import (
     TransportError,
 )
 from bytesched.plugins.c10d.notes import Notes
-from bytesched.tree import neighbours
 
 __all__ = ["Group"]
 
@@ -45,10 +44,6 @@ class Group:
     """A process group that only a session issues on, and the store behind it.
 
     Two threads on one Gloo group abort the process, so the user's group is never used.
-
-    Args:
-        is_mesh: whether every rank is connected with every other; else with those whom it sends
-            to first of all.
     """
 
     def __init__(
@@ -59,7 +54,6 @@ class Group:
         *,
         name: str,
         timeout_s: float,
-        is_mesh: bool = True,
     ) -> None:
         self.backend = backend
         self.store = store
@@ -72,9 +66,8 @@ class Group:
         #: for messages: the ranks of the job that these are
         self.members: Sequence[int] = range(self.size)
         self._notes = notes
-        others = [(self.rank + d) % self.size for d in range(1, self.size)]
-        #: ranks that this one is connected with
-        self._neighbours = others if is_mesh else neighbours(self.rank, self.size)
+        #: the other ranks, with all of which this one is connected; the next one first
+        self._others = [(self.rank + d) % self.size for d in range(1, self.size)]
         self._aborted = self._closed = False
 
     def gather_text(self, key: str, text: str) -> list[str]:
@@ -195,7 +188,7 @@ class Group:
         """The error of a connection that is broken, if one is. Any thread."""
         if self.backend.name() != "gloo":
             return None
-        broken = self.broken(self._neighbours)
+        broken = self.broken(self._others)
         return None if broken is None else self.error(broken)
 
     def abort(self) -> None:
@@ -212,7 +205,7 @@ class Group:
         # Gloo has no call for it, but a receive that times out closes all its connections. From
         # a rank whose connection is broken already there is none.
         never = torch.empty(1, device="cpu")
-        for peer in self._neighbours:
+        for peer in self._others:
             try:
                 work = self.backend.recv([never], peer, _NEVER_SENT)
             except RuntimeError:
@@ -267,7 +260,7 @@ class Group:
         """Ranks of the job whose connections are broken, unless this one broke them itself."""
         if self._aborted or self.backend.name() != "gloo":
             return []
-        lost = (rank for rank in self._neighbours if self.broken([rank]) is not None)
+        lost = (rank for rank in self._others if self.broken([rank]) is not None)
         return [self.members[rank] for rank in lost]
 
     def _named(self, peers: Sequence[int]) -> str:

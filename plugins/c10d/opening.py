@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
-from bytesched.plugins.c10d.devices import can_connect_late, shared_devices
+from bytesched.plugins.c10d.devices import shared_devices
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.notes import Notes
 
@@ -19,10 +19,6 @@ __all__ = ["closed_on_error", "open_gloo", "open_group", "open_part", "store_of"
 
 #: purposes of groups that carry little, one thing at a time
 _SHORT: Final = frozenset({"buffers", "control"})
-#: purposes of groups of which each rank uses few connections
-_FEW: Final = frozenset({"buffers", "control", "data"})
-#: Up to this many ranks connect with each other at once: a death is seen by all in the same moment.
-_MESH_RANKS: Final = 8
 
 
 @contextlib.contextmanager
@@ -108,13 +104,11 @@ def open_gloo(
     Two collectives run at a time, as on a group of torch's; one if its purpose asks for no more.
     Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
     """
-    purpose = name.rpartition("/")[2]
-    is_short = purpose in _SHORT
-    is_lazy = purpose in _FEW and size > _MESH_RANKS and can_connect_late()
+    is_short = name.rpartition("/")[2] in _SHORT
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = shared_devices("messages" if is_short else "data", is_lazy=is_lazy)
+    options._devices = shared_devices("messages" if is_short else "data")
     options._threads = len(options._devices) * (1 if is_short else 2)
     try:
         backend = gloo(store, rank, size, options)
@@ -125,7 +119,7 @@ def open_gloo(
             rank=rank,
         ) from error
     notes = _notes(root, name, rank)
-    return Group(backend, store, notes, name=name, timeout_s=timeout_s, is_mesh=not is_lazy)
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
 
 
 def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bytesched.tree import FAN_OUT, children, depth, neighbours, parent
+from bytesched.tree import FAN_OUT, children, depth, parent
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 9, 10, 64, 73, 74, 1024])
@@ -25,13 +25,3 @@ def test_few_ranks_hear_from_rank_0_itself() -> None:
     assert [depth(size) for size in (2, 9, 10, 64, 73, 74, 1024)] == [1, 1, 2, 2, 2, 3, 4]
     with pytest.raises(ValueError, match="rank 0 hears from nobody"):
         parent(0)
-
-
-@pytest.mark.parametrize("size", [2, 3, 16, 64])
-def test_neighbours_have_each_other(size: int) -> None:
-    for rank in range(size):
-        mine = neighbours(rank, size)
-        assert rank not in mine
-        assert len(set(mine)) == len(mine)
-        assert mine[0] == (rank + 1) % size
-        assert all(rank in neighbours(peer, size) for peer in mine)
