@@ -43,6 +43,8 @@ class _Cause:
     waited_ns: int = 0
     #: what was read
     names: set[str] = field(default_factory=set)
+    #: norms of all gradients were asked for, which wait for half of what is sent
+    asked: bool = False
 
 
 class Causes:
@@ -60,13 +62,23 @@ class Causes:
 
     def read(self, name: str, waited_ns: int) -> None:
         """The gradient ``name`` is read, and was waited for; called from where that happens."""
+        if (cause := self._cause(waited_ns)) is not None:
+            cause.names.add(name)
+
+    def asked(self, waited_ns: int) -> None:
+        """As `read`, where norms of all gradients were asked for and waited for."""
+        if (cause := self._cause(waited_ns)) is not None:
+            cause.asked = True
+
+    def _cause(self, waited_ns: int) -> _Cause | None:
+        """That of the user's line which is running; None when no more time is spent on it."""
         if self._spent_ns > _BUDGET_NS:
-            return
+            return None
         began_ns = perf_counter_ns()
         cause = self._causes.setdefault(place(), _Cause())
         cause.waited_ns += waited_ns
-        cause.names.add(name)
         self._spent_ns += perf_counter_ns() - began_ns
+        return cause
 
     @property
     def worst(self) -> str:
@@ -75,7 +87,10 @@ class Causes:
         if not waited:
             return ""
         function, line = max(waited, key=lambda key: waited[key].waited_ns)
-        names = self._causes[function, line].names
+        cause = self._causes[function, line]
+        if cause.asked:
+            return f"{function or 'the script'} asks for norms of all gradients ({line})"
+        names = cause.names
         what = "all gradients" if len(names) >= _ALL * self._count else "gradients"
         if len(names) == 1 < self._count:
             (what,) = (f"{name}.grad" for name in names)

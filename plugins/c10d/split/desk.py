@@ -211,6 +211,7 @@ class Desk:
         began_ns = perf_counter_ns()
         self._progress.wait(done, what)
         self._meter.waited("norm of all gradients", began_ns, None)
+        self._meter.causes.asked(perf_counter_ns() - began_ns)
 
     def _measure(
         self,

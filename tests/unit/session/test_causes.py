@@ -56,6 +56,14 @@ def test_what_is_read_seldom_is_named() -> None:
     assert place() == ("", f"test_causes.py:{line()}")
 
 
+def test_norms_that_are_asked_for_are_named_so() -> None:
+    causes = Causes(5)
+    causes.asked(waited_ns=10)
+    here = line() - 1
+    expected = f"the script asks for norms of all gradients (test_causes.py:{here})"
+    assert causes.worst == expected
+
+
 def test_what_was_there_already_is_no_reason() -> None:
     causes = Causes(1)
     causes.read("weight", waited_ns=0)
