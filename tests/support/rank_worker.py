@@ -94,9 +94,13 @@ def die_at(name: str) -> None:
 
 
 def gloo_groups() -> int:
-    """How many process groups of Gloo this process has: each has a thread that reads."""
-    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-    return sum(name == "gloo_tcp_loop" for name in names)
+    """How many devices of Gloo this process has: each has a thread that reads."""
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += path.read_text().strip() == "gloo_tcp_loop"
+    return found
 
 
 def gloo_groups_left(before: int) -> int:
