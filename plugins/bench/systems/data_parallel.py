@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
@@ -62,6 +61,9 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     wrapped = DistributedDataParallel(model)
     if kind == "zero1":
+        # It compiles optimizers of TorchScript when it is imported, which warns.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer, settings = _optimizer(optimizer_name)
         return Running(
             wrapped,
