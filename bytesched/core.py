@@ -144,7 +144,9 @@ class SchedulerCore:
 
     def _start_next(self) -> list[CommTask]:
         started: list[CommTask] = []
-        window_bytes = self._window_bytes()
+        window_bytes = self._credit_bytes
+        if self._admission is not None and self._in_flight_bytes < window_bytes:
+            window_bytes = max(window_bytes, self._admission.block_bytes(window_bytes))
         while self._in_flight_bytes < window_bytes and not self._stopped:
             task = self._queue.pop()
             if task is None:
@@ -158,12 +160,6 @@ class SchedulerCore:
             self._note("start", task)
             started.append(task)
         return started
-
-    def _window_bytes(self) -> int:
-        credit_bytes = self._credit_bytes
-        if self._admission is None or self._in_flight_bytes >= credit_bytes:
-            return credit_bytes
-        return max(credit_bytes, self._admission.block_bytes(credit_bytes))
 
     def _landed(self, task: CommTask) -> None:
         if self._in_flight.pop(id(task), None) is None:
