@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from bytesched.errors import BytesschedError
+from bytesched.errors import (
+    BytesschedError,
+    PeerLost,
+    PluginError,
+    SchedulerTimeout,
+    TransportError,
+)
 from bytesched.plugins.session.progress import Progress
 
-__all__ = ["Ask", "gathered", "packed", "unpacked"]
+__all__ = ["Ask", "gathered", "packed", "packed_error", "unpacked"]
 
 #: asks a rank a question; with a name for what is asked
 Ask: TypeAlias = Callable[[int, bytes, str], bytes]
+
+#: the kind of a message that is no error
+_VALUE: Final = ""
+#: those that keep their kind on the way; of two that fit, the first
+_ERRORS: Final = (PeerLost, SchedulerTimeout, TransportError, PluginError, BytesschedError)
 
 
 def gathered(
@@ -48,12 +60,36 @@ def gathered(
 
 
 def packed(value: Any) -> bytes:
-    """Bytes of plain values and tensors, for another rank."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    """Bytes of tensors and plain values, in lists, tuples and dicts, for another rank."""
+    return _saved((_VALUE, value))
+
+
+def packed_error(error: BytesschedError) -> bytes:
+    """Bytes of an error that another rank raises."""
+    kind = next(kind for kind in _ERRORS if isinstance(error, kind))
+    return _saved((kind.__name__, str(error)))
 
 
 def unpacked(content: bytes) -> Any:
-    """What was packed by another rank of this job."""
-    return torch.load(io.BytesIO(content), weights_only=False)
+    """What another rank of this job has packed.
+
+    Nothing of it is executed: raises PluginError for anything but tensors and plain values. Raises
+    the error that was packed, if one was.
+    """
+    try:
+        kind, value = torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PluginError(
+            "another rank's answer has other values than tensors, numbers, texts and containers of "
+            f"them, which are not taken from a network ({str(error).splitlines()[0]}); with "
+            "shard=True an optimizer's state must be made of those"
+        ) from error
+    if kind == _VALUE:
+        return value
+    raise next(known for known in _ERRORS if known.__name__ == kind)(value)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -19,7 +19,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer, elements
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Bundle, Slot
-from bytesched.plugins.session.asking import packed, unpacked
+from bytesched.plugins.session.asking import packed_error, unpacked
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.holding import Holding
@@ -303,7 +303,7 @@ class Sharding:
         try:
             return answers[kind](*args)
         except BytesschedError as error:
-            return packed(error)
+            return packed_error(error)
 
     def _ask(self, rank: int, question: bytes, task: str) -> bytes:
         return self._carrier.ask(rank, question, task=task)
