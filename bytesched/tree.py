@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FAN_OUT", "children", "depth", "parent"]
+__all__ = ["FAN_OUT", "WORD_TASKS", "children", "parent"]
 
 FAN_OUT: Final = 8
+
+#: Tasks that one word names at most: with their number, 256 bytes.
+WORD_TASKS: Final = 31
 
 
 def parent(rank: int) -> int:
@@ -20,15 +23,7 @@ def parent(rank: int) -> int:
     return (rank - 1) // FAN_OUT
 
 
-def children(rank: int, size: int) -> range:
+def children(rank: int, size: int, fan_out: int = FAN_OUT) -> range:
     """Whom ``rank`` of ``size`` passes the word on to."""
-    first = FAN_OUT * rank + 1
-    return range(min(first, size), min(first + FAN_OUT, size))
-
-
-def depth(size: int) -> int:
-    """Hops from rank 0 to the last of ``size`` ranks."""
-    hops, rank = 0, size - 1
-    while rank > 0:
-        hops, rank = hops + 1, parent(rank)
-    return hops
+    first = fan_out * rank + 1
+    return range(min(first, size), min(first + fan_out, size))

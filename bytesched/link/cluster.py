@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bytesched.core import SchedulerCore
-from bytesched.link.control import WORD_TASKS, Control, Weather
+from bytesched.link.control import Control, Weather
 from bytesched.link.fabric import Fabric
 from bytesched.link.simulation import ManualClock
 from bytesched.link.work import Work
 from bytesched.order import Following, Leading, OrderLearner
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
+from bytesched.tree import WORD_TASKS
 
 __all__ = ["Cluster", "Iteration"]
 

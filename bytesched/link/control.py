@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bytesched.tree import WORD_TASKS, children
+
 __all__ = ["WORD_BYTES", "Control", "Weather"]
 
-#: one message of the leader (see plugins/c10d/leader.py): 32 numbers of 8 bytes
-WORD_BYTES = 256
-#: tasks that fit into one
-WORD_TASKS = 30
+#: one message of the leader: the number of tasks that it names, and their indices
+WORD_BYTES = 8 * (1 + WORD_TASKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,7 @@ class Control:
         """The ranks to which ``rank`` sends what it gets."""
         if not self.fanout:
             return range(0)
-        first = self.fanout * rank + 1
-        return range(min(first, ranks), min(first + self.fanout, ranks))
+        return children(rank, ranks, self.fanout)
 
 
 @dataclass(frozen=True, slots=True)

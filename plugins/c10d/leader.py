@@ -19,12 +19,10 @@ from bytesched.course import Course, Words
 from bytesched.errors import TransportError
 from bytesched.plugins.c10d.group import Group
 from bytesched.task import CommTask
-from bytesched.tree import children, parent
+from bytesched.tree import WORD_TASKS, children, parent
 
 __all__ = ["Follower", "Leader", "Votes"]
 
-#: A message: the number of chunks named, their indices. A longer word is several messages.
-_BATCH: Final = 31
 _TAG: Final = 7
 #: for messages that are under way when a session ends: what they say has happened already
 _LAST: Final = timedelta(seconds=1)
@@ -78,9 +76,9 @@ class Leader:
     def announce(self, started: Sequence[CommTask], waiting: Sequence[int]) -> None:
         """Tasks start now, in this order, and others are ready (see `Words.started`)."""
         word = self._words.started([task.index for task in started], waiting)
-        for first in range(0, len(word), _BATCH):
-            indices = word[first : first + _BATCH]
-            words = array("q", (len(indices), *indices, *(0,) * (_BATCH - len(indices))))
+        for first in range(0, len(word), WORD_TASKS):
+            indices = word[first : first + WORD_TASKS]
+            words = array("q", (len(indices), *indices, *(0,) * (WORD_TASKS - len(indices))))
             # One for each chunk: operations on tensors would take ten times as long.
             self._sending.send(torch.frombuffer(words, dtype=torch.int64))
 
@@ -169,7 +167,7 @@ class Follower:
         """Hears all words of a round."""
         left = self._chunks
         while left > 0:
-            message = torch.empty(1 + _BATCH, dtype=torch.int64, device="cpu")
+            message = torch.empty(1 + WORD_TASKS, dtype=torch.int64, device="cpu")
             self._receive(message)
             self._sending.send(message)
             count, *indices = message.tolist()
