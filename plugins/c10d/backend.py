@@ -58,6 +58,7 @@ class C10dBackend:
         self.levels = 1 if levels is None else 2
         self._levels = levels
         self._groups = [data, control] if buffers is None else [data, control, buffers]
+        self._groups += [] if levels is None else levels.groups
         #: the last sum that Gloo or NCCL does at once
         self._summing: Any = None
 
@@ -132,8 +133,6 @@ class C10dBackend:
                 group.abort()
             except Exception:
                 log.exception("%s could not be broken", group.name)
-        if self._levels is not None:
-            self._levels.abort()
 
     def close(self) -> None:
         summing, self._summing = self._summing, None

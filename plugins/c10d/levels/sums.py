@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bytesched.errors import SchedulerClosed, SchedulerTimeout, TransportError
-from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.group import PATIENCE_S, Group
 
 __all__ = ["TwoLevelSums", "Under"]
 
@@ -43,8 +43,8 @@ class TwoLevelSums:
     """
 
     def __init__(self, gathering: Group, between: Group, spreading: Group) -> None:
-        self._groups = gathering, between, spreading
-        self._gathering, self._between, self._spreading = self._groups
+        self.groups = gathering, between, spreading
+        self._gathering, self._between, self._spreading = self.groups
         self._ranks, self._place = gathering.size, gathering.rank
         self._closed = False
         #: of the sums under way, those whose last step has not ended
@@ -81,16 +81,12 @@ class TwoLevelSums:
             return
         self._closed = True
         if self._under_way:
-            self.abort()
+            for group in self.groups:
+                group.abort()
         for step in (self._gathered, self._added, self._spreaded):
             step.close()
-        for group in self._groups:
+        for group in self.groups:
             group.close()
-
-    def abort(self) -> None:
-        """What is under way fails, here and on the other ranks. Idempotent, any thread."""
-        for group in self._groups:
-            group.abort()
 
     def _slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
         count = flat.numel()
@@ -100,16 +96,17 @@ class TwoLevelSums:
         """What this host's ranks have for our slice is here."""
         if not self._complete(self._gathering, current):
             return
+        works = self._begun(self._between, current, lambda: self._added_up(current))
+        if works is not None:
+            self._added.put(current._replace(works=works))
+
+    def _added_up(self, current: _Sum) -> list[Any]:
         mine = self._slice(current.flat, self._place)
         parts = current.parts.view(self._ranks, -1)
         torch.add(parts[0], parts[1], out=mine)
         for part in parts[2:]:
             mine.add_(part)
-        works = self._begun(
-            self._between, current, lambda: [self._between.backend.allreduce([mine])]
-        )
-        if works is not None:
-            self._added.put(current._replace(works=works))
+        return [self._between.backend.allreduce([mine])]
 
     def _spread(self, current: _Sum) -> None:
         """Our slice is summed over all ranks."""
@@ -180,7 +177,9 @@ class _Step:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join(5.0)
+        # The collector of garbage may end a session on any thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
         while (current := self._queue.get()) is not None:

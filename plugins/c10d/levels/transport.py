@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytesched.errors import BytesschedError
+from bytesched.errors import BytesschedError, TransportError
 from bytesched.plugins.c10d.levels.sums import TwoLevelSums
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.proxies.spans import span
@@ -21,9 +21,12 @@ class TwoLevelTransport:
 
     def start(self, task: CommTask, done: Done) -> None:
         def ended(error: BytesschedError | None) -> None:
-            if error is None:
-                self._packer.receive(task)
-                self._packer.let_go(task)
+            try:
+                if error is None:
+                    self._packer.receive(task)
+                    self._packer.let_go(task)
+            except RuntimeError as raised:
+                error = TransportError(f"what was received was not taken over: {raised}")
             done(task, error)
 
         with span("bytesched::send"):
