@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from bytesched.lab.ranks import Place
 from bytesched.plugins.bench.leaving import leave_after
+from bytesched.plugins.bench.link import all_reduces_s
 from bytesched.records import from_json, to_json
 from bytesched.sim.measure import Measured, Probes
 
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Time them; rank 0 writes what all agree on."""
     probes, place = from_json(Probes, argv[0]), from_json(Place, argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=probes.timeout_s))
-    least_s = torch.tensor([_least_s(size, probes.tries) for size in probes.sizes_bytes])
+    least_s = torch.tensor([min(all_reduces_s(size, probes.tries)) for size in probes.sizes_bytes])
     dist.all_reduce(least_s, op=dist.ReduceOp.MAX)
     measured = Measured(
         ranks=dist.get_world_size(),
@@ -31,19 +31,6 @@ def main(argv: list[str]) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
-
-
-def _least_s(nbytes: int, tries: int) -> float:
-    """The least time of an all-reduce, all ranks beginning together."""
-    buffer = torch.zeros(nbytes // 4)
-    dist.all_reduce(buffer)
-    found = []
-    for _ in range(tries):
-        dist.barrier()
-        began_s = time.perf_counter()
-        dist.all_reduce(buffer)
-        found.append(time.perf_counter() - began_s)
-    return min(found)
 
 
 if __name__ == "__main__":

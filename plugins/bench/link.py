@@ -13,10 +13,23 @@ from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 from bytesched.plugins.bench.systems.data_parallel import MIB
 
-__all__ = ["Link"]
+__all__ = ["Link", "all_reduces_s"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
+
+
+def all_reduces_s(nbytes: int, tries: int) -> list[float]:
+    """Seconds that each of so many all-reduces took, all ranks beginning together; collective."""
+    buffer = torch.zeros(nbytes // 4)
+    dist.all_reduce(buffer)
+    found = []
+    for _ in range(tries):
+        dist.barrier()
+        began_s = time.perf_counter()
+        dist.all_reduce(buffer)
+        found.append(time.perf_counter() - began_s)
+    return found
 
 
 class Link:
@@ -39,14 +52,7 @@ class Link:
 
     def probe(self) -> None:
         """Time large all-reduces; keep what every rank agrees on."""
-        buffer = torch.zeros(PROBE_BYTES // 4)
-        dist.all_reduce(buffer)
-        found = []
-        for _ in range(PROBES):
-            dist.barrier()
-            start_s = time.perf_counter()
-            dist.all_reduce(buffer)
-            found.append(PROBE_BYTES / (time.perf_counter() - start_s))
+        found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, PROBES)]
         everywhere = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(everywhere)
         self._samples += (everywhere / self._world_size).tolist()

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from ranks import Ranks, address_of
 from training import compare
 
 Figures = dict[str, int | float | str]
+
+
+def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
+    """A test for each of the scripts, by its name."""
+    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
 
 
 def check(

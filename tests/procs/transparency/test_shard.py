@@ -11,12 +11,8 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_shard as shard
 import scripts_split as split
-from comparing import check
+from comparing import check, named
 from ranks import Ranks
-
-
-def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
 
 
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adamw_fused"])

@@ -9,12 +9,8 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_split as split
-from comparing import check
+from comparing import check, named
 from ranks import Ranks
-
-
-def named(*scripts: Callable[..., None]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("script", scripts, ids=lambda script: script.__name__)
 
 
 def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: float = 0) -> None:
