@@ -68,6 +68,8 @@ class Slot:
     desk: Desk | None = None
     #: what the script has done to the elements of the gradient while it was outstanding
     changes: list[Callable[[list[torch.Tensor]], None]] = field(default_factory=list)
+    #: what looks at the gradient once it is here, after so many of the changes
+    looks: list[tuple[int, Callable[[torch.Tensor], None]]] = field(default_factory=list)
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
@@ -125,11 +127,25 @@ class Slot:
 
     def change(self) -> None:
         """Makes the changes that were noted, once; nothing of it may be outstanding."""
-        if self.changes:
+        if self.is_noted:
             changes, self.changes = self.changes, []
+            looks, self.looks = self.looks, []
             with torch.no_grad():
-                for change in changes:
-                    change([self.view])
+                for number in range(len(changes) + 1):
+                    for after, look in looks:
+                        if after == number:
+                            look(self.view)
+                    for change in changes[number : number + 1]:
+                        change([self.view])
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether something is to be done with the gradient when it is here."""
+        return bool(self.changes or self.looks)
+
+    def look(self, look: Callable[[torch.Tensor], None]) -> None:
+        """``look`` is called with the gradient as it is now, once it is here."""
+        self.looks.append((len(self.changes), look))
 
     def is_taken(self) -> bool:
         """True while an update that needs the gradient is outstanding."""

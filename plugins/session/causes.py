@@ -34,6 +34,8 @@ _NOT_USERS: Final = (
     functools.__file__,
     "<",
 )
+#: torch's way to the class of a tensor, which no user calls
+_OVERRIDES: Final = torch.overrides.__file__
 #: what decorators call their own function
 _WRAPPERS: Final = frozenset({"decorate_context", "inner", "wrapper", "wrapped"})
 
@@ -104,7 +106,8 @@ def place() -> tuple[str, str]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.startswith(_NOT_USERS) and name != "__torch_function__":
             return function, f"{_shortened(file)}:{frame.f_lineno}"
-        if file.startswith(_TORCH) and not name.startswith("_") and name not in _WRAPPERS:
+        is_called = not name.startswith("_") and name not in _WRAPPERS and file != _OVERRIDES
+        if file.startswith(_TORCH) and is_called:
             function = name
     return function, "in a thread of a framework"
 

@@ -16,46 +16,17 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.pending import Desk
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.expressions import Asked, derived, slots_in
 from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.operations import ASKING
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.progress import Progress
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["NORMS", "NORMS_OF_ALL", "SplitCarrier", "Splitter", "Splitting"]
+__all__ = ["SplitCarrier", "Splitter", "Splitting"]
 
 log = logging.getLogger("bytesched")
-
-#: Reductions of one tensor to one number.
-NORMS: Final[frozenset[Any]] = frozenset(
-    {torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.norm}
-)
-#: The same of several tensors at once.
-NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
-
-#: What is done in place to each element by itself, with numbers.
-ELEMENTWISE: Final[frozenset[Any]] = frozenset(
-    {
-        torch.Tensor.clamp_,
-        torch.Tensor.clamp_max_,
-        torch.Tensor.clamp_min_,
-        torch.Tensor.div_,
-        torch.Tensor.mul_,
-    }
-)
-#: The same for several tensors at once.
-ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
-    {
-        torch._foreach_clamp_max_,
-        torch._foreach_clamp_min_,
-        torch._foreach_div_,
-        torch._foreach_mul_,
-    }
-)
-UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
-
-#: A carrier that splits answers these, or notes them down.
-_ASKING: Final = NORMS | NORMS_OF_ALL | ELEMENTWISE | ELEMENTWISE_OF_ALL | {UNSCALE}
 
 #: The ranks vote in rounds 1, 2, 4, 8, ..., and from here on at equal distances.
 _VOTES_EVERY: Final = 256
@@ -76,7 +47,7 @@ class SplitCarrier(Carrier, Protocol):
 
     @property
     def was_asked(self) -> bool:
-        """Whether the script has asked or changed anything since the round began."""
+        """Whether the script has asked about most gradients of the round, or changed them."""
 
     def begin_round(self) -> None:
         """A new backward pass begins: what was asked of the last one is over."""
@@ -145,9 +116,12 @@ class Splitting:
         #: what was carried by carriers that are closed
         self._past = Traffic()
         self._split: SplitCarrier | None = None
-        #: something was asked or changed since the last vote, in rounds that are over; and in this
-        #: round, while nothing is split
-        self._was_asked_before = self._was_asked = False
+        #: most gradients were asked about or changed since the last vote, in rounds that are over
+        self._was_asked_before = False
+        #: those of this round, while nothing is split
+        self._asked = Asked(sum(slot.view.nbytes for slot in parts.plan.slots))
+        #: the backward pass of this round has not ended
+        self._is_backward = False
         #: a vote under way: its sum, and the work
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._use_desk(self._watch)
@@ -159,7 +133,7 @@ class Splitting:
         """
         self._rounds += 1
         is_split = self._split is not None
-        asked = self._was_asked if self._split is None else self._split.was_asked
+        asked = self._asked.are_most if self._split is None else self._split.was_asked
         self._was_asked_before = self._was_asked_before or asked
         if self._mode == "on":
             if not is_split:
@@ -175,7 +149,8 @@ class Splitting:
 
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing of it is on the wire."""
-        self._was_asked = False
+        self._asked.clear()
+        self._is_backward = True
         if self._split is not None:
             self._split.begin_round()
         if self._mode == "auto" and _is_due(self._rounds):
@@ -186,6 +161,7 @@ class Splitting:
 
     def backward_ends(self) -> None:
         """Every gradient of the round is there."""
+        self._is_backward = False
         if self._split is not None:
             self._split.backward_ends()
 
@@ -274,9 +250,12 @@ class Splitting:
             slot.use_desk(desk)
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _ASKING:
-            self._was_asked = True
-        return NotImplemented
+        if self._is_backward:
+            return NotImplemented
+        if func in ASKING:
+            self._asked.add(slots_in(args))
+            return NotImplemented
+        return derived(func, args, kwargs)
 
 
 def _is_due(rounds: int) -> bool:

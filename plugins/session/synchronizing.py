@@ -56,7 +56,7 @@ class Synchronizing:
             for slot in bundle.slots:
                 slot.unguarded = False
                 # A parameter that was not read in this round may be held since an earlier one.
-                if slot.changes and not slot.taken and not slot.sending:
+                if slot.is_noted and not slot.taken and not slot.sending:
                     slot.change()
                 if is_held(slot.parameter):
                     release(slot.parameter)
@@ -128,7 +128,7 @@ class Synchronizing:
     def _change(self) -> None:
         """Makes changes that were noted of gradients which no ``step()`` has taken."""
         for slot in self._plan.slots:
-            if slot.changes and not slot.taken and not slot.sending:
+            if slot.is_noted and not slot.taken and not slot.sending:
                 slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:

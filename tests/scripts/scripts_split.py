@@ -151,6 +151,74 @@ def clipped_by_hand(job: Job) -> None:
     _train(job, clip)
 
 
+#: a number for each gradient, as scripts find it by hand
+BY_HAND: list[Callable[[Tensor], Tensor]] = [
+    lambda grad: grad.data.norm(2),
+    lambda grad: (grad**2).sum(),
+    lambda grad: grad.pow(2).sum(),
+    lambda grad: torch.sum(grad * grad),
+    lambda grad: grad.detach().norm(),
+    lambda grad: grad.float().norm(),
+    lambda grad: torch.linalg.vector_norm(grad),
+    lambda grad: grad.flatten().norm(),
+    lambda grad: grad.detach().view(-1).norm(),
+    lambda grad: grad.data.cpu().square().mean(),
+    lambda grad: grad.detach().double().pow(2).sum(),
+    lambda grad: grad.abs().max(),
+    lambda grad: (~torch.isfinite(grad)).any(),
+    lambda grad: (grad.abs() / 2 * 3).mean(),
+]
+
+
+def numbers_by_hand(job: Job, kinds: list[int]) -> None:
+    def look(model: nn.Module, _: int) -> None:
+        for kind in kinds:
+            job.record("numbers", torch.stack([BY_HAND[kind](g) for g in _gradients(model)]))
+
+    _train(job, look)
+
+
+def parts_of_sums(job: Job) -> None:
+    """Along a dimension, of two gradients, or with what is no number: nobody else can answer."""
+
+    def look(model: nn.Module, step: int) -> None:
+        first, *_, last = _gradients(model)
+        job.record("rows", (first**2).sum(0))
+        job.record("maxima", [*first.abs().max(dim=0)])
+        job.record("scaled", (last * torch.ones_like(last)).sum())
+        job.record("shaped", first.view(2, -1).sum())
+
+    _train(job, look)
+
+
+def squares_kept(job: Job) -> None:
+    """What was made of a gradient has the values of that moment, whatever becomes of it."""
+    kept: list[Tensor] = []
+
+    def look(model: nn.Module, step: int) -> None:
+        first, second, *others = _gradients(model)
+        job.record("kept", kept)
+        squares = [gradient**2 for gradient in _gradients(model)]
+        flat = second.view(-1)
+        for gradient in _gradients(model):
+            gradient.mul_(0.5)
+        job.record("before", squares[0])
+        job.record("sum before", squares[2].sum())
+        alias = squares[1].view(-1)
+        alias.add_(1.0)
+        job.record("aliased", squares[1])
+        if step % 2:
+            flat.add_(0.001)
+            others[0].add_(0.001)
+        job.record("after", [(gradient**2).sum() for gradient in _gradients(model)])
+        job.record("flat", flat)
+        kept[:] = [*squares, first * 2, others[1].abs()]
+        if step % 3:
+            kept[-1].zero_()
+
+    _train(job, look)
+
+
 def each_clipped_by_itself(job: Job) -> None:
     """A norm after every change: more questions than are answered."""
 

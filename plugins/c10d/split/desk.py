@@ -17,26 +17,21 @@ from bytesched.plugins.c10d.split.questions import (
     kept,
     question_of,
 )
-from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import LazyGrad, alias_of
+from bytesched.plugins.session.expressions import Asked, Expression, derived, expression_of
 from bytesched.plugins.session.meter import Meter
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.splitting import (
+from bytesched.plugins.session.operations import (
     ELEMENTWISE,
     ELEMENTWISE_OF_ALL,
     NORMS,
     NORMS_OF_ALL,
+    REDUCTIONS,
     UNSCALE,
 )
+from bytesched.plugins.session.progress import Progress
 
 __all__ = ["Desk"]
-
-#: The same memory as another tensor.
-ALIASES: Final[frozenset[Any]] = frozenset(
-    {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-)
 
 #: A script that asks more than this in a round gets whole gradients: a norm after each change is
 #: a message for every tensor.
@@ -58,6 +53,7 @@ class Desk:
         exchange: with the end of phase one.
         answers: what other ranks found.
         is_whole: whether all gradients have come: no answer is needed then.
+        looks: whether every gradient comes to every rank, so that it may be looked at then.
     """
 
     def __init__(
@@ -70,22 +66,26 @@ class Desk:
         meter: Meter,
         *,
         is_whole: Callable[[], bool],
+        looks: bool,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
+        self._looks = looks
         self._exchange = exchange
         self._answers = answers
         self._progress = progress
         self._meter = meter
         self._index = {slot: index for index, slot in enumerate(plan.slots)}
+        #: whether every gradient has a maximum, say, and one that is a real number
+        self._reduces = not any(s.view.is_complex() or not s.view.numel() for s in plan.slots)
         #: by question and the changes before it: one number for each slot
         self._known: dict[tuple[str, int], torch.Tensor] = {}
         self._questions = 0
         #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
-        #: whether the script has asked for something, or changed something, in this round
-        self.was_asked = False
+        #: what the script has asked about or changed in this round
+        self._asked = Asked(sum(slot.view.nbytes for slot in plan.slots))
         #: the backward pass of this round has not ended: hooks see gradients of the last one
         self._is_backward = False
 
@@ -94,8 +94,13 @@ class Desk:
         self._is_backward = True
         self._known.clear()
         self._questions = self._changes = 0
-        self.was_asked = False
+        self._asked.clear()
         self._answers.begin_round()
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the script has asked about most gradients of this round, or changed them."""
+        return self._asked.are_most
 
     def backward_ends(self) -> None:
         """All gradients of the round are those that are asked about."""
@@ -105,7 +110,7 @@ class Desk:
         """What ``func`` returns for lazy gradients, without waiting for them; or NotImplemented."""
         if self._is_backward:
             return NotImplemented
-        if func in NORMS:
+        if func in NORMS or (func in REDUCTIONS and self._reduces):
             return self._norm(func, args, kwargs)
         if func in NORMS_OF_ALL:
             return self._norms(func, args, kwargs)
@@ -115,33 +120,38 @@ class Desk:
             return self._change_all(func, args, kwargs)
         if func is UNSCALE:
             return self._unscale(args, kwargs)
-        if func in ALIASES and self._slots(args) is not None:
-            return alias_of(args[0])
-        return NotImplemented
+        return derived(func, args, kwargs, with_memory=self._looks)
 
     # -- norms -------------------------------------------------------------------------
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        slots = self._slots(args[:1])
-        if slots is None or not is_of_whole_tensor(func, args[1:], kwargs):
+        found = self._expressions(args[:1])
+        if found is None or not is_of_whole_tensor(func, args[1:], kwargs):
             return NotImplemented
+        (expression,) = found
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [func(tensor, *args[1:], **kwargs) for tensor in tensors]
+            return [func(expression.of(tensor), *args[1:], **kwargs) for tensor in tensors]
 
-        found = self._ask(question_of(func, args[1:], kwargs), measure, slots)
-        return NotImplemented if found is None else found[0]
+        question = question_of(func, args[1:], kwargs) + expression.text
+        numbers = self._ask(question, measure, [expression.slot])
+        return NotImplemented if numbers is None else numbers[0]
 
     def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        slots = self._slots(args[0])
-        if slots is None or not are_plain([*args[1:], *kwargs.values()]):
+        found = self._expressions(args[0])
+        if not found or not are_plain([*args[1:], *kwargs.values()]):
+            return NotImplemented
+        first, *others = found
+        if any(other.text != first.text for other in others):
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return list(func(tensors, *args[1:], **kwargs)) if tensors else []
+            made = [first.of(tensor) for tensor in tensors]
+            return list(func(made, *args[1:], **kwargs)) if made else []
 
-        found = self._ask(question_of(func, args[1:], kwargs), measure, slots)
-        return NotImplemented if found is None else found
+        question = question_of(func, args[1:], kwargs) + first.text
+        numbers = self._ask(question, measure, [expression.slot for expression in found])
+        return NotImplemented if numbers is None else numbers
 
     def _ask(
         self,
@@ -150,7 +160,7 @@ class Desk:
         slots: Sequence[Slot],
     ) -> list[torch.Tensor] | None:
         """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
-        self.was_asked = True
+        self._asked.add(slots)
         if not self._answers.is_open:
             return None
         key = question, self._changes
@@ -278,24 +288,25 @@ class Desk:
         return None
 
     def _note(self, slots: Sequence[Slot], change: _Change, what: str) -> None:
-        self.was_asked = True
+        self._asked.add(slots)
         positions = [self._index[slot] for slot in slots]
         self._changes = digest(f"{self._changes} {what} of {positions}")
         for slot in slots:
             slot.changes.append(change)
 
     def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
-        """Those of ``tensors``, if all are lazy gradients of this plan that no step has taken.
+        """Those of ``tensors``, if each is a whole gradient itself; see `_expressions`."""
+        found = self._expressions(tensors)
+        if found is None or any(expression.text for expression in found):
+            return None
+        return [expression.slot for expression in found]
 
-        None if one was read whole in this round: there may be aliases of its memory; or if one is
-        an alias that was kept from an earlier round, whose memory is its own.
-        """
-        slots = []
+    def _expressions(self, tensors: Sequence[Any]) -> list[Expression] | None:
+        """What ``tensors`` are made of; None if one has to be waited for."""
+        found = []
         for tensor in tensors:
-            slot = tensor.owner if isinstance(tensor, LazyGrad) else None
-            if slot not in self._index or slot.taken or slot.is_read:
+            expression = expression_of(tensor)
+            if expression is None or expression.slot not in self._index:
                 return None
-            if not lies_over(tensor, slot.view):
-                return None
-            slots.append(slot)
-        return slots
+            found.append(expression)
+        return found

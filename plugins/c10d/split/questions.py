@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bytesched.plugins.session.operations import REDUCTIONS
+
 __all__ = ["are_plain", "digest", "is_of_whole_tensor", "kept", "question_of"]
 
 
@@ -34,6 +36,8 @@ def kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[s
 def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether ``func`` makes one number of any tensor, whatever its shape."""
     named = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if func in REDUCTIONS:
+        return not args and named.keys() <= {"dtype"}
     if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
         return False
     kind = args[0] if args else named.get("p", named.get("ord"))

@@ -85,7 +85,9 @@ class ExchangeSplitter:
         def is_whole() -> bool:
             return not progress.outstanding
 
-        desk = Desk(plan, group.rank, exchange, answers, progress, meter, is_whole=is_whole)
+        desk = Desk(
+            plan, group.rank, exchange, answers, progress, meter, is_whole=is_whole, looks=True
+        )
         return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
 
     def sharded(
@@ -115,7 +117,9 @@ class ExchangeSplitter:
         answers = Answers(others, len(plan.slots), arrived=notify, failed=progress.fail)
         asked = self._open_group("requests")
         requests = Requests(asked, answer=owners.answer, ended=owners.ended, failed=progress.fail)
-        desk = Desk(plan, group.rank, exchange, answers, progress, meter, is_whole=_never)
+        desk = Desk(
+            plan, group.rank, exchange, answers, progress, meter, is_whole=_never, looks=False
+        )
         groups = [group, others, asked]
         return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
 

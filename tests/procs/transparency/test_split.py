@@ -28,6 +28,8 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
     split.clipped_on_the_wire,
     split.clipped_by_hand,
     split.clipped_in_a_closure,
+    split.parts_of_sums,
+    split.squares_kept,
     split.each_clipped_by_itself,
     split.norm_after_changes,
     split.read_between_changes,
@@ -59,6 +61,17 @@ def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
 @pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
 def test_norms(two_ranks: Ranks, kind: float) -> None:
     check_split(two_ranks, split.norm_of_kind, kind)
+
+
+@pytest.mark.parametrize("kinds", [range(7), range(7, len(split.BY_HAND))])
+def test_numbers_by_hand(two_ranks: Ranks, kinds: range) -> None:
+    check_split(two_ranks, split.numbers_by_hand, list(kinds))
+
+
+@pytest.mark.parametrize("kind", range(len(split.BY_HAND)))
+def test_entered_where_all_ranks_look_by_hand(two_ranks: Ranks, kind: int) -> None:
+    figures = check(two_ranks, split.numbers_by_hand, [kind], split="auto")
+    assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
 
 
 @pytest.mark.parametrize("optimizer_of", ["sgd", "adamw"])

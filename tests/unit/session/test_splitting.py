@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.session.splitting import NORMS, Splitting
+from bytesched.plugins.session.operations import NORMS
+from bytesched.plugins.session.splitting import Splitting
 from bytesched.tunable import Setting
 
 
