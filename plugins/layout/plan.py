@@ -105,12 +105,16 @@ class Plan:
         self.shared.clear()
         if self._ownership is None:
             return
-        for chunk, slices in zip(self.chunks, self.slices, strict=True):
-            owner = self.owner(slices[0].slot) if slices else None
-            if owner is None:
-                owner = len(self.shared) % self._ownership.ranks
-                self.shared.add(chunk.index)
-            self.owners.append(owner)
+        owners = [self.owner(slices[0].slot) if slices else None for slices in self.slices]
+        shared = [chunk for chunk in self.chunks if owners[chunk.index] is None]
+        self.shared.update(chunk.index for chunk in shared)
+        loads = [0] * self._ownership.ranks
+        # The largest first, each to the rank that has least.
+        for chunk in sorted(shared, key=lambda chunk: (-chunk.nbytes, chunk.index)):
+            rank = loads.index(min(loads))
+            owners[chunk.index] = rank
+            loads[rank] += chunk.nbytes
+        self.owners.extend(owner for owner in owners if owner is not None)
 
     def owner(self, slot: Slot) -> int | None:
         """The rank that sums the gradient of ``slot``; None: no rank alone."""

@@ -21,7 +21,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.c10d.split.gathers import Gathers
-from bytesched.plugins.c10d.split.outbox import Outbox
+from bytesched.plugins.c10d.split.outbox import FIRST_PHASE, Outbox
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.spans import span
@@ -34,7 +34,7 @@ __all__ = ["Exchange"]
 #: is alone while backward computes: what is to be summed must not wait for more than one.
 _WINDOW: Final = 2
 
-_TO_OWNER: Final = 0
+_TO_OWNER: Final = FIRST_PHASE
 _FROM_OWNER: Final = 1
 
 
@@ -94,6 +94,8 @@ class Exchange:
         self._submitted: set[int] = set()
         self._unsummed = 0
         self._left = 0
+        #: owned here and submitted, in that order, which is about that of the others
+        self._to_sum: deque[CommTask] = deque()
         #: of each owned chunk, the sends of its sum that have not ended
         self._unsent: dict[int, int] = {}
         self._outboxes = {
@@ -158,12 +160,16 @@ class Exchange:
                 self._unsummed = len(self._owned)
                 self._left = len(self._plan.chunks)
                 self._busy_since_ns = now_ns
+                for outbox in self._outboxes.values():
+                    outbox.begin_round()
                 if awaited := self._sums_of_others():
                     self._awaited.append(awaited)
             self._submitted.add(chunk.index)
             self._started_ns[chunk.index] = now_ns
             owner = self._plan.owners[chunk.index]
-            if owner != self._group.rank:
+            if owner == self._group.rank:
+                self._to_sum.append(chunk)
+            else:
                 self._outboxes[owner].put(_TO_OWNER, self._next(), chunk)
             self._changed.notify_all()
         if self._observers:
@@ -228,19 +234,20 @@ class Exchange:
                 key: self._receive(memory, key[1], key[0], _TO_OWNER)
                 for key, memory in self._incoming.items()
             }
-            for chunk in self._owned:
+            for _ in self._owned:
+                chunk = self._next_submitted()
+                if chunk is None:
+                    return
                 for peer in self._peers:
                     self._messages.wait(works[chunk.index, peer], peer, task=chunk.name)
-                if not self._is_submitted(chunk):
-                    return
                 self._sum(chunk)
                 self._summed(chunk)
 
-    def _is_submitted(self, chunk: CommTask) -> bool:
-        """Waits until it is; false if it will not be."""
+    def _next_submitted(self) -> CommTask | None:
+        """Waits for the next chunk that is owned here; None if there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or chunk.index in self._submitted)
-            return not self._over
+            self._changed.wait_for(lambda: self._over or self._to_sum)
+            return None if self._over else self._to_sum.popleft()
 
     def _sum(self, chunk: CommTask) -> None:
         own = self._packer.pack(chunk)

@@ -15,16 +15,19 @@ def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | N
     dealt from the first to the last to the rank that has least: so what is still to be sent at any
     time of a backward pass is even over the ranks, and above all at its end, where norms wait.
 
-    None for a large tensor that one rank would receive too late: its chunks are summed by all ranks
-    in turn, and gathered for its norm, which takes 2/n of the time. Never on two ranks.
+    None for a large tensor that would come too late: its chunks are summed by all ranks in turn,
+    and gathered for its norm. That takes 2/n of the time of its two ways to and from one owner, of
+    which the first ends before ``step()`` can, and the second before its layer can begin. So it
+    pays for what backward computes last and the forward pass needs first, such as an embedding.
     """
     owners: list[int | None] = [None] * len(nbytes)
     loads = [0] * ranks
     run: list[int] = []
     shared_bytes = after_bytes = 0
     for index, n in enumerate(nbytes):
-        # One link takes about as many bytes as backward computes meanwhile.
-        alone = (ranks - 1) * n - after_bytes
+        # One link takes about as many bytes as backward computes meanwhile, and half of them while
+        # the forward pass, which takes half as long, comes to this tensor.
+        alone = max(0, (ranks - 1) * n - after_bytes) + max(0, (ranks - 1) * n - after_bytes // 2)
         together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
         after_bytes += n
         if n >= run_bytes and alone > together:
