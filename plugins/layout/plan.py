@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby, pairwise
 
 import torch
 
@@ -12,7 +12,7 @@ from bytesched.link.sizes import first_bytes
 from bytesched.plugins.layout.slots import Bundle, Slice, Slot
 from bytesched.task import CommTask
 
-__all__ = ["Ownership", "Plan"]
+__all__ = ["Ownership", "Plan", "Share"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,17 @@ class Ownership:
     owners: Sequence[int | None]
     #: by position: no chunk has tensors of different kinds
     kinds: Sequence[int] = ()
+    #: by position, of those that every rank owns a part of: where parts end, in elements, by rank
+    bounds: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Elements of a tensor that one rank owns, in memory order."""
+
+    rank: int
+    start_at: int
+    stop_at: int
 
 
 class Plan:
@@ -105,7 +116,7 @@ class Plan:
         self.shared.clear()
         if self._ownership is None:
             return
-        owners = [self.owner(slices[0].slot) if slices else None for slices in self.slices]
+        owners = [self._owner_at(slices[0]) if slices else None for slices in self.slices]
         shared = [chunk for chunk in self.chunks if owners[chunk.index] is None]
         self.shared.update(chunk.index for chunk in shared)
         loads = [0] * self._ownership.ranks
@@ -120,10 +131,19 @@ class Plan:
         """The rank that sums the gradient of ``slot``; None: no rank alone."""
         return None if self._ownership is None else self._ownership.owners[self._position[slot]]
 
-    def _run(self, slot: Slot) -> tuple[int | None, int]:
-        """What neighbours have in common that may be in one chunk."""
-        kinds = self._ownership.kinds if self._ownership is not None else ()
-        return self.owner(slot), kinds[self._position[slot]] if kinds else 0
+    def shares(self, slot: Slot) -> list[Share]:
+        """What ranks own of ``slot``, front to back; empty if no rank owns any of it."""
+        position, whole = self._position[slot], slot.view.numel()
+        bounds = () if self._ownership is None else self._ownership.bounds.get(position, ())
+        if bounds:
+            ranges = enumerate(pairwise([0, *bounds]))
+            return [Share(rank, a, b) for rank, (a, b) in ranges if a < b]
+        owner = self.owner(slot)
+        return [] if owner is None else [Share(owner, 0, whole)]
+
+    def _owner_at(self, slice_: Slice) -> int | None:
+        shares = self.shares(slice_.slot)
+        return next((s.rank for s in shares if s.start_at <= slice_.start_at < s.stop_at), None)
 
     def computed(self, chunk: CommTask) -> tuple[int, int]:
         """Sorts chunks as backward completes them, and those of one tensor front to back."""
@@ -147,37 +167,41 @@ class Plan:
         self, arena: _Arena, partition_bytes: int
     ) -> list[tuple[CommTask, torch.Tensor, list[Slice]]]:
         memory = arena.memory
-        tasks, owner, offset = [], {}, 0
+        kinds = self._ownership.kinds if self._ownership is not None else ()
+        runs: dict[CommTask, tuple[int | None, int]] = {}
+        slot_of: dict[CommTask, tuple[Slot, int]] = {}
+        offset = 0
         for position in arena.positions:
             slot = self.slots[position]
             n = slot.parameter.numel()
-            task = CommTask(
-                slot.name,
-                start_at=offset,
-                stop_at=offset + n,
-                itemsize=memory.element_size(),
-                priority=position,
-            )
-            tasks.append(task)
-            owner[task] = slot
+            shares: list[Share | None] = [*self.shares(slot)] or [None]
+            for share in shares:
+                task = CommTask(
+                    slot.name,
+                    start_at=offset + (share.start_at if share else 0),
+                    stop_at=offset + (share.stop_at if share else n),
+                    itemsize=memory.element_size(),
+                    priority=position,
+                )
+                runs[task] = share.rank if share else None, kinds[position] if kinds else 0
+                slot_of[task] = slot, offset
             offset += n
         cut = []
-        for chunk in self._chunks_of(tasks, owner, partition_bytes):
+        for chunk in self._chunks_of(runs, partition_bytes):
             slices = []
             for task in chunk.members:
+                slot, at = slot_of[task]
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
-                whole = (a, b) == (task.start_at, task.stop_at)
-                slices.append(
-                    Slice(owner[task], a - task.start_at, b - task.start_at, memory[a:b], whole)
-                )
+                whole = b - a == slot.view.numel()
+                slices.append(Slice(slot, a - at, b - at, memory[a:b], whole))
             cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
 
     def _chunks_of(
-        self, tasks: list[CommTask], slots: dict[CommTask, Slot], partition_bytes: int
+        self, tasks: Mapping[CommTask, tuple[int | None, int]], partition_bytes: int
     ) -> list[CommTask]:
-        """Chunks of about ``partition_bytes``, none with tensors of two owners or kinds."""
-        runs = [list(run) for _, run in groupby(tasks, key=lambda task: self._run(slots[task]))]
+        """Chunks of about ``partition_bytes``, none with tasks of two owners or kinds."""
+        runs = [list(run) for _, run in groupby(tasks, key=tasks.__getitem__)]
         first = CommTask.merge(runs[0]).partition(partition_bytes, first_bytes(partition_bytes))
         others = (CommTask.merge(run).partition(partition_bytes) for run in runs[1:])
         return [*first, *chain.from_iterable(others)]

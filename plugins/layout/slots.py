@@ -168,12 +168,29 @@ class Bundle:
     nbytes: int
     #: chunks still to be reduced in this round
     sending: int = 0
+    #: chunks of parameters that their owners have still to send
+    coming: int = 0
     #: ``step()`` was called and the update is outstanding
     armed: bool = False
     #: its parameters are pending tensors; ends with the first use after the update
     held: bool = False
-    #: the update, while it is armed
+    #: the update, while it is armed: what needs gradients, and what needs parameters of owners
     jobs: list[Job] = field(default_factory=list)
+    arrivals: list[Job] = field(default_factory=list)
+
+    def take(self) -> list[Job]:
+        """The jobs that can be done now, which are the caller's; under the lock of progress."""
+        ready: list[Job] = []
+        if not self.sending:
+            ready, self.jobs = self.jobs, []
+        if not self.coming:
+            ready, self.arrivals = [*ready, *self.arrivals], []
+        return ready
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether anything is still to be done."""
+        return bool(self.jobs or self.arrivals)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,19 +11,30 @@ import inspect
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from bytesched.plugins.layout.slots import Slot, Update
 from bytesched.plugins.optimizer.state import AliasedState, GuardedState
 from bytesched.plugins.optimizer.stepping import raw_step
 from bytesched.plugins.optimizer.surroundings import Surroundings
 from bytesched.plugins.proxies.compiling import updating
 
-__all__ = ["Deferred", "snapshot"]
+__all__ = ["Aliased", "Deferred", "Later", "snapshot"]
+
+
+class Aliased(Protocol):
+    """A parameter or a part of one, and what stands for it in an update."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The one whose entry of the state is used."""
+
+    @property
+    def alias(self) -> nn.Parameter:
+        """With the memory that is updated, and its gradient."""
 
 
 class Deferred:
@@ -47,12 +58,13 @@ class Deferred:
         self._optimizer = weakref.ref(optimizer)
         #: updates may be applied after ``step()`` has returned
         self.cross = cross
+        #: whose ``step()`` does the update
+        self.kind = kind
         #: of the step pre-hook
         self.hook_id = -1
         self._synchronize = synchronize
         #: parameter by its alias
         self._real: dict[nn.Parameter, nn.Parameter] = {}
-        self._kind = kind
         own: Any = type(optimizer).step
         #: of the ``step()`` around that of ``kind``, if there is one
         self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
@@ -88,7 +100,7 @@ class Deferred:
     def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer with other groups, the same state, and no hooks."""
         optimizer = self.optimizer
-        copied: torch.optim.Optimizer = self._kind.__new__(self._kind)
+        copied: torch.optim.Optimizer = self.kind.__new__(self.kind)
         copied.__dict__.update(optimizer.__dict__)
         copied.state = self._copies_state  # type: ignore[assignment]
         copied.param_groups = param_groups
@@ -114,15 +126,15 @@ class Deferred:
         """The ids of all its parameters."""
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
-    def know(self, slot: Slot) -> None:
+    def know(self, slot: Aliased) -> None:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""
         self._real[slot.alias] = slot.parameter
 
-    def now(self) -> Update:
+    def now(self) -> Later:
         """The update as this thread would do it at this moment, for another one to do later."""
-        return _Later(self, Surroundings.here())
+        return Later(self, Surroundings.here())
 
-    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
         """Runs the real update of ``slots`` under the hyper-parameters of each group."""
         copied = self.copy(
             [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups]
@@ -131,14 +143,15 @@ class Deferred:
             self._raw_step(copied)
 
 
-class _Later:
+class Later:
     """An update under the surroundings of the thread that called ``step()``."""
 
     def __init__(self, deferred: Deferred, surroundings: Surroundings) -> None:
         self._deferred = deferred
         self._surroundings = surroundings
 
-    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
+    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
+        """See `Deferred.update`."""
         with self._surroundings.entered():
             self._deferred.update(groups)
 

@@ -63,6 +63,6 @@ def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
     return why_not_separable(optimizer, kind)
 
 
-def is_elementwise(name: str) -> bool:
-    """True if an optimizer of that name may be given any part of a parameter."""
-    return name in _ELEMENTWISE
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """True if an optimizer of that very class may be given any part of a parameter."""
+    return kind.__name__ in _ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,21 +92,27 @@ class Arming:
             eager.append({**group, "params": now})
         return eager, armed
 
-    def _arm(self, armed: dict[Bundle, list[Job]]) -> None:
+    def _arm(
+        self, armed: dict[Bundle, list[Job]], arriving: dict[Bundle, Job] | None = None
+    ) -> None:
+        """Updates that need gradients, and those that need what other ranks send."""
+        arriving = arriving or {}
         self._streams.stepped()
         # Before any update can be applied: a parameter is free only after it was held.
-        for jobs in armed.values():
-            for job in jobs:
-                for slot in job.slots:
-                    # As the update would: a graph that has saved the old value raises.
-                    torch.autograd.graph.increment_version(slot.parameter)
-                    hold(slot.parameter, slot.synchronize)
+        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
+            for slot in job.slots:
+                # As the update would: a graph that has saved the old value raises.
+                torch.autograd.graph.increment_version(slot.parameter)
+                hold(slot.parameter, slot.synchronize)
         crossing_bytes = 0
         with self._progress.changed:
-            for bundle, jobs in armed.items():
-                bundle.jobs.extend(jobs)
+            bundles = dict.fromkeys(chain(armed, arriving))
+            for bundle in bundles:
+                bundle.jobs.extend(armed.get(bundle, ()))
+                if bundle in arriving:
+                    bundle.arrivals.append(arriving[bundle])
                 bundle.armed = bundle.held = True
-                if bundle.sending:
+                if bundle.sending or bundle.coming:
                     crossing_bytes += bundle.nbytes
             self._updater.push(bundle for bundle in armed if not bundle.sending)
         self._meter.stepped(crossing_bytes)

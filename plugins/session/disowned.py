@@ -27,7 +27,7 @@ def disown_updates(plan: Plan) -> None:
 def disown_gradients(plan: Plan) -> None:
     """Gradients are ordinary ones; those that were not reduced raise PluginError when read."""
     for slot in plan.slots:
-        if slot.bundle.sending:
+        if slot.bundle.sending or slot.bundle.coming:
             slot.lazy.synchronize = partial(_refuse, f"{slot.name}.grad")
         else:
             slot.change()

@@ -15,6 +15,7 @@ from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.session.asking import Ask, gathered, packed
+from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
 from bytesched.plugins.session.phase import Context
 
 __all__ = ["Holding", "StepTaken"]
@@ -62,6 +63,8 @@ class Holding:
 
     def __init__(self, plan: Plan, context: Context) -> None:
         self._plan = plan
+        #: set when the plan has been cut for owners
+        self.ownerships: Ownerships
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
@@ -121,20 +124,25 @@ class Holding:
         return next(history for history in self._histories if history.deferred is deferred)
 
     def _drop_foreign(self, deferred: Deferred) -> None:
-        """The entries that other ranks hold are let go of."""
+        """What other ranks hold of the state is let go of."""
         state = deferred.optimizer.state
         for slot in self._plan.slots:
-            if self._plan.owner(slot) != self._rank:
+            part = self.ownerships.part(slot)
+            if self.ownerships.own(slot) is None:
                 dict.pop(state, slot.parameter, None)
+            elif part is not None and (entry := dict.get(state, slot.parameter)) is not None:
+                dict.__setitem__(state, slot.parameter, cut_entry(entry, slot, part.share))
 
     def _entries(self, deferred: Deferred) -> dict[int, Any]:
-        """Those that are here, by position in the plan."""
+        """Those that this rank owns, by position in the plan."""
         state = deferred.optimizer.state
-        return {
-            position: entry
-            for position, slot in enumerate(self._plan.slots)
-            if (entry := dict.get(state, slot.parameter)) is not None
-        }
+        entries = {}
+        for position, slot in enumerate(self._plan.slots):
+            entry, part = dict.get(state, slot.parameter), self.ownerships.part(slot)
+            if entry is not None and self.ownerships.own(slot) is not None:
+                # After `restore` there are whole ones.
+                entries[position] = entry if part is None else cut_entry(entry, slot, part.share)
+        return entries
 
     # -- for other ranks ---------------------------------------------------------------
 
@@ -167,15 +175,22 @@ class Holding:
         """All entries of an optimizer, by position in the plan. The user's thread."""
         history = self._history(deferred)
         mine = deferred.parameter_ids()
-        owners = {self._plan.owner(s) for s in self._plan.slots if id(s.parameter) in mine}
-        owners -= {self._rank}
+        owners = {
+            share.rank
+            for slot in self._plan.slots
+            if id(slot.parameter) in mine
+            for share in self.ownerships.foreign(slot)
+        }
         question = self._histories.index(history), history.taken
-        questions = {rank: question for rank in owners if rank is not None}
+        questions = dict.fromkeys(owners, question)
         found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
-        entries = self._entries(deferred)
-        for others in found.values():
-            entries |= others
-        return entries
+        found[self._rank] = self._entries(deferred)
+        return {
+            position: whole_entry(slot, shares, [found[share.rank][position] for share in shares])
+            for position, slot in enumerate(self._plan.slots)
+            if (shares := self._plan.shares(slot))
+            and all(position in found.get(share.rank, ()) for share in shares)
+        }
 
     def _complete(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -200,4 +215,4 @@ class Holding:
             if history.deferred.is_alive:
                 state = history.deferred.optimizer.state
                 for position, entry in self.gather(history.deferred).items():
-                    dict.setdefault(state, self._plan.slots[position].parameter, entry)
+                    dict.__setitem__(state, self._plan.slots[position].parameter, entry)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
-from bytesched.plugins.optimizer.deferred import Deferred, snapshot
+from bytesched.plugins.optimizer.deferred import Deferred, Later, snapshot
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
 from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.sharding import Sharding
 from bytesched.plugins.session.synchronizing import Synchronizing
@@ -43,12 +45,17 @@ class ShardedArming(Arming):
         self._sharding = sharding
         self._holding = holding
         self._wholes = wholes
+        self._ownerships = sharding.ownerships
+        self._received = _Received(sharding.ownerships)
         #: until ``step()`` is over: what it updates in this thread, and whether the rest may wait
         self._now: tuple[_Owned, list[Slot]] | None = None
         self._crosses = True
 
     def introduce(self, deferred: Deferred) -> None:
         super().introduce(deferred)
+        for slot in self._slots.values():
+            if (part := self._ownerships.part(slot)) is not None:
+                deferred.know(part)
         self._holding.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
@@ -71,13 +78,16 @@ class ShardedArming(Arming):
                     continue
                 self._look_at(slot, deferred)
                 is_later = slot.used and is_of_arena(slot)
-                if not self._sharding.is_mine(slot):
+                part = self._ownerships.part(slot)
+                if self._ownerships.foreign(slot):
                     foreign.append(slot)
-                elif is_later and not whole_because:
+                if self._ownerships.own(slot) is None:
+                    continue
+                if is_later and not whole_because:
                     later.append((taken, slot))
                 else:
                     now.append(slot)
-                    eager.append(parameter)
+                    eager.append(parameter if part is None else part.alias)
             groups.append({**group, "params": eager})
         self._wait_for(now)
         owned = [*(slot for _, slot in later), *now]
@@ -88,7 +98,7 @@ class ShardedArming(Arming):
         self._now, self._crosses = (step, now), deferred.cross
         if now:
             step.begins()
-        self._arm_all(_jobs(later, foreign, step, deferred), owned, foreign)
+        self._arm_all(_jobs(later, step, deferred), owned, foreign)
         return groups
 
     def stepped(self) -> None:
@@ -97,6 +107,8 @@ class ShardedArming(Arming):
             step, now = self._now
             self._now = None
             if now:
+                for part in filter(None, map(self._ownerships.part, now)):
+                    part.grad_from_arena()
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
@@ -106,6 +118,9 @@ class ShardedArming(Arming):
         if slot.alias.data_ptr() != slot.parameter.data_ptr():
             slot.realias()
             deferred.know(slot)
+            if (part := self._ownerships.part(slot)) is not None:
+                part.realias()
+                deferred.know(part)
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
@@ -115,21 +130,26 @@ class ShardedArming(Arming):
         for slot in slots:
             slot.used = False
             self._make_plain(slot)
+            if (part := self._ownerships.part(slot)) is not None:
+                part.grad_from_parameter()
 
     def _arm_all(
         self, armed: dict[Bundle, list[Job]], owned: Sequence[Slot], foreign: Sequence[Slot]
     ) -> None:
-        for jobs in armed.values():
-            for job in jobs:
-                for slot in job.slots:
-                    slot.used, slot.taken = False, True
+        arriving: dict[Bundle, Job] = {}
+        for slot in foreign:
+            job = arriving.setdefault(slot.bundle, Job(self._received, _NO_HYPERPARAMETERS))
+            job.slots.append(slot)
+        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
+            for slot in job.slots:
+                slot.used, slot.taken = False, True
         for slot in foreign:
             # Its owner makes them.
             slot.changes.clear()
         self._wholes.spread(foreign)
         with self._progress.changed:
             expected = self._sharding.arm(owned, foreign)
-            self._arm(armed)
+            self._arm(armed, arriving)
         self._sharding.expect(expected)
 
 
@@ -147,7 +167,7 @@ class _Owned:
         wholes: Wholes,
         taken: StepTaken,
         owned: Sequence[Slot],
-        update: Update | None,
+        update: Later | None,
     ) -> None:
         self._sharding = sharding
         self._wholes = wholes
@@ -156,7 +176,12 @@ class _Owned:
         self._update = update
         #: guards what follows: of each chunk, how many of its parameters are not updated yet
         self._lock = threading.Lock()
-        self._left = Counter(chunk.index for slot in owned for chunk in slot.chunks)
+        self._left = Counter(
+            chunk.index
+            for slot in owned
+            for chunk in slot.chunks
+            if sharding.ownerships.is_mine(chunk)
+        )
         self._changes: dict[Slot, list[Callable[[list[torch.Tensor]], None]]] = {}
 
     def note(self, slots: Sequence[Slot]) -> None:
@@ -174,7 +199,10 @@ class _Owned:
             for slot in slots:
                 self._wholes.change(slot, self._changes.pop(slot))
         self._taken.begins()
-        self._update.update(groups)
+        own = self._sharding.ownerships.own
+        self._update.update(
+            [(taken, [o for o in map(own, slots) if o is not None]) for taken, slots in groups]
+        )
         self.updated([slot for _, slots in groups for slot in slots])
 
     def updated(self, slots: Sequence[Slot]) -> None:
@@ -182,7 +210,7 @@ class _Owned:
         complete = []
         with self._lock:
             for slot in slots:
-                for chunk in slot.chunks:
+                for chunk in self._sharding.owned_chunks([slot]):
                     self._left[chunk.index] -= 1
                     if not self._left[chunk.index]:
                         complete.append(chunk)
@@ -194,33 +222,35 @@ class _Owned:
 class _Received:
     """What comes from owners, put in place."""
 
+    def __init__(self, ownerships: Ownerships) -> None:
+        self._ownerships = ownerships
+
     @torch.no_grad()
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         for _, slots in groups:
             for slot in slots:
-                slot.alias.copy_(slot.view)
+                part = self._ownerships.part(slot)
+                if part is None:
+                    slot.alias.copy_(slot.view)
+                    continue
+                for share in self._ownerships.foreign(slot):
+                    a, b = share.start_at, share.stop_at
+                    part.of(slot.alias, a, b).copy_(part.of(slot.view, a, b))
 
 
-_RECEIVED = _Received()
 _NO_HYPERPARAMETERS: dict[str, Any] = {}
 
 
 def _jobs(
     later: Sequence[tuple[dict[str, Any], Slot]],
-    foreign: Sequence[Slot],
     step: Update,
     deferred: Deferred,
 ) -> dict[Bundle, list[Job]]:
-    """By bundle, what is to be done when its gradients or its parameters are there."""
+    """By bundle, what is to be done when its gradients are there."""
     armed: dict[Bundle, list[Job]] = {}
     for taken, slot in later:
         jobs = armed.setdefault(slot.bundle, [])
         if not jobs or jobs[-1].hyperparameters is not taken:
             jobs.append(Job(step, taken, keeps=deferred.optimizer))
-        jobs[-1].slots.append(slot)
-    for slot in foreign:
-        jobs = armed.setdefault(slot.bundle, [])
-        if not jobs:
-            jobs.append(Job(_RECEIVED, _NO_HYPERPARAMETERS))
         jobs[-1].slots.append(slot)
     return armed

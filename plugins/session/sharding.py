@@ -24,6 +24,7 @@ from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.holding import Holding
 from bytesched.plugins.session.meter import Meter
+from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.splitting import SplitCarrier, Splitter
@@ -50,6 +51,9 @@ class Listener(Protocol):
 
     def answer(self, question: bytes) -> bytes:
         """What another rank asks for."""
+
+    def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """Whole gradients, after all changes that were noted. The user's thread."""
 
     def ended(self, rank: int, rounds: int) -> None:
         """Another rank reduces no more than ``rounds`` rounds."""
@@ -83,10 +87,13 @@ class ShardedCarrier(SplitCarrier, Protocol):
 class ShardedSplitter(Splitter, Protocol):
     """Makes carriers for sharded updates as well."""
 
-    def cut_for_owners(self, plan: Plan, partition_bytes: int, kinds: Sequence[int]) -> None:
-        """Cuts ``plan`` such that every tensor has one owner, with even bytes of each kind.
+    def cut_for_owners(
+        self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
+    ) -> None:
+        """Cuts ``plan`` such that every chunk has one owner, with even bytes of each kind.
 
-        No chunk has tensors of two kinds, which are given by position.
+        No chunk has tensors of two kinds. Both are given by position, as is which tensors may have
+        several owners.
         """
 
     def sharded(
@@ -114,6 +121,7 @@ class Sharding:
         holding: answers for the state of optimizers.
         wholes: answers for gradients.
         kinds: which optimizer updates each parameter of the plan, by number; -1: none.
+        may_cut: whether any part of each parameter can be updated alone.
     """
 
     def __init__(
@@ -128,6 +136,7 @@ class Sharding:
         holding: Holding,
         wholes: Wholes,
         kinds: Sequence[int],
+        may_cut: Sequence[bool],
     ) -> None:
         self._plan = parts.plan
         self._progress = context.progress
@@ -146,7 +155,9 @@ class Sharding:
         self._awaiting: dict[int, deque[list[Bundle]]] = {}
         here = torch.zeros(1, device=parts.plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
-        splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds)
+        splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds, may_cut)
+        self.ownerships = Ownerships(parts.plan, self._rank)
+        holding.ownerships = wholes.ownerships = self.ownerships
         for part in (parts.packer, parts.synchronizing, parts.gates):
             part.plan_cut()
         context.meter.changed(len(parts.plan.chunks), setting)
@@ -165,10 +176,6 @@ class Sharding:
             slot.use_desk(self._carrier.desk)
         holding.ask = wholes.ask = self._ask
         parts.synchronizing.complete = wholes.complete
-
-    def is_mine(self, slot: Slot) -> bool:
-        """Whether this rank updates ``slot``."""
-        return self._plan.owner(slot) == self._rank
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
 
@@ -224,40 +231,51 @@ class Sharding:
         slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
         if self._wholes.are_all_here or not slots:
             return
-        foreign = [slot for slot in slots if not self.is_mine(slot)]
+        foreign = [slot for slot in slots if self.ownerships.foreign(slot)]
         for slot in foreign:
             slot.changes.clear()
-        owned = [slot for slot in slots if self.is_mine(slot)]
+        owned = [slot for slot in slots if self.ownerships.own(slot) is not None]
         with self._progress.changed:
             expected = self.arm(owned, foreign)
-        for chunk in {chunk.index: chunk for slot in owned for chunk in slot.chunks}.values():
+        for chunk in self.owned_chunks(owned):
             self._carrier.stage(chunk).copy_(self._plan.buffers[chunk.index])
             self._carrier.spread(chunk, self.turn)
         self.expect(expected)
         self._progress.wait(
-            lambda: not any(slot.bundle.sending for slot in foreign), "gradients of no step"
+            lambda: not any(slot.bundle.coming for slot in foreign), "gradients of no step"
         )
         self._wholes.all_came()
 
     # -- the second phase --------------------------------------------------------------
 
+    def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
+        """The chunks of ``slots`` that are updated here."""
+        chunks = {chunk.index: chunk for slot in slots for chunk in slot.chunks}
+        return [chunk for chunk in chunks.values() if self.ownerships.is_mine(chunk)]
+
     def arm(self, owned: Sequence[Slot], foreign: Sequence[Slot]) -> list[CommTask]:
         """A step updates ``owned`` here and ``foreign`` elsewhere; returns what is to be expected.
+
+        Some may be in both.
 
         It has the turn after that of the last one.
 
         Called with the lock of the session's progress held.
         """
         self.turn += 1
-        chunks = {chunk.index: chunk for slot in foreign for chunk in slot.chunks}
+        chunks = {
+            chunk.index: chunk
+            for slot in foreign
+            for chunk in slot.chunks
+            if not self.ownerships.is_mine(chunk)
+        }
         bundles = {slot.bundle for slot in foreign}
         for index in chunks:
             waiting = [bundle for bundle in self._plan.bundles_of[index] if bundle in bundles]
             for bundle in waiting:
-                bundle.sending += 1
+                bundle.coming += 1
             self._awaiting.setdefault(index, deque()).append(waiting)
-        mine = {chunk.index for slot in owned for chunk in slot.chunks}
-        self._progress.outstanding += len(chunks) + len(mine)
+        self._progress.outstanding += len(chunks) + len(self.owned_chunks(owned))
         return list(chunks.values())
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
@@ -285,8 +303,8 @@ class Sharding:
         with self._progress.changed:
             complete = []
             for bundle in self._awaiting[chunk.index].popleft():
-                bundle.sending -= 1
-                if not bundle.sending and bundle.armed:
+                bundle.coming -= 1
+                if not bundle.coming and bundle.armed:
                     complete.append(bundle)
             self._updater.push(complete)
             self._progress.outstanding -= 1
@@ -304,6 +322,9 @@ class Sharding:
             return answers[kind](*args)
         except BytesschedError as error:
             return packed_error(error)
+
+    def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        return self._wholes.assembled(slots)
 
     def _ask(self, rank: int, question: bytes, task: str) -> bytes:
         return self._carrier.ask(rank, question, task=task)

@@ -71,7 +71,7 @@ class Updater:
         with self._progress.changed:
             for bundle in bundles:
                 # Another optimizer may have armed it meanwhile, and pushed it again.
-                bundle.armed = bool(bundle.jobs)
+                bundle.armed = bundle.has_jobs
             self._progress.notify()
 
     def _take(self) -> tuple[list[Bundle], list[Job]]:
@@ -82,8 +82,7 @@ class Updater:
         while self._ready and nbytes < _BATCH_BYTES:
             bundle = heapq.heappop(self._ready)[2]
             bundles.append(bundle)
-            jobs.extend(bundle.jobs)
-            bundle.jobs = []
+            jobs.extend(bundle.take())
             nbytes += bundle.nbytes
         return bundles, jobs
 

@@ -9,6 +9,7 @@ from bytesched.config import Config
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.optimizer.separable import is_elementwise
 from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
@@ -148,6 +149,7 @@ class WarmingUp:
                 holding=holding,
                 wholes=wholes,
                 kinds=self._kinds(plan),
+                may_cut=self._may_cut(plan),
             )
             arming = ShardedArming(
                 plan.slots, synchronizing, updater, context, splitting, holding, wholes
@@ -193,6 +195,19 @@ class WarmingUp:
             for key in deferred.parameter_ids()
         }
         return [numbers.get(id(slot.parameter), -1) for slot in plan.slots]
+
+    def _may_cut(self, plan: Plan) -> list[bool]:
+        """Whether any part of each parameter can be updated alone."""
+        keys = {
+            key
+            for deferred in self._deferred
+            if is_elementwise(deferred.kind)
+            for key in deferred.parameter_ids()
+        }
+        return [
+            id(slot.parameter) in keys and slot.parameter.stride() == slot.view.stride()
+            for slot in plan.slots
+        ]
 
     def wait_reduced(self) -> None:
         pass

@@ -7,20 +7,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 
 from bytesched.errors import BytesschedError, PluginError, SchedulerTimeout
 from bytesched.plugins.layout.memory import lies_over
-from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.packing import elements
+from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import Ask, gathered, packed
+from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 
 __all__ = ["Wholes"]
 
 log = logging.getLogger("bytesched")
+
+#: elements, their sum, and how many of the noted changes have been made to it
+_Sum: TypeAlias = tuple[Share, torch.Tensor, int]
 
 
 class Wholes:
@@ -32,6 +37,8 @@ class Wholes:
 
     def __init__(self, plan: Plan, context: Context) -> None:
         self._plan = plan
+        #: set when the plan has been cut for owners
+        self.ownerships: Ownerships
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
@@ -68,10 +75,6 @@ class Wholes:
             self._kept.clear()
             self._made.clear()
 
-    def is_mine(self, slot: Slot) -> bool:
-        """Whether this rank has the sum of ``slot``."""
-        return self._plan.owner(slot) == self._rank
-
     @property
     def are_all_here(self) -> bool:
         """Whether every gradient of this round is whole on every rank."""
@@ -96,25 +99,25 @@ class Wholes:
         """``slot`` is read; what can be summed here is. Raises PluginError if it is too late."""
         if slot in self._gone:
             self._refuse(slot.name)
-        if self.is_mine(slot):
+        if self.ownerships.own(slot) is not None:
             self.keep([slot])
-        elif slot not in self._whole:
+        if self.ownerships.foreign(slot) and slot not in self._whole:
             others = [s for s in self._plan.slots if s.used and not s.apart]
             self._fetch([slot] if slot.apart else others)
 
     def keep(self, slots: Sequence[Slot]) -> None:
-        """The script or a step in its thread may change these, which are owned here."""
+        """The script or a step in its thread may change what is owned here of these."""
         with self._lock, torch.no_grad():
             for slot in slots:
                 if slot not in self._kept and slot not in self._made:
-                    self._kept[slot] = slot.view.clone()
+                    self._kept[slot] = self._owned_sum(slot).clone()
 
     def change(self, slot: Slot, changes: Sequence[Callable[[list[torch.Tensor]], None]]) -> None:
         """Makes changes that were noted of an owned gradient, for a step."""
         if changes:
             with self._lock, torch.no_grad():
                 for change in changes:
-                    change([slot.view])
+                    change([self._owned_sum(slot)])
                 self._made[slot] = len(changes)
 
     def _refuse(self, name: str) -> NoReturn:
@@ -130,20 +133,63 @@ class Wholes:
                 "the script reads gradients between backward() and step(): owners send them whole"
             )
         self._is_logged = True
+        for slot, sums in self._foreign_sums([s for s in slots if s not in self._whole]).items():
+            part = self.ownerships.part(slot)
+            if part is not None:
+                self.keep([slot])
+                sums.append((part.share, part.view, self._made.get(slot, 0)))
+            for share, value, made in sums:
+                target = elements(slot.view, slot.view, share.start_at, share.stop_at)
+                target.copy_(value)
+                for change in slot.changes[made:]:
+                    change([target])
+            slot.changes.clear()
+            self._whole.add(slot)
+
+    @torch.no_grad()
+    def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """Whole gradients of this round, after all changes, in other memory. The user's thread."""
+        found = []
+        foreign = self._foreign_sums(slots)
+        for slot in slots:
+            gradient, made_here = slot.view.clone(), self._made.get(slot, 0)
+            sums = [] if slot in self._whole else foreign[slot]
+            for share in self._plan.shares(slot):
+                target = elements(gradient, slot.view, share.start_at, share.stop_at)
+                made = made_here
+                for other, value, made_there in sums:
+                    if other == share:
+                        target.copy_(value)
+                        made = made_there
+                for change in slot.changes[made:]:
+                    change([target])
+            found.append(gradient)
+        return found
+
+    def _foreign_sums(self, slots: Sequence[Slot]) -> dict[Slot, list[_Sum]]:
+        """What owners have of ``slots``: which elements, flat, after how many of the changes."""
         positions: dict[int, list[int]] = {}
+        shares: dict[int, list[Share]] = {}
+        wanted = set(slots)
         for position, slot in enumerate(self._plan.slots):
-            owner = self._plan.owner(slot)
-            if slot in slots and owner not in (None, self._rank) and slot not in self._whole:
-                assert owner is not None
-                positions.setdefault(owner, []).append(position)
+            for share in self.ownerships.foreign(slot) if slot in wanted else ():
+                positions.setdefault(share.rank, []).append(position)
+                shares.setdefault(share.rank, []).append(share)
         questions = {rank: (self._round, listed) for rank, listed in positions.items()}
         answers = gathered(self._progress, self.ask, "gradients", questions, "gradients")
+        found: dict[Slot, list[_Sum]] = {}
         for rank, listed in positions.items():
-            for position, (value, made) in zip(listed, answers[rank], strict=True):
+            for position, share, (value, made) in zip(
+                listed, shares[rank], answers[rank], strict=True
+            ):
                 slot = self._plan.slots[position]
-                slot.view.copy_(value)
-                del slot.changes[:made]
-                self._whole.add(slot)
+                found.setdefault(slot, []).append((share, value, made))
+        return found
+
+    def _owned_sum(self, slot: Slot) -> torch.Tensor:
+        """The memory of what this rank owns of it, flat."""
+        part = self.ownerships.part(slot)
+        return elements(slot.view, slot.view, 0, slot.view.numel()) if part is None else part.view
 
     # -- for other ranks ---------------------------------------------------------------
 
@@ -168,7 +214,7 @@ class Wholes:
         with self._lock:
             return packed(
                 [
-                    (self._kept.get(slot, slot.view).clone(), self._made.get(slot, 0))
+                    (self._kept.get(slot, self._owned_sum(slot)).clone(), self._made.get(slot, 0))
                     for slot in slots
                 ]
             )

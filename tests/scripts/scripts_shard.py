@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
+from torch import nn
 from training import STEPS, Job, adamw, mlp, train
 
 import bytesched
@@ -102,7 +104,7 @@ def saved(path: str) -> None:
     """Trains a little, and rank 0 alone saves what an optimizer holds."""
     job = Job(wrapped=True, shard=True)
     with contextlib.closing(job):
-        model = job.ddp(mlp())
+        model = job.ddp(uneven())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, steps=3)
         if job.rank == 0:
@@ -111,8 +113,132 @@ def saved(path: str) -> None:
 
 def loaded_from(job: Job, path: str) -> None:
     """Goes on from a checkpoint of another number of ranks."""
-    model = job.ddp(mlp())
+    model = job.ddp(uneven())
     optimizer = job.wrap(adamw(model), model)
     optimizer.load_state_dict(torch.load(path))
     train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def uneven() -> nn.Sequential:
+    """Most of its elements are in one layer, of an odd size: no rank may have it alone."""
+    return nn.Sequential(nn.Linear(8, 95), nn.Tanh(), nn.Linear(95, 77), nn.Linear(77, 4))
+
+
+def bytes_held() -> tuple[int, int]:
+    """Of the optimizer's state, on this rank and as a plain one has it."""
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(uneven())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=2)
+        bytesched.flush(optimizer)
+        entries = dict.values(optimizer.state)
+        held = sum(v.nbytes for entry in entries for v in entry.values() if v.dim())
+        return held, sum(2 * parameter.nbytes for parameter in model.parameters())
+
+
+class SideBySide(nn.ModuleList):
+    """The mean of all losses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x).square().mean() for part in self]).mean()
+
+
+def cut_by_kind(job: Job) -> None:
+    """A tensor of two owners, under every kind of kernel, deferred and in the script's thread."""
+    kinds: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"foreach": False, "amsgrad": True, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"fused": True, "momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    ]
+    model = job.ddp(SideBySide(uneven() for _ in kinds))
+    optimizers = [
+        job.wrap(kind(part.parameters(), lr=0.01, **arguments), model)
+        for part, (kind, arguments) in zip(model.module, kinds, strict=True)
+    ]
+    for step in range(6):
+        if step == 4:
+            for optimizer in optimizers[::2]:
+                optimizer.register_step_pre_hook(lambda *_: None)
+        model.zero_grad()
+        model(job.inputs(step)).backward()
+        if step == 2:
+            for parameter in model.module[1].parameters():
+                parameter.grad = parameter.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    job.record_state(model, *optimizers)
+
+
+def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
+    """Norms of a tensor that has several owners, changes of its elements, and reads of it."""
+    model = job.ddp(uneven())
+    optimizer = job.wrap(adamw(model), model)
+
+    def clip(step: int) -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=kind)
+        job.record(f"norm {step}", norm)
+        if step % 2:
+            nn.utils.clip_grad_value_(model.parameters(), 0.001)
+        if step == 4 and job.rank == 1:
+            job.record("gradient", model.module[2].weight.grad)
+
+    train(job, model, optimizer, before_step=clip)
+    job.record_state(model, optimizer)
+
+
+class Tied(nn.Module):
+    """One large tensor is used at both ends; a layer is frozen, one is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(301, 8)
+        self.middle = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.sometimes = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 301, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.middle(self.words(words)))
+        if words.sum() % 2:
+            hidden = self.sometimes(hidden)
+        return self.out(hidden)
+
+
+def cut_and_tied(job: Job) -> None:
+    """With accumulation, a scale of the loss, a schedule, and groups that come later."""
+    model = job.ddp(Tied(), find_unused_parameters=True)
+    late = [*model.module.middle.parameters()]
+    first = [p for p in model.parameters() if p.requires_grad and all(p is not q for q in late)]
+    optimizer = job.wrap(torch.optim.AdamW(first, lr=0.01), model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+    def words(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * job.rank + step)
+        return torch.randint(301, (3, 4), generator=generator)
+
+    for step in range(STEPS):
+        if step == 3:
+            optimizer.add_param_group({"params": late, "lr": 0.1})
+        optimizer.zero_grad()
+        with model.no_sync():
+            scaler.scale(model(words(step)).square().mean()).backward()
+        loss = model(words(step + 50)).square().mean()
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            job.record("norm", nn.utils.clip_grad_norm_(first, 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        job.record(f"loss {step}", loss)
+        if step == 4:
+            job.record("optimizer", optimizer.state_dict())
+    job.record("scale", scaler.get_scale())
     job.record_state(model, optimizer)

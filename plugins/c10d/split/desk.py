@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -14,10 +15,12 @@ from bytesched.plugins.c10d.split.questions import (
     are_plain,
     digest,
     is_of_whole_tensor,
+    is_root_of_squares,
     kept,
     question_of,
 )
-from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.packing import elements
+from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.expressions import Asked, Expression, derived, expression_of
 from bytesched.plugins.session.meter import Meter
@@ -37,6 +40,18 @@ __all__ = ["Desk"]
 #: a message for every tensor.
 _MOST_QUESTIONS: Final = 8
 
+#: Up to so many, a norm of a tensor that was cut is taken of the whole one.
+_EXACT_PARTS: Final = 2
+
+
+class _OfParts(Enum):
+    """How an answer for a tensor follows from those for its parts."""
+
+    NOTHING = "it does not"
+    SUMS = "their sum"
+    SQUARES = "the root of the sum of their squares"
+
+
 _Change = Callable[[list[torch.Tensor]], None]
 
 
@@ -53,7 +68,8 @@ class Desk:
         exchange: with the end of phase one.
         answers: what other ranks found.
         is_whole: whether all gradients have come: no answer is needed then.
-        looks: whether every gradient comes to every rank, so that it may be looked at then.
+        assembled: asks for the gradients of tensors that have several owners; None: every gradient
+            comes to every rank, so that it may be looked at then.
     """
 
     def __init__(
@@ -66,12 +82,15 @@ class Desk:
         meter: Meter,
         *,
         is_whole: Callable[[], bool],
-        looks: bool,
+        assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
-        self._looks = looks
+        self._assembled = assembled
+        #: with what ranks own of each
+        self._cut = {s: shares for s in plan.slots if len(shares := plan.shares(s)) > 1}
+        self._most_parts = max(map(len, self._cut.values()), default=0)
         self._exchange = exchange
         self._answers = answers
         self._progress = progress
@@ -120,7 +139,7 @@ class Desk:
             return self._change_all(func, args, kwargs)
         if func is UNSCALE:
             return self._unscale(args, kwargs)
-        return derived(func, args, kwargs, with_memory=self._looks)
+        return derived(func, args, kwargs, with_memory=self._assembled is None)
 
     # -- norms -------------------------------------------------------------------------
 
@@ -134,7 +153,8 @@ class Desk:
             return [func(expression.of(tensor), *args[1:], **kwargs) for tensor in tensors]
 
         question = question_of(func, args[1:], kwargs) + expression.text
-        numbers = self._ask(question, measure, [expression.slot])
+        rule = self._rule(func, args[1:], kwargs)
+        numbers = self._ask(question, measure, [expression.slot], rule)
         return NotImplemented if numbers is None else numbers[0]
 
     def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,14 +170,21 @@ class Desk:
             return list(func(made, *args[1:], **kwargs)) if made else []
 
         question = question_of(func, args[1:], kwargs) + first.text
-        numbers = self._ask(question, measure, [expression.slot for expression in found])
+        rule = self._rule(func, args[1:], kwargs)
+        numbers = self._ask(question, measure, [expression.slot for expression in found], rule)
         return NotImplemented if numbers is None else numbers
+
+    def _rule(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _OfParts:
+        # On two ranks every bit is that of plain training.
+        is_added = self._most_parts > _EXACT_PARTS and is_root_of_squares(func, args, kwargs)
+        return _OfParts.SQUARES if is_added else _OfParts.NOTHING
 
     def _ask(
         self,
         question: str,
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         slots: Sequence[Slot],
+        rule: _OfParts,
     ) -> list[torch.Tensor] | None:
         """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
         self._asked.add(slots)
@@ -165,7 +192,7 @@ class Desk:
             return None
         key = question, self._changes
         if key not in self._known:
-            found = self._find(question, measure)
+            found = self._find(question, measure, rule)
             if found is None:
                 return None
             self._known[key] = found
@@ -181,7 +208,10 @@ class Desk:
             ]
 
     def _find(
-        self, question: str, measure: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+        self,
+        question: str,
+        measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        rule: _OfParts,
     ) -> torch.Tensor | None:
         number = self._questions
         self._questions += 1
@@ -198,7 +228,8 @@ class Desk:
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
         own = torch.zeros(len(self._plan.slots), dtype=torch.float64, device="cpu")
         mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
-        self._measure(own, mine, measure)
+        self._measure(own, mine, [slot.changed() for slot in mine], measure)
+        self._measure_cut(own, measure, rule)
         self._answers.give(number, signature, own)
         total: torch.Tensor | None = None
 
@@ -212,9 +243,12 @@ class Desk:
         self._wait(has_come, "the norms of other ranks' gradients")
         if total is None:
             return None
-        shared = [slot for slot in self._plan.slots if self._plan.owner(slot) is None]
+        if rule is _OfParts.SQUARES:
+            for slot in self._cut:
+                total[self._index[slot]].sqrt_()
+        shared = [slot for slot in self._plan.slots if not self._plan.shares(slot)]
         self._wait(lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum")
-        self._measure(total, shared, measure)
+        self._measure(total, shared, [slot.changed() for slot in shared], measure)
         return total
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
@@ -227,13 +261,42 @@ class Desk:
         self,
         into: torch.Tensor,
         slots: Sequence[Slot],
+        gradients: list[torch.Tensor],
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
         if not slots:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for slot, value in zip(slots, measure([slot.changed() for slot in slots]), strict=True):
+            for slot, value in zip(slots, measure(gradients), strict=True):
                 into[self._index[slot]] = value.double()
+
+    def _measure_cut(
+        self,
+        into: torch.Tensor,
+        measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        rule: _OfParts,
+    ) -> None:
+        """Tensors of several owners: each measures its part, or one of them the whole."""
+        if rule is _OfParts.NOTHING:
+            mine = [s for s, shares in self._cut.items() if self._measurer(s, shares) == self._rank]
+            if mine:
+                assert self._assembled is not None
+                self._measure(into, mine, self._assembled(mine), measure)
+            return
+        parts = {s: x for s, shares in self._cut.items() for x in shares if x.rank == self._rank}
+        gradients = []
+        for slot, share in parts.items():
+            part = elements(slot.view, slot.view, share.start_at, share.stop_at).clone()
+            for change in slot.changes:
+                change([part])
+            gradients.append(part)
+        self._measure(into, list(parts), gradients, measure)
+        if rule is _OfParts.SQUARES:
+            for slot in parts:
+                into[self._index[slot]].square_()
+
+    def _measurer(self, slot: Slot, shares: Sequence[Share]) -> int:
+        return shares[self._index[slot] % len(shares)].rank
 
     # -- changes -----------------------------------------------------------------------
 
@@ -279,7 +342,7 @@ class Desk:
             return found
 
         question = question_of(UNSCALE, (inverse,), {})
-        infs = self._ask(question, measure, slots)
+        infs = self._ask(question, measure, slots, _OfParts.SUMS)
         if infs is None:
             return NotImplemented
         if any(bool(inf) for inf in infs):

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["owners_of", "whole_owners_of"]
+__all__ = ["bounds_of", "owners_of", "owners_or_cuts", "whole_owners_of"]
+
+#: by how much more than its share a rank may hold before a tensor is cut
+_UNEVEN: Final = 0.03
+
+#: Elements. Kernels of CPUs compute the last ones of a range by other instructions than those
+#: before, in steps of two of the longest vectors: parts of whole steps keep every element's bits.
+_STEP: Final = 64
 
 
 def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | None]:
@@ -65,6 +72,51 @@ def whole_owners_of(
     for run in sorted(runs, key=lambda run: -sum(nbytes[i] for i in run)):
         _deal(run, nbytes, owners, loads.setdefault(kinds[run[0]], [0] * ranks))
     return owners
+
+
+def owners_or_cuts(
+    nbytes: Sequence[int],
+    kinds: Sequence[int],
+    may_cut: Sequence[bool],
+    ranks: int,
+    run_bytes: int,
+) -> list[int | None]:
+    """The owner of each tensor, as of `whole_owners_of`; None where every rank owns a part of it.
+
+    Those that may be cut are, the largest first, until no rank has more than 3 % above its share
+    of any kind. No more than that: a norm of a whole tensor costs nothing where one rank has it.
+    """
+    totals = {
+        kind: sum(n for n, of in zip(nbytes, kinds, strict=True) if of == kind)
+        for kind in set(kinds)
+    }
+    # What goes together must not be what makes it uneven.
+    together_bytes = min(run_bytes, int(_UNEVEN * min(totals.values()) / ranks))
+    cut: set[int] = set()
+    while True:
+        left = [0 if index in cut else n for index, n in enumerate(nbytes)]
+        owners = whole_owners_of(left, kinds, ranks, together_bytes)
+        uneven = set()
+        for kind, total in totals.items():
+            loads = [0] * ranks
+            for n, of, owner in zip(left, kinds, owners, strict=True):
+                loads[owner] += n if of == kind else 0
+            if (max(loads) - sum(loads) / ranks) * ranks > _UNEVEN * total:
+                uneven.add(kind)
+        wanted = [
+            (n, -index)
+            for index, n in enumerate(left)
+            if kinds[index] in uneven and may_cut[index] and n > together_bytes
+        ]
+        if not wanted:
+            return [None if index in cut else owner for index, owner in enumerate(owners)]
+        cut.add(-max(wanted)[1])
+
+
+def bounds_of(elements: int, ranks: int) -> list[int]:
+    """Where the part of each rank ends in a tensor that all ranks own: even, and aligned."""
+    ends = [elements * (rank + 1) // ranks // _STEP * _STEP for rank in range(ranks - 1)]
+    return [*ends, elements]
 
 
 def _deal(run: list[int], nbytes: Sequence[int], owners: list[Any], loads: list[int]) -> None:

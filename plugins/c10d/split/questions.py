@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
-from bytesched.plugins.session.operations import REDUCTIONS
+from bytesched.plugins.session.operations import NORMS, NORMS_OF_ALL, REDUCTIONS
 
-__all__ = ["are_plain", "digest", "is_of_whole_tensor", "kept", "question_of"]
+__all__ = [
+    "are_plain",
+    "digest",
+    "is_of_whole_tensor",
+    "is_root_of_squares",
+    "kept",
+    "question_of",
+]
 
 
 def are_plain(values: Sequence[Any]) -> bool:
@@ -40,10 +47,19 @@ def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return not args and named.keys() <= {"dtype"}
     if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
         return False
-    kind = args[0] if args else named.get("p", named.get("ord"))
+    kind = _kind_of(args, kwargs)
     if func is torch.linalg.norm:
         return kind is None
     return kind != "nuc" and are_plain([kind, named.get("dtype")])
+
+
+def is_root_of_squares(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` makes the Euclidean norm of all elements, where `is_of_whole_tensor`."""
+    return func in NORMS | NORMS_OF_ALL and _kind_of(args, kwargs) in (None, 2, "fro")
+
+
+def _kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("p", kwargs.get("ord"))
 
 
 def question_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:

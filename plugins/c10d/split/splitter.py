@@ -15,7 +15,7 @@ from bytesched.plugins.c10d.sockets import short_queues
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.desk import Desk
 from bytesched.plugins.c10d.split.exchange import Exchange
-from bytesched.plugins.c10d.split.owners import owners_of, whole_owners_of
+from bytesched.plugins.c10d.split.owners import bounds_of, owners_of, owners_or_cuts
 from bytesched.plugins.c10d.split.requests import Requests
 from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
@@ -54,10 +54,17 @@ class ExchangeSplitter:
         owners = owners_of(nbytes, self._ranks, partition_bytes)
         plan.cut(partition_bytes, Ownership(self._ranks, owners))
 
-    def cut_for_owners(self, plan: Plan, partition_bytes: int, kinds: Sequence[int]) -> None:
+    def cut_for_owners(
+        self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
+    ) -> None:
         nbytes = [slot.view.nbytes for slot in plan.slots]
-        owners = whole_owners_of(nbytes, kinds, self._ranks, partition_bytes)
-        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds))
+        owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes)
+        bounds = {
+            position: bounds_of(plan.slots[position].view.numel(), self._ranks)
+            for position, owner in enumerate(owners)
+            if owner is None
+        }
+        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds, bounds))
 
     def carrier(
         self,
@@ -86,7 +93,14 @@ class ExchangeSplitter:
             return not progress.outstanding
 
         desk = Desk(
-            plan, group.rank, exchange, answers, progress, meter, is_whole=is_whole, looks=True
+            plan,
+            group.rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=is_whole,
+            assembled=None,
         )
         return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
 
@@ -118,7 +132,14 @@ class ExchangeSplitter:
         asked = self._open_group("requests")
         requests = Requests(asked, answer=owners.answer, ended=owners.ended, failed=progress.fail)
         desk = Desk(
-            plan, group.rank, exchange, answers, progress, meter, is_whole=_never, looks=False
+            plan,
+            group.rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=_never,
+            assembled=owners.assembled,
         )
         groups = [group, others, asked]
         return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)

@@ -115,7 +115,7 @@ def _in_store(
     config: Config,
 ) -> StoreSession:
     name = type(optimizer).__name__
-    if type(optimizer) is not getattr(torch.optim, name, None) or not is_elementwise(name):
+    if not is_elementwise(type(optimizer)):
         raise PluginError(
             f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
         )

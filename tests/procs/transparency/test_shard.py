@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
@@ -13,11 +12,6 @@ import scripts_shard as shard
 import scripts_split as split
 from comparing import check, named
 from ranks import Ranks
-
-
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adamw_fused"])
-def test_optimizer(two_ranks: Ranks, name: str) -> None:
-    check(two_ranks, optimizers.one_optimizer, name, shard=True)
 
 
 @named(
@@ -56,6 +50,9 @@ def test_optimizer(two_ranks: Ranks, name: str) -> None:
     optimizers.parameters_outside_the_model,
     shard.parameters_outside_the_optimizer,
     shard.loaded,
+    shard.cut_by_kind,
+    shard.cut_and_clipped,
+    shard.cut_and_tied,
     optimizers.two_steps_in_a_row,
     optimizers.step_every_other_backward,
     optimizers.step_skipped,
@@ -76,6 +73,12 @@ def test_state_is_held_by_owners_alone(two_ranks: Ranks) -> None:
     assert all(held)
 
 
+def test_memory_is_that_of_a_share(two_ranks: Ranks, three_ranks: Ranks) -> None:
+    for ranks in (two_ranks, three_ranks):
+        for held, whole in ranks.run(shard.bytes_held):
+            assert held <= 1.05 * whole / ranks.world_size
+
+
 def test_unwrapped_optimizers_have_all_state(two_ranks: Ranks) -> None:
     assert two_ranks.run(shard.entries_after_unwrap) == [(8, True), (8, True)]
 
@@ -93,7 +96,7 @@ def test_backward_does_not_add_to_what_is_elsewhere(two_ranks: Ranks) -> None:
 
 
 def test_more_ranks(three_ranks: Ranks) -> None:
-    check(three_ranks, split.norm_of_kind, 2.0, shard=True, rtol=1e-5)
+    check(three_ranks, shard.cut_and_clipped, shard=True, rtol=1e-5)
 
 
 def test_saved_on_three_ranks_loaded_on_two_and_plain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 
 import pytest
@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.bench.profile import load_profile
-from bytesched.plugins.c10d.split.owners import owners_of, whole_owners_of
+from bytesched.plugins.c10d.split.owners import (
+    bounds_of,
+    owners_of,
+    owners_or_cuts,
+    whole_owners_of,
+)
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
 
@@ -70,10 +75,38 @@ def test_whole_tensors_of_each_kind_are_even(
         assert max(loads) - min(loads) <= 2 * run + largest
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_state_of_gpt_is_within_5_percent(ranks: int) -> None:
-    sizes = [4 * prod(shape) for layer in load_profile("gpt").layers for shape in layer.shapes]
-    owners = whole_owners_of(sizes, [0] * len(sizes), ranks, 1 << 20)
-    for rank in range(ranks):
-        held = sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank)
-        assert held <= 1.05 * sum(sizes) / ranks
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "vgg"])
+def test_state_of_a_model_is_within_5_percent(name: str, ranks: int) -> None:
+    elements = [prod(shape) for layer in load_profile(name).layers for shape in layer.shapes]
+    sizes = [4 * n for n in elements]
+    owners = owners_or_cuts(sizes, [0] * len(sizes), [True] * len(sizes), ranks, 1 << 20)
+    held = [0] * ranks
+    for n, owner in zip(elements, owners, strict=True):
+        if owner is not None:
+            held[owner] += 4 * n
+        else:
+            for rank, (a, b) in enumerate(pairwise([0, *bounds_of(n, ranks)])):
+                held[rank] += 4 * (b - a)
+    assert sum(held) == sum(sizes)
+    assert max(held) <= 1.05 * sum(sizes) / ranks
+
+
+@given(SIZES, st.integers(2, 8), st.integers(1, 20_000), st.integers(1, 3))
+def test_what_may_not_be_cut_has_one_owner(
+    sizes: list[int], ranks: int, run: int, kinds: int
+) -> None:
+    kind_of = [index % kinds for index in range(len(sizes))]
+    may_cut = [n % 2 == 0 for n in sizes]
+    owners = owners_or_cuts(sizes, kind_of, may_cut, ranks, run)
+    assert all(may for may, owner in zip(may_cut, owners, strict=True) if owner is None)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 8))
+def test_parts_are_even_and_aligned(elements: int, ranks: int) -> None:
+    bounds = [0, *bounds_of(elements, ranks)]
+    assert bounds[-1] == elements
+    assert all(bound % 64 == 0 for bound in bounds[:-1])
+    parts = [b - a for a, b in pairwise(bounds)]
+    assert min(parts) >= 0
+    assert max(parts) - min(parts) <= 64 + 64
