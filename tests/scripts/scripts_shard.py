@@ -147,7 +147,7 @@ class SideBySide(nn.ModuleList):
 
 def cut_by_kind(job: Job) -> None:
     """A tensor of two owners, under every kind of kernel, deferred and in the script's thread."""
-    kinds: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    kinds: list[tuple[Any, dict[str, Any]]] = [
         (torch.optim.AdamW, {"foreach": True}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.Adam, {"foreach": False, "amsgrad": True, "weight_decay": 0.1}),
@@ -207,7 +207,8 @@ class Tied(nn.Module):
         hidden = self.frozen(self.middle(self.words(words)))
         if words.sum() % 2:
             hidden = self.sometimes(hidden)
-        return self.out(hidden)
+        out: torch.Tensor = self.out(hidden)
+        return out
 
 
 def cut_and_tied(job: Job) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-__all__ = ["bounds_of", "owners_of", "owners_or_cuts", "whole_owners_of"]
+__all__ = ["bounds_of", "has_parts", "owners_of", "owners_or_cuts", "whole_owners_of"]
 
 #: by how much more than its share a rank may hold before a tensor is cut
 _UNEVEN: Final = 0.03
@@ -113,8 +113,13 @@ def owners_or_cuts(
         cut.add(-max(wanted)[1])
 
 
+def has_parts(elements: int, ranks: int) -> bool:
+    """Whether a tensor is long enough for `bounds_of`."""
+    return elements >= ranks * _STEP
+
+
 def bounds_of(elements: int, ranks: int) -> list[int]:
-    """Where the part of each rank ends in a tensor that all ranks own: even, and aligned."""
+    """Where each rank's part of a tensor that all own ends: even, aligned, none empty."""
     ends = [elements * (rank + 1) // ranks // _STEP * _STEP for rank in range(ranks - 1)]
     return [*ends, elements]
 

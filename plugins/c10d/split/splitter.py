@@ -15,7 +15,12 @@ from bytesched.plugins.c10d.sockets import short_queues
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.desk import Desk
 from bytesched.plugins.c10d.split.exchange import Exchange
-from bytesched.plugins.c10d.split.owners import bounds_of, owners_of, owners_or_cuts
+from bytesched.plugins.c10d.split.owners import (
+    bounds_of,
+    has_parts,
+    owners_of,
+    owners_or_cuts,
+)
 from bytesched.plugins.c10d.split.requests import Requests
 from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
@@ -58,6 +63,10 @@ class ExchangeSplitter:
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
         nbytes = [slot.view.nbytes for slot in plan.slots]
+        may_cut = [
+            may and has_parts(slot.view.numel(), self._ranks)
+            for may, slot in zip(may_cut, plan.slots, strict=True)
+        ]
         owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes)
         bounds = {
             position: bounds_of(plan.slots[position].view.numel(), self._ranks)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bytesched.bench.profile import load_profile
 from bytesched.plugins.c10d.split.owners import (
     bounds_of,
+    has_parts,
     owners_of,
     owners_or_cuts,
     whole_owners_of,
@@ -102,11 +103,12 @@ def test_what_may_not_be_cut_has_one_owner(
     assert all(may for may, owner in zip(may_cut, owners, strict=True) if owner is None)
 
 
-@given(st.integers(1, 10_000), st.integers(1, 8))
+@given(st.integers(64 * 8, 10_000), st.integers(1, 8))
 def test_parts_are_even_and_aligned(elements: int, ranks: int) -> None:
     bounds = [0, *bounds_of(elements, ranks)]
     assert bounds[-1] == elements
     assert all(bound % 64 == 0 for bound in bounds[:-1])
     parts = [b - a for a, b in pairwise(bounds)]
-    assert min(parts) >= 0
+    assert has_parts(elements, ranks)
+    assert min(parts) > 0
     assert max(parts) - min(parts) <= 64 + 64
