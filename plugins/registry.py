@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from bytesched.plugins.dropped import end_beside, wait_for_ends
 from bytesched.plugins.ending import at_exit, died_of, make_exit_fail
 
 __all__ = [
@@ -32,8 +31,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("bytesched")
-
-_LOOKS_EVERY_S = 0.005
 
 
 class Wrapped(Protocol):
@@ -93,9 +90,6 @@ class _Entry:
 
 #: in the order of wrapping
 _entries: dict[_Entry, None] = {}
-
-#: sessions whose models are gone, until they have ended
-_ending: dict[Wrapped, None] = {}
 
 #: of sessions that have ended, the latest last
 _ended: deque[dict[str, int | float | str]] = deque(maxlen=8)
@@ -220,14 +214,7 @@ def _forget(session: Wrapped) -> list[_Entry]:
 def _model_gone(session: Wrapped) -> None:
     """Nothing refers to the model of ``session`` any more. Any thread, between any two lines."""
     if _forget(session):
-        # Not in this thread, which may be one that the end has to wait for; and not by way of
-        # Thread.start(), which takes locks that the collector may have come between.
-        _ending[session] = None
-        _thread.start_new_thread(_end_beside, (session,))
-
-
-def _end_beside(session: Wrapped) -> None:
-    threading.Thread(target=_end, args=(session,), name="bytesched-ending", daemon=True).start()
+        end_beside(partial(_end, session))
 
 
 def _end(session: Wrapped) -> None:
@@ -237,7 +224,6 @@ def _end(session: Wrapped) -> None:
     except Exception:
         log.exception("the last step of a model that is gone could not be applied")
     _close(session)
-    del _ending[session]
 
 
 def _store_of(x: Any) -> WrappedStore | None:
@@ -252,7 +238,7 @@ def _store_of(x: Any) -> WrappedStore | None:
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
     died = died_of()
-    _wait_for_ends()
+    wait_for_ends()
     for session in sessions():
         try:
             if died is None and session.error is None:
@@ -270,11 +256,6 @@ def _at_exit() -> None:
     _entries.clear()
 
 
-def _wait_for_ends() -> None:
-    while _ending:
-        time.sleep(_LOOKS_EVERY_S)
-
-
 def _watch_forks() -> None:
     global _watches_forks
     if not _watches_forks:
@@ -284,7 +265,7 @@ def _watch_forks() -> None:
 
 def _before_fork() -> None:
     """A child has this process's memory and none of its threads: all values are to be there."""
-    _wait_for_ends()
+    wait_for_ends()
     for session in sessions():
         if session.error is None:
             try:

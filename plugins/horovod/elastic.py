@@ -8,7 +8,9 @@ reset; until then, and whenever a rank is alone, the optimizer is plain Horovod'
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,20 +38,28 @@ class Elastic:
         self,
         optimizer: torch.optim.Optimizer,
         root: nn.Module,
-        begin: Callable[[], Session | None],
+        begin: Callable[[torch.optim.Optimizer, nn.Module], Session | None],
     ) -> None:
-        self.root = root
+        # It is there until its model is gone, and keeps neither.
+        self._root = weakref.ref(root)
+        self._optimizer = weakref.ref(optimizer)
         self._begin = begin
         self._session: Session | None = None
         #: these ranks have begun, with a session or without
         self._begun = False
-        #: states whose resets and commits we hear of
-        self._states: dict[int, Any] = {}
+        #: states whose resets and commits we hear of; they hold models
+        self._states: list[weakref.ref[Any]] = []
         self._undo: list[Callable[[], None]] = [
             root.register_forward_pre_hook(self._before_forward, prepend=True).remove,
             root._register_load_state_dict_pre_hook(self._before_load).remove,
-            optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
+            # The user may name the optimizer instead of the model, which is there as long as it is.
+            optimizer.register_load_state_dict_pre_hook(partial(self._before_load, root)).remove,
         ]
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The model; None when nothing else refers to it any more."""
+        return self._root()
 
     @property
     def error(self) -> BaseException | None:
@@ -84,7 +94,7 @@ class Elastic:
         """Takes every hook off, for good."""
         for undo in self._undo:
             undo()
-        for state in self._states.values():
+        for state in self._heard():
             state._reset_callbacks.remove(self._reset)
             del state.check_host_updates
         self._undo.clear()
@@ -101,15 +111,16 @@ class Elastic:
         self._begun = True
         for state in notification_manager._listeners:
             self._listen(state)
-        self._session = self._begin()
+        optimizer = self._optimizer()
+        self._session = None if optimizer is None else self._begin(optimizer, module)
         if self._session is not None:
             # Its own hooks are too late for the call that is under way.
             self._session.before_forward(module, args)
 
     def _listen(self, state: Any) -> None:
-        if id(state) in self._states:
+        if any(state is heard for heard in self._heard()):
             return
-        self._states[id(state)] = state
+        self._states.append(weakref.ref(state))
         state.register_reset_callbacks([self._reset])
         check = state.check_host_updates
 
@@ -119,6 +130,9 @@ class Elastic:
             check()
 
         state.check_host_updates = apply_and_check
+
+    def _heard(self) -> list[Any]:
+        return [state for alive in self._states if (state := alive()) is not None]
 
     def _before_load(self, *_: Any) -> None:
         """A restored state replaces what a failed session could not finish."""

@@ -107,7 +107,7 @@ def begin(
 ) -> Session | Elastic | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
     if config.enabled and is_horovod_elastic():
-        return Elastic(optimizer, model, partial(_begin, optimizer, model, config))
+        return Elastic(optimizer, model, partial(_begin, config=config))
     return _begin(optimizer, model, config)
 
 

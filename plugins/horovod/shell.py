@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -41,7 +42,8 @@ class Shell:
         backend: HorovodBackend,
         kind: type[torch.optim.Optimizer],
     ) -> None:
-        self._optimizer = optimizer
+        # The session, which is there until its model is gone, holds this shell.
+        self._alive = weakref.ref(optimizer)
         self._session = session
         self._backend = backend
         self._slots = {slot.parameter: slot for slot in slots}
@@ -53,6 +55,11 @@ class Shell:
         self._horovods_gradient = own._allreduce_grad_async
         self._horovods_synchronize = own.synchronize
         self._step_code = inspect.unwrap(own.step).__code__
+
+    @property
+    def _optimizer(self) -> Any:
+        """In a call of the optimizer's own, and as long as there is one; None after that."""
+        return self._alive()
 
     def take_over(self) -> Callable[[], None]:
         """Puts the methods in place; returns what takes them away again."""
@@ -67,6 +74,9 @@ class Shell:
         vars(optimizer).update(methods)
 
         def give_back() -> None:
+            optimizer = self._optimizer
+            if optimizer is None:
+                return
             if self._session.rounds_finished == self._rounds:
                 self._forget_handles()
             else:

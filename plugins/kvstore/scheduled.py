@@ -16,6 +16,7 @@ from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
 from bytesched.kvstore.protocol import Key, KVStore, describe
 from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
+from bytesched.plugins.dropped import end_when_gone
 from bytesched.plugins.kvstore.layout import KeySlot, fill, flattened, lay_out, plain, zeros
 from bytesched.plugins.kvstore.transfers import Transfers
 from bytesched.plugins.registry import kind_of_store
@@ -56,6 +57,7 @@ class ScheduledKVStore:
             self._observers,
             credit_bytes=credit_bytes,
         )
+        self._end = end_when_gone(self, self._transfers.end)
         self._waits = 0
         #: false when the keys are to be cut anew, before the next step
         self._is_cut = bool(getattr(store, "is_stateful", False))
@@ -170,6 +172,7 @@ class ScheduledKVStore:
         if self._closed:
             return
         self._closed = True
+        self._end.detach()
         self._transfers.stop()
         self.store.close()
         self._observers.close()
@@ -211,6 +214,7 @@ class ScheduledKVStore:
     def unwrap(self) -> KVStore:
         """The store, with every key under its own name again; every worker calls it."""
         self.flush()
+        self._end.detach()
         self._transfers.stop()
         for slot in self._slots.values():
             if [chunk.key for chunk in slot.chunks] != [slot.key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,13 +10,15 @@ from time import monotonic, perf_counter_ns
 from typing import Any
 
 from bytesched.config import Config
-from bytesched.errors import InvalidTransition, SchedulerTimeout
+from bytesched.errors import InvalidTransition, SchedulerTimeout, in_one_line
 from bytesched.kvstore.pipes import Chunk, Pipes
 from bytesched.kvstore.protocol import Key, KVStore
 from bytesched.observe import Observers
 from bytesched.plugins.kvstore.layout import KeySlot, fill, plain
 
 __all__ = ["Transfers"]
+
+log = logging.getLogger("bytesched")
 
 _WORST = 8
 
@@ -94,6 +97,17 @@ class Transfers:
                 self._busy_ns[index] += scheduler.busy_ns
                 self._cpu_ns += scheduler.cpu_ns
                 self._started += scheduler.tasks_started
+
+    def end(self) -> None:
+        """What is under way ends, for the sake of the other workers; then as `stop`."""
+        try:
+            for slot in {slot for slots in self._of_chunk.values() for slot in slots}:
+                self.wait_for(slot)
+            self.wait_pushed()
+        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+            log.error("a wrapped store that was dropped: %s", in_one_line(error))
+        self.stop()
+        self._observers.close()
 
     def figures(self, steps: int) -> dict[str, int | float]:
         """Times per step, so far."""

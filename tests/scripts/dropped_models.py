@@ -27,7 +27,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def _settles(reached: Callable[[], bool]) -> bool:
+def settles(reached: Callable[[], bool]) -> bool:
     deadline_s = time.monotonic() + _PATIENCE_S
     while not reached():
         if time.monotonic() > deadline_s:
@@ -37,8 +37,8 @@ def _settles(reached: Callable[[], bool]) -> bool:
     return True
 
 
-def _trained(*, reads: bool) -> weakref.ref[nn.Module]:
-    job = Job(wrapped=True)
+def _trained(kind: type[Job], *, reads: bool) -> weakref.ref[nn.Module]:
+    job = kind(wrapped=True)
     model = job.ddp(mlp())
     train(job, model, job.wrap(sgd(model), model))
     if reads:
@@ -46,18 +46,18 @@ def _trained(*, reads: bool) -> weakref.ref[nn.Module]:
     return weakref.ref(model)
 
 
-def dropped_in_turn(count: int, reads: bool) -> list[str]:
+def dropped_in_turn(count: int, reads: bool, kind: type[Job] = Job) -> list[str]:
     """What is left after each of `count` models in turn, each dropped after a few steps."""
     found = []
-    _trained(reads=reads)
-    _settles(lambda: _threads() == 0)
+    _trained(kind, reads=reads)
+    settles(lambda: _threads() == 0)
     before = held()
     for turn in range(count):
-        model = _trained(reads=reads)
-        if not _settles(partial(_is_gone, model, before)):
+        model = _trained(kind, reads=reads)
+        if not settles(partial(_is_gone, model, before)):
             names = [thread.name for thread in threading.enumerate()]
-            found.append(f"turn {turn}: {held()}, was {before}; {names}")
-    dist.barrier()
+            found.append(f"turn {turn}: {held()}, was {before}; {names}; gone: {model() is None}")
+    kind.barrier()
     return found
 
 
@@ -73,7 +73,7 @@ def _threads() -> int:
 def threads_of(count: int) -> list[int]:
     """The threads of this process with 0, 1, ... `count` models that are all in use."""
     gc.collect()
-    _settles(lambda: _threads() == 0)
+    settles(lambda: _threads() == 0)
     job = Job(wrapped=True)
     kept = []
     numbers = [held()[0]]
@@ -116,7 +116,7 @@ def another_optimizer() -> bool:
             train(job, model, optimizer)
             job._optimizers.clear()
             del optimizer
-            assert _settles(lambda first=first: first() is None)  # type: ignore[misc]
+            assert settles(lambda first=first: first() is None)  # type: ignore[misc]
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
         bytesched.unwrap(model)
     return all(torch.equal(plain, got) for plain, got in zip(*weights, strict=True))

@@ -6,6 +6,8 @@ import contextlib
 import faulthandler
 import signal
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from threading import Event
 from types import SimpleNamespace
@@ -13,10 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dropped_models import held, settles
 from kv_training import OPTIMIZERS, batches, model_of
 from mpi4py import MPI
 from torch import nn
 
+import bytesched
 from bytesched.config import Config
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
@@ -114,6 +118,41 @@ def steps_of(model: nn.Module, optimizer: Any, data: Any) -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
+
+
+def _dropped(kv: MPIKVStore) -> weakref.ref[nn.Module]:
+    """A model that was wrapped and trained, and that nothing refers to any more."""
+    model = model_of(0)
+    optimizer = bytesched.wrap(OPTIMIZERS["sgd"](model.parameters()), model, kvstore=kv)
+    steps_of(model, optimizer, batches(kv.rank))
+    return weakref.ref(model)
+
+
+def _stays(model: weakref.ref[nn.Module], before: tuple[int, int]) -> None:
+    assert settles(lambda: model() is None), "something keeps the model"
+    assert settles(lambda: all(now <= then for now, then in zip(held(), before, strict=True))), (
+        f"threads and descriptors: {held()}, was {before}; "
+        f"{[thread.name for thread in threading.enumerate()]}"
+    )
+
+
+def a_session_ends_with_its_model() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S)
+    kv.barrier()
+    before = held()
+    for _ in range(4):
+        _stays(_dropped(kv), before)
+    kv.barrier()
+    kv.close()
+
+
+def a_session_whose_optimizer_is_in_the_store_ends_with_its_model() -> None:
+    kv = open_store(timeout_s=TIMEOUT_S, updates=True)
+    kv.barrier()
+    before = held()
+    _stays(_dropped(kv), before)
+    kv.barrier()
+    kv.close()
 
 
 def a_checkpoint_holds_the_state_of_the_store() -> None:

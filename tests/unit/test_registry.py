@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bytesched.plugins import registry
+from bytesched.plugins.dropped import wait_for_ends
 
 FORKED = """
     import os, sys
@@ -174,7 +175,7 @@ def test_what_was_unwrapped_is_not_ended_again_with_its_model() -> None:
     registry.unwrap(optimizer)
     session.root = None
     del model
-    assert not registry._ending
+    wait_for_ends()
     assert session.calls == ["flush", "restore", "close"]
 
 
@@ -187,7 +188,7 @@ def test_a_model_that_only_its_session_keeps_is_not_ended_twice_at_exit() -> Non
     session = Keeping("keeping", root=Model())
     registry.add(Optimizer(), session)
     registry._at_exit()
-    registry._wait_for_ends()
+    wait_for_ends()
     assert session.calls == ["flush", "close"]
     assert len(registry.ended()) == 1
 

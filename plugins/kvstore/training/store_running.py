@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ class StoreRunning:
     """The life of a StoreSession from the end of its first forward pass on (see phase.Life).
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's, whose hooks call.
         plan: of all parameters.
         config: with the sizes of chunks and window.
     """
@@ -50,7 +51,7 @@ class StoreRunning:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: weakref.ref[torch.optim.Optimizer],
         plan: Plan,
         first_use: FirstUse,
         config: Config,
@@ -58,7 +59,7 @@ class StoreRunning:
         context: Context,
     ) -> None:
         self.plan = plan
-        self._optimizer = optimizer
+        self._alive = optimizer
         self._store = backend.store
         self._rank = backend.rank
         self._progress = context.progress
@@ -100,8 +101,15 @@ class StoreRunning:
         self._undo.append(gates.remove)
         setting = Setting(config.partition_bytes, config.credit_bytes, config.policy, config.order)
         self._meter.active(plan.nbytes, len(plan.chunks), setting)
-        if optimizer.state:
+        if optimizer() is not None and self._optimizer.state:
             self._move_state()
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """In a call of its own."""
+        optimizer = self._alive()
+        assert optimizer is not None
+        return optimizer
 
     def forward_begins(self) -> None:
         pass

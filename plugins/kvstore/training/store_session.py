@@ -7,7 +7,9 @@ the hyper-parameters that hold then. The optimizer's state is in the store alone
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +57,6 @@ class StoreSession(HookedModel):
         observers: Observers,
     ) -> None:
         super().__init__(root, slots, backend, observers)
-        # All workers end it together, with unwrap or with themselves.
-        self._kept_root = root
         context = Context(backend, self._progress, self._streams, self._meter, observers)
         self._now: _StoreLife = _FirstForward(
             slots, optimizer, self._first_use, config, backend, context
@@ -68,7 +68,8 @@ class StoreSession(HookedModel):
         for handle in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_state_dict_post_hook(self._add_state),
-            optimizer.register_load_state_dict_post_hook(self._send_state),
+            # The user may name the optimizer instead of the model, which is there as long as it is.
+            optimizer.register_load_state_dict_post_hook(partial(self._send_state, root)),
         ):
             self._undo.append(handle.remove)
 
@@ -108,7 +109,7 @@ class StoreSession(HookedModel):
         self.flush()
         return self._now.with_state(state)
 
-    def _send_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def _send_state(self, root: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._now.state_loaded()
 
 
@@ -148,7 +149,8 @@ class _FirstForward:
         context: Context,
     ) -> None:
         self._slots = slots
-        self._optimizer = optimizer
+        # The session, which is there until its model is gone, holds this.
+        self._optimizer = weakref.ref(optimizer)
         self._first_use = first_use
         self._config = config
         self._backend = backend

@@ -79,6 +79,18 @@ def test_beyond_the_contract() -> None:
     assert output.count("done") == 3, output
 
 
+@pytest.mark.slow
+def test_a_session_ends_with_its_model() -> None:
+    code, output = mpirun(
+        3,
+        "kv_cases.py",
+        "a_session_ends_with_its_model",
+        "a_session_whose_optimizer_is_in_the_store_ends_with_its_model",
+    )
+    assert code == 0, output
+    assert output.count("done") == 3, output
+
+
 def test_what_is_served_first() -> None:
     cases = ("most_complete_keys_are_served_first", "urgent_answers_overtake")
     code, output = mpirun(1, "kv_cases.py", *cases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -20,8 +21,10 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 from bytesched.kvstore import AsyncKVStore, Ended, Key, KVStore, LocalKVStore
+from bytesched.kvstore.local import _Entry
 from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.observe import Observer, Observers
+from bytesched.plugins.dropped import wait_for_ends
 from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.kvstore.training import begin as kvstore_training
 from bytesched.testing import KVStoreContract
@@ -473,6 +476,56 @@ def test_observers_see_both_pipes() -> None:
     kv.close()
     assert {("send", "a"), ("send", "pull a"), ("queue", "a"), ("queue", "pull a")} <= seen.spans
     assert seen.steps == 2
+
+
+def dropped(store: LocalKVStore) -> torch.Tensor:
+    """What the last pull of a wrapped store fills that nothing refers to any more."""
+    kv, out = scheduled(store), torch.zeros(64)
+    for key in ("a", "b"):
+        kv.init(key, torch.zeros(64))
+        kv.push(key, torch.full((64,), 3.0))
+        kv.pull(key, out)
+    return out
+
+
+def test_a_wrapped_store_that_is_dropped_ends_what_it_began_and_its_threads() -> None:
+    before = threading.active_count()
+    for _ in range(12):
+        store = LocalKVStore()
+        out = dropped(store)
+        gc.collect()
+        wait_for_ends()
+        assert torch.equal(out, torch.full((64,), 3.0))
+        assert threading.active_count() <= before
+
+
+def test_a_wrapped_store_that_is_dropped_with_another_worker_missing_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, _ = LocalKVStore.group(2, timeout_s=0.2)
+    before = threading.active_count()
+    kv = ScheduledKVStore(Pushed(store), Config(timeout_s=0.2))
+    kv.init("a", torch.zeros(4))
+    kv.push("a", torch.ones(4))
+    kv.pull("a", torch.zeros(4))
+    del kv
+    gc.collect()
+    wait_for_ends()
+    assert threading.active_count() <= before
+    assert "a wrapped store that was dropped" in caplog.text
+
+
+class Pushed:
+    """A view whose ``init`` does not wait for the other workers."""
+
+    def __init__(self, view: LocalKVStore) -> None:
+        self._view = view
+
+    def init(self, key: Key, value: Any) -> None:
+        self._view._shared.entries[key] = _Entry(value.clone())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
 
 
 def test_no_thread_survives() -> None:
