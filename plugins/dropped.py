@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["end_beside", "end_when_gone", "wait_for_ends"]
+__all__ = ["end_beside", "end_soon", "end_when_gone", "wait_for_ends"]
+
+log = logging.getLogger("bytesched")
 
 _LOOKS_EVERY_S = 0.005
+
+#: how long the process waits, at its end, for what should have ended long ago
+_LAST_WAIT_S = 60.0
 
 #: those that have not ended yet
 _under_way: dict[object, None] = {}
@@ -25,9 +31,7 @@ def end_when_gone(subject: object, end: Callable[[], None]) -> weakref.finalize[
     """
     finalizer = weakref.finalize(subject, end_beside, end)
     finalizer.atexit = False
-    # Anew each time: before that of what the end has need of.
-    atexit.unregister(wait_for_ends)
-    atexit.register(wait_for_ends)
+    _wait_at_exit()
     return finalizer
 
 
@@ -37,21 +41,45 @@ def end_beside(end: Callable[[], None]) -> None:
     # Thread.start(), which takes locks that the collector may have come between.
     token = object()
     _under_way[token] = None
-    _thread.start_new_thread(_start, (token, end))
+    _thread.start_new_thread(_started, (token, [end]))
+
+
+def end_soon(end: Callable[[], None], patience_s: float) -> None:
+    """Calls ``end`` in a thread of its own, and waits so long for it; at its end the process waits.
+
+    For what may block in C++: an interpreter that is gone when it comes back aborts the process.
+    """
+    token = object()
+    _under_way[token] = None
+    _wait_at_exit()
+    _started(token, [end]).join(patience_s)
 
 
 def wait_for_ends() -> None:
-    """Returns when all that have begun are over."""
+    """Returns when all that have begun are over, or after a minute."""
+    deadline_s = time.monotonic() + _LAST_WAIT_S
     while _under_way:
+        if time.monotonic() > deadline_s:
+            log.error("%d ends of sessions are not over after %g s", len(_under_way), _LAST_WAIT_S)
+            return
         time.sleep(_LOOKS_EVERY_S)
 
 
-def _start(token: object, end: Callable[[], None]) -> None:
-    threading.Thread(target=_run, args=(token, end), name="bytesched-ending", daemon=True).start()
+def _wait_at_exit() -> None:
+    # Anew each time: before that of what the end has need of.
+    atexit.unregister(wait_for_ends)
+    atexit.register(wait_for_ends)
 
 
-def _run(token: object, end: Callable[[], None]) -> None:
+def _started(token: object, held: list[Callable[[], None]]) -> threading.Thread:
+    thread = threading.Thread(target=_run, args=(token, held), name="bytesched-ending", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run(token: object, held: list[Callable[[], None]]) -> None:
     try:
-        end()
+        # What this was the last to refer to is gone as well when it counts as over.
+        held.pop()()
     finally:
         del _under_way[token]

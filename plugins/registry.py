@@ -254,6 +254,7 @@ def _at_exit() -> None:
         _forget(session)
         _close(session)
     _entries.clear()
+    wait_for_ends()
 
 
 def _watch_forks() -> None:

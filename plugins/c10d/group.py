@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from bytesched.errors import (
     TransportError,
 )
 from bytesched.plugins.c10d.notes import Notes
+from bytesched.plugins.dropped import end_soon
 
 __all__ = ["Group"]
 
@@ -228,9 +228,7 @@ class Group:
         # does: one that frees the last tensor afterwards finds no interpreter, and aborts.
         held = [self.backend]
         self.backend = None
-        ending = threading.Thread(target=held.clear, name="bytesched-ending", daemon=True)
-        ending.start()
-        ending.join(PATIENCE_S)
+        end_soon(held.clear, PATIENCE_S)
 
     def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
         """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""

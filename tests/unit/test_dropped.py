@@ -1,0 +1,72 @@
+"""What ends beside all threads: the process waits for it, and for what it let go of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import weakref
+from functools import partial
+
+import pytest
+
+from bytesched.plugins import dropped
+
+TIMEOUT_S = 60.0
+
+#: an end that outlives the patience with it; the interpreter would not wait for its thread
+SLOW = """
+import threading, time
+from bytesched.plugins import dropped
+begun = threading.Event()
+def end():
+    begun.set()
+    time.sleep(0.3)
+    print("over", flush=True)
+dropped.{how}
+assert begun.wait(30)
+"""
+
+
+class Subject:
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["end_soon(end, 0.0)", "end_when_gone(type('S', (), {})(), end)"])
+def test_a_process_waits_for_ends(how: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SLOW.format(how=how)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert run.stdout == "over\n", run.stderr
+
+
+def test_what_an_end_referred_to_is_gone_when_it_is_over() -> None:
+    let_go = threading.Event()
+    subject = Subject()
+    weakref.finalize(subject, let_go.set)
+    dropped.end_beside(partial(Subject.end, subject))
+    del subject
+    dropped.wait_for_ends()
+    assert let_go.is_set()
+
+
+def test_an_end_that_hangs_does_not_hold_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dropped, "_LAST_WAIT_S", 0.0)
+    never = threading.Event()
+    dropped.end_soon(partial(_wait, never), 0.0)
+    dropped.wait_for_ends()
+    assert "1 ends of sessions are not over after 0 s" in caplog.text
+    never.set()
+    monkeypatch.undo()
+    dropped.wait_for_ends()
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(TIMEOUT_S)
