@@ -18,6 +18,7 @@ __all__ = [
     "Wrapped",
     "WrappedStore",
     "add",
+    "after_wrap",
     "announce",
     "before_wrap",
     "ended",
@@ -102,6 +103,7 @@ _watches_forks = False
 _disowned: list[_Entry] = []
 
 _before_wrap: list[Callable[[Any, Any], None]] = []
+_after_wrap: list[Callable[[Any], None]] = []
 
 StoreT = TypeVar("StoreT", bound=type[Any])
 
@@ -117,6 +119,11 @@ def before_wrap(hook: Callable[[Any, Any], None]) -> None:
     _before_wrap.append(hook)
 
 
+def after_wrap(hook: Callable[[Any], None]) -> None:
+    """Calls ``hook(session)`` from now on for every new session, before its first round."""
+    _after_wrap.append(hook)
+
+
 def announce(optimizer: Any, model: Any) -> None:
     """Calls the hooks of `before_wrap`."""
     for hook in _before_wrap:
@@ -128,6 +135,7 @@ def add(optimizer: Any, session: Wrapped) -> None:
 
     Until `unwrap`, until nothing refers to its model any more, or until the process ends.
     """
+    is_new = all(entry.session is not session for entry in list(_entries))
     end = next((entry.end for entry in list(_entries) if entry.session is session), None)
     if end is None and session.root is not None:
         end = weakref.finalize(session.root, _model_gone, session)
@@ -136,6 +144,9 @@ def add(optimizer: Any, session: Wrapped) -> None:
     # Anew each time: it goes before that of what carries the session.
     at_exit(_at_exit)
     _watch_forks()
+    if is_new:
+        for hook in _after_wrap:
+            hook(session)
 
 
 def is_wrapped(optimizer: Any) -> bool:

@@ -1,6 +1,6 @@
-"""What mkdocs takes from the code: tables of settings, figures and commands; every public name.
+"""What mkdocs takes from the code: tables of settings, figures, commands and reasons; public names.
 
-The tables stand where a page has ``<!-- settings -->``, ``figures`` or ``commands`` in its place.
+A table stands where a page has ``<!-- settings -->`` or another name in its place.
 The build fails if a public name has no docstring or no place in the reference.
 """
 
@@ -16,6 +16,7 @@ from mkdocs.exceptions import PluginError
 
 from bytesched.cli import COMMANDS
 from bytesched.config import FIELDS
+from bytesched.doctor.advice import ADVICE
 
 ROOT = Path(__file__).parents[1]
 #: what third parties import from
@@ -40,7 +41,13 @@ def on_pre_build(**_: Any) -> None:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """A page with the tables that it asks for."""
-    for name, table in (("settings", _settings), ("figures", _figures), ("commands", _commands)):
+    tables = {
+        "settings": _settings,
+        "figures": _figures,
+        "commands": _commands,
+        "reasons": _reasons,
+    }
+    for name, table in tables.items():
         mark = f"<!-- {name} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
@@ -108,6 +115,13 @@ def _commands() -> str:
     return _table(
         ("command", ""),
         ((f"`bytesched {name}`", command.line) for name, command in COMMANDS.items()),
+    )
+
+
+def _reasons() -> str:
+    return _table(
+        ("reason", "what happens", "what to do"),
+        ((advice.shown, advice.happens, advice.cure) for advice in ADVICE),
     )
 
 

@@ -12,6 +12,7 @@ from bytesched.doctor import checks
 from bytesched.doctor import horovod as horovod_checks
 from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check, Status
+from bytesched.doctor.explain import explain
 from bytesched.table import aligned
 
 __all__ = ["as_text", "examine", "main"]
@@ -21,7 +22,13 @@ _MARKS: dict[Status, str] = {"ok": "ok", "absent": "--", "warn": "warn", "fail":
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings and return 0, or 1 when one of them stops training."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.explain is not None and not options.explain:
+        parser.error("--explain: which script?")
+    if options.explain:
+        explain(options.explain, options.steps, print)
+        return 0
     if options.config:
         return _print_config(as_json=options.json)
     found = examine(options.timeout)
@@ -80,7 +87,10 @@ def _print_config(as_json: bool) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bytesched doctor",
-        description="Check versions, backends, ranks and the network of this machine.",
+        usage="bytesched doctor [--json] [--config] [--timeout S]\n"
+        "       bytesched doctor [--steps N] --explain script.py [arguments]",
+        description="Check versions, backends, ranks and the network of this machine; or find out "
+        "which lines of a training script wait for communication.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -92,5 +102,19 @@ def _parser() -> argparse.ArgumentParser:
         default=60.0,
         metavar="S",
         help="longest time in seconds for anything that runs torch (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        metavar="N",
+        help="steps of the script that --explain runs (default: %(default)d)",
+    )
+    parser.add_argument(
+        "--explain",
+        nargs=argparse.REMAINDER,
+        metavar="script.py",
+        help="run a script, or -m and a module, with its arguments; print what its lines wait for, "
+        "and what to do. Under a launcher too: torchrun ... -m bytesched doctor --explain train.py",
     )
     return parser

@@ -71,6 +71,11 @@ class HookedModel(ABC):
         return self._life.plan
 
     @property
+    def observers(self) -> Observers:
+        """What watches this session, and may watch what runs inside it."""
+        return self._observers
+
+    @property
     def error(self) -> BaseException | None:
         """The first error, which is final."""
         return self._progress.error

@@ -236,11 +236,6 @@ class Session(HookedModel):
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 
-    @property
-    def observers(self) -> Observers:
-        """What watches this session, and may watch what runs inside it."""
-        return self._observers
-
     def flush(self) -> None:
         """Everything that was started is reduced, and everything armed is applied."""
         if not self._rounds.incomplete:

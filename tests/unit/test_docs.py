@@ -95,6 +95,10 @@ def test_reference_has_a_place_for_what_is_generated(name: str) -> None:
     assert f"<!-- {name} -->" in (ROOT / "docs" / "reference" / f"{name}.md").read_text()
 
 
+def test_page_about_waiting_has_a_place_for_the_reasons() -> None:
+    assert "<!-- reasons -->" in (ROOT / "docs" / "how-to" / "waiting.md").read_text()
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_stands_in_the_reference(module: str) -> None:
     pages = (ROOT / "docs" / "reference" / "api").glob("*.md")

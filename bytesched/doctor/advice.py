@@ -1,0 +1,122 @@
+"""What to do about each reason why little crosses the barrier, or why a line of a script waits.
+
+The page "What makes a script wait" has the same table, which is made of this one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ADVICE", "Advice", "advice_for"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A reason as ``stats()`` and the last line of `bytesched run` give it, and what to do."""
+
+    #: a regular expression
+    pattern: str
+    #: as a page shows it
+    shown: str
+    #: why it waits
+    happens: str
+    #: what to do
+    cure: str
+
+
+ADVICE: Final = (
+    Advice(
+        r"reads all gradients",
+        "`clip_grad_norm_ reads all gradients (train.py:88)`",
+        "that line needs values of gradients in front of `step()`, so it waits for them",
+        "under DDP on Gloo and CPUs leave `split` at `auto`: norms, sums and maxima of whole "
+        "gradients then wait for half of what is sent; read other values less often",
+    ),
+    Advice(
+        r"asks for norms of all gradients",
+        "`clip_grad_norm_ asks for norms of all gradients (train.py:88)`",
+        "the same where all-reduces are split: it waits for the first half of what is sent",
+        "nothing, unless compute is much longer than communication: then that half is all there "
+        "is to wait for",
+    ),
+    Advice(
+        r"reads (?!all )\S+",
+        "`the script reads fc.weight.grad (train.py:90)`",
+        "one gradient is read, for a log for instance",
+        "log every hundredth step, or what is there already, such as the loss",
+    ),
+    Advice(
+        r"a fused step under GradScaler",
+        "`a fused step under GradScaler`",
+        "the scale is taken away after `step()`",
+        "`fused=False`",
+    ),
+    Advice(
+        r"is not known to update each parameter",
+        "`SAM is not known to update each parameter on its own`, or another class",
+        "the update of one parameter may depend on others, so that all happen at once",
+        "`bytesched.separable(cls)` vouches for a class of which you know better",
+    ),
+    Advice(
+        r"a pre-hook of step",
+        "`a pre-hook of step() was registered after the wrap`",
+        "it runs after ours, and may change gradients",
+        "register it before",
+    ),
+    Advice(
+        r"a torch function or dispatch mode",
+        "`a torch function or dispatch mode around step()`",
+        "a mode sees the operations of its own thread alone",
+        "leave the mode for `step()`",
+    ),
+    Advice(
+        r"step\(closure\)",
+        "`step(closure)`",
+        "the closure cannot be called before the update, as the step hooks or the class do not "
+        "allow it",
+        "compute the loss outside",
+    ),
+    Advice(
+        r"cross_barrier is off",
+        "`cross_barrier is off`",
+        "a setting",
+        "take it away",
+    ),
+    Advice(
+        r"torch\.compile was applied after",
+        "`torch.compile was applied after bytesched.wrap` (in the log)",
+        "gates would be inside compiled code",
+        "compile first",
+    ),
+    Advice(
+        r"communication is hidden",
+        "`communication is hidden behind backward already`",
+        "gradients are there when `step()` is called",
+        "nothing: there is little to gain on this link",
+    ),
+    Advice(
+        r"uses the weights of",
+        "`the forward pass uses the weights of fc (train.py:85)`",
+        "a module is called whose weights are used first and arrive last",
+        "nothing: the link is the limit, see what can be gained",
+    ),
+    Advice(
+        r"uses (?!the weights of)\S+ .*after step",
+        "`the script uses fc.weight after step() (train.py:93)`",
+        "some code reads weights right after `step()`: a moving average, a log of their norms",
+        "do it every hundredth step, or after the next forward pass",
+    ),
+    Advice(
+        r"needs all weights",
+        "`the script needs all weights (train.py:95)`",
+        "evaluation, a checkpoint or the end of the script needs every update",
+        "nothing, unless it happens at every step",
+    ),
+)
+
+
+def advice_for(reason: str) -> Advice | None:
+    """What is known about a reason, if anything is."""
+    return next((advice for advice in ADVICE if re.search(advice.pattern, reason)), None)

@@ -1,0 +1,117 @@
+"""`bytesched doctor --explain`: a script's first steps, and what each of its lines waits for."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from bytesched import log
+from bytesched.config import Config
+from bytesched.doctor.advice import advice_for
+from bytesched.environment import rank_view
+from bytesched.run.script import compiled, run_file, run_module
+from bytesched.run.watch import watch
+
+__all__ = ["explain", "report"]
+
+_SCRIPT = "bytesched.plugins.script"
+
+#: below this share of all that was waited, a line is not told of
+_LEAST = 0.02
+_NAMES = 3
+
+
+def explain(command: Sequence[str], steps: int, tell: Callable[[str], object]) -> None:
+    """Run so many steps of a script, unless it ends before; then rank 0 tells what it waited for.
+
+    Args:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+
+    What the script raises is raised again. Raises `OSError` where it cannot be opened.
+    """
+    config, ranks = Config.load(), rank_view()
+    # What is printed at the end says more.
+    log.show("WARNING" if config.log_level == "INFO" else config.log_level, ranks.rank)
+    is_module = command[0] == "-m"
+    program, *arguments = command[is_module:]
+    code = None if is_module else compiled(program)
+    begun: list[Any] = []
+
+    def begin(_: object) -> None:
+        begun.append(importlib.import_module(f"{_SCRIPT}.explained").begin(steps))
+
+    watch({f"{_SCRIPT}.intercept": begin})
+    if ranks.rank == 0:
+        # Registered before anything of the script, so called after it.
+        atexit.register(_tell, program, begun, tell)
+    if code is None:
+        run_module(program, arguments)
+    else:
+        run_file(program, code, arguments)
+
+
+def _tell(program: str, begun: Sequence[Any], tell: Callable[[str], object]) -> None:
+    if hasattr(sys, "last_value"):
+        return
+    if not begun:
+        tell(
+            f"{program}: no DistributedDataParallel and no optimizer of Horovod's was made in this "
+            "process; start each rank by itself: torchrun ... -m bytesched doctor --explain ..."
+        )
+        return
+    registry = importlib.import_module("bytesched.plugins.registry")
+    watched = importlib.import_module(f"{_SCRIPT}.watched")
+    tell("\n".join(report(registry.ended(), watched.reasons(), begun[0].waits())))
+
+
+def report(
+    ended: Sequence[Mapping[str, Any]], left: Sequence[str], waits: Sequence[Any]
+) -> list[str]:
+    """Lines for people.
+
+    Args:
+        ended: the figures of what was wrapped.
+        left: why models were left as they were.
+        waits: of the plugin `explained`, the longest first.
+    """
+    summary = importlib.import_module(f"{_SCRIPT}.summary").summary
+    lines = list(summary(ended, left)) or ["the script ended before its second step"]
+    steps = sum(int(figures.get("steps", 0)) for figures in ended)
+    waited_ms = sum(wait.ms for wait in waits)
+    reasons = {str(figures["reason"]) for figures in ended if figures.get("reason")}
+    # What is said of a line below need not be said twice.
+    reasons = {reason for reason in reasons if not any(w.line in reason for w in waits)}
+    for wait in waits:
+        if wait.ms >= _LEAST * waited_ms and steps:
+            said = _said(wait)
+            share = 100 * wait.ms / waited_ms
+            lines += ["", f"{wait.ms / steps:.1f} ms per step, {share:.0f} % of all: {said}"]
+            lines += _advised(said)
+    for reason in sorted(reasons):
+        lines += ["", f"little crossed: {reason}", *_advised(reason)]
+    return lines
+
+
+def _advised(reason: str) -> Iterable[str]:
+    advice = advice_for(reason)
+    return [f"    why: {advice.happens}", f"    do:  {advice.cure}"] if advice else []
+
+
+def _said(wait: Any) -> str:
+    """A wait in a few words, of the same kind as reasons."""
+    who = wait.function or "the script"
+    names = sorted(wait.of_ms, key=lambda name: -wait.of_ms[name])
+    listed = ", ".join(names[:_NAMES]) + (
+        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    )
+    return {
+        "norms": f"{who} asks for norms of all gradients ({wait.line})",
+        "gradients": f"{who} reads gradients of {listed} ({wait.line})",
+        "weights": f"the forward pass uses the weights of {listed} ({wait.line})",
+        "parameters": f"{who} uses {listed} right after step() ({wait.line})",
+        "step": f"step() updates everything at once ({wait.line})",
+        "updates": f"{who} needs all weights ({wait.line})",
+    }[str(wait.kind)]

@@ -1,0 +1,104 @@
+"""Every wait of a script's first steps: which line of it waits, and for what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from bytesched.observe import Observer
+from bytesched.plugins.registry import after_wrap
+from bytesched.plugins.session.causes import place
+from bytesched.plugins.session.hooked import HookedModel
+
+__all__ = ["Explained", "Wait", "begin"]
+
+_MS: Final = 1e6
+
+#: for the other ranks to come to the last step
+_PATIENCE: Final = timedelta(seconds=60)
+
+
+@dataclass
+class Wait:
+    """What one line of the script waited for."""
+
+    #: the function of torch that it calls, or nothing
+    function: str
+    #: the line
+    line: str
+    #: "norms", "gradients", "weights" of modules in a forward pass, "parameters" outside of it,
+    #: the "step" that updates everything at once, or "updates" of all
+    kind: str
+    #: how long for each gradient, module or parameter, in ms
+    of_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    times: int = 0
+
+    @property
+    def ms(self) -> float:
+        """How long in all."""
+        return sum(self.of_ms.values())
+
+
+class Explained(Observer):
+    """Writes down waits, and ends the script after so many steps of a model."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._parameters: set[str] = set()
+        self._waits: dict[tuple[str, str, str], Wait] = {}
+
+    def watch(self, session: HookedModel) -> None:
+        """From now on waits of ``session`` are written down."""
+        root = session.root
+        names = [] if root is None else [name for name, _ in root.named_parameters()]
+        self._parameters.update(names, (name.removeprefix("module.") for name in names))
+        session.observers.add(self)
+
+    def waits(self) -> list[Wait]:
+        """The longest first."""
+        return sorted(self._waits.values(), key=lambda wait: -wait.ms)
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        if track != "wait":
+            return
+        function, line = place()
+        key = function, line, self._kind(name)
+        wait = self._waits.setdefault(key, Wait(*key))
+        wait.of_ms[name.removesuffix(".grad")] += (end_ns - start_ns) / _MS
+        wait.times += 1
+
+    def on_step(self, step: int, at_ns: int) -> None:
+        # Every rank comes to this step, and ends as a script does that has come to its end.
+        if step >= self._steps:
+            if dist.is_available() and dist.is_initialized():
+                # A rank that goes while others still answer it would look lost to them.
+                with contextlib.suppress(RuntimeError):
+                    dist.barrier(async_op=True).wait(_PATIENCE)
+            raise SystemExit(0)
+
+    def _kind(self, name: str) -> str:
+        kinds = {"norm of all gradients": "norms", "step": "step", "flush": "updates"}
+        if name in kinds:
+            return kinds[name]
+        if name.endswith(".grad"):
+            return "gradients"
+        return "parameters" if name in self._parameters else "weights"
+
+
+def begin(steps: int) -> Explained:
+    """What is wrapped from now on is explained, and ends after so many steps."""
+    explained = Explained(steps)
+    after_wrap(explained.watch)
+    return explained

@@ -1,0 +1,68 @@
+"""What the doctor says of a script's waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from bytesched.doctor.advice import ADVICE, advice_for
+from bytesched.doctor.explain import report
+from bytesched.plugins.script.explained import Wait
+
+FIGURES = {"mode": "cross", "barrier_crossed_pct": 3.0, "exposed_comm_ms": 12.0, "steps": 10}
+
+
+@pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice.pattern)
+def test_each_reason_that_is_shown_finds_its_own_advice(advice: object) -> None:
+    assert advice_for(advice.shown.strip("`")) is advice  # type: ignore[attr-defined]
+
+
+def test_longest_waits_are_told_with_their_line_and_a_cure() -> None:
+    waits = [
+        Wait(
+            "clip_grad_norm_",
+            "train.py:88",
+            "norms",
+            defaultdict(float, {"norm of all gradients": 90.0}),
+        ),
+        Wait("", "train.py:90", "gradients", defaultdict(float, {"fc.weight": 29.0})),
+        Wait("", "train.py:95", "updates", defaultdict(float, {"flush": 1.0})),
+    ]
+    lines = report([{**FIGURES, "reason": "cross_barrier is off"}], [], waits)
+    assert lines[0].startswith("mode cross: 3 % of the bytes crossed the barrier, 12.0 ms waited")
+    assert [line for line in lines if "per step," in line[:20]] == [
+        "9.0 ms per step, 75 % of all: "
+        "clip_grad_norm_ asks for norms of all gradients (train.py:88)",
+        "2.9 ms per step, 24 % of all: the script reads gradients of fc.weight (train.py:90)",
+    ]
+    assert "little crossed: cross_barrier is off" in lines
+    assert sum(line.startswith("    do: ") for line in lines) == 3
+
+
+def test_reason_of_a_line_that_is_told_of_is_not_said_again() -> None:
+    wait = Wait(
+        "clip_grad_norm_",
+        "train.py:88",
+        "norms",
+        defaultdict(float, {"norm of all gradients": 9.0}),
+    )
+    reason = "clip_grad_norm_ asks for norms of all gradients (train.py:88)"
+    assert not any(
+        line.startswith("little") for line in report([{**FIGURES, "reason": reason}], [], [wait])
+    )
+
+
+@pytest.mark.parametrize("kind", ["gradients", "weights", "parameters", "step", "updates", "norms"])
+def test_many_names_are_counted(kind: str) -> None:
+    wait = Wait(
+        "", "train.py:1", kind, defaultdict(float, {f"layer{n}": 9.0 - n for n in range(5)})
+    )
+    (line,) = [line for line in report([FIGURES], [], [wait]) if "% of all" in line]
+    named = kind in ("gradients", "weights", "parameters")
+    assert ("layer0, layer1, layer2 and 2 more" in line) is named
+
+
+def test_what_was_not_wrapped_is_told() -> None:
+    lines = report([], ["DDP of Net: step() was compiled"], [])
+    assert lines == ["mode plain: DDP of Net: step() was compiled"]
