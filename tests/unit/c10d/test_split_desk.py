@@ -29,6 +29,10 @@ def at_once(done: Callable[[], bool], what: str) -> None:
     assert done(), what
 
 
+def nowhere(slots: list[Slot]) -> list[Tensor]:
+    raise Waited
+
+
 class Alone:
     """The answers of no other rank."""
 
@@ -47,7 +51,7 @@ class Alone:
         return False
 
 
-def gradients(*, looks: bool = True) -> tuple[list[Slot], list[Tensor]]:
+def gradients(*, come_here: bool = True) -> tuple[list[Slot], list[Tensor]]:
     """Slots whose gradients raise `Waited` when they are read; and plain ones with their values."""
     torch.manual_seed(3)
     plain = [torch.randn(shape) for shape in SHAPES]
@@ -56,12 +60,21 @@ def gradients(*, looks: bool = True) -> tuple[list[Slot], list[Tensor]]:
         slot.view = values.clone()
         slot.make_lazy(wait)
         slot.used = True
-    plan: Any = SimpleNamespace(slots=slots, owner=lambda _: 0)
+    plan: Any = SimpleNamespace(slots=slots, owner=lambda _: 0, shares=lambda _: [0])
     exchange: Any = SimpleNamespace(is_summed=True)
     progress: Any = SimpleNamespace(wait=at_once)
     meter: Any = SimpleNamespace(waited=lambda *_: None, causes=SimpleNamespace(asked=id))
     answers: Any = Alone()
-    desk = Desk(plan, 0, exchange, answers, progress, meter, is_whole=lambda: False, looks=looks)
+    desk = Desk(
+        plan,
+        0,
+        exchange,
+        answers,
+        progress,
+        meter,
+        is_whole=lambda: False,
+        assembled=None if come_here else nowhere,
+    )
     desk.begin_round()
     desk.backward_ends()
     for slot in slots:
@@ -117,7 +130,7 @@ def test_what_shares_memory_with_what_was_made_of_a_gradient_waits() -> None:
 
 
 def test_where_gradients_stay_with_their_owners_nothing_is_kept_for_later() -> None:
-    slots, (values, *_) = gradients(looks=False)
+    slots, (values, *_) = gradients(come_here=False)
     assert torch.equal(slots[0].lazy.flatten().norm(), values.flatten().norm())
     with pytest.raises(Waited):
         (slots[0].lazy ** 2).sum()
