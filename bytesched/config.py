@@ -86,7 +86,8 @@ class Config:
     credit_bytes: int = AUTOMATIC
     """Most bytes in flight; 0: chosen together with `partition_bytes`."""
     order: str = "auto"
-    """How ranks come to one order: `leader`, `replay` of one that converged; `auto`: `leader`."""
+    """How ranks come to one order: rank 0 leads (`leader`), or all repeat one that is planned of
+    what every rank has measured (`replay`); `auto`: `leader` up to 8 ranks, `replay` from 9 on."""
     compression: str = "none"
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
     cross_barrier: bool = True

@@ -112,11 +112,6 @@ class SchedulerCore:
         """True if nothing is ready or in flight."""
         return not self._in_flight and not len(self._queue)
 
-    @property
-    def blocked(self) -> bool:
-        """True if nothing is in flight although something is ready."""
-        return not self._in_flight and len(self._queue) > 0
-
     def story(self, task: CommTask | None = None) -> str:
         """The last transitions, of one task or of all, one line each."""
         lines = [

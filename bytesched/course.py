@@ -1,52 +1,73 @@
 """How all ranks come to one order, round after round: led by rank 0, or replayed by all.
 
 A state machine without messages, threads and clock, the same on every rank: of the same words and
-votes, all make the same of the next round.
+numbers, all make the same of the next round.
 
-| the round is | event | the next round is |
-|---|---|---|
-| led | ends, and its orders have not converged | led |
-| led | ends, and they have | replayed |
-| replayed | ends | replayed |
-| replayed | ends, and the votes that came in say that the order has stopped to fit | led |
+| the round is | it ends, and | the next round is | is said then |
+|---|---|---|---|
+| led or replayed | nothing is due | as this one | nothing |
+| led or replayed | numbers are due | as this one | what this rank has measured |
+| led or replayed | the largest numbers of all ranks are heard | as this one | rank 0's plan |
+| led or replayed | the plan is heard | replayed, as planned | nothing |
 
 In a led round, rank 0 names tasks as it starts them, and all that is left in one word once nothing
 else can become ready; the others pass words on and start the tasks in their order. Of a replayed
-round nobody says anything. Every `VOTES_EVERY` replayed rounds the ranks vote: the vote is cast
-when a round ends and counted when the next one does, which no rank reaches before all have voted.
+round nobody says anything. What is said when a round ends is heard when the next one does, which no
+rank reaches before all have said it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Final
 
 from bytesched.errors import InvalidTransition
-from bytesched.order import OrderLearner
 
-__all__ = ["VOTES_EVERY", "Course", "Drift", "Words"]
+__all__ = ["LED_ROUNDS", "REPLAYED_FROM", "Course", "Say", "Words", "is_replayed"]
 
-VOTES_EVERY: Final = 16
+#: Rounds that are led before numbers are due, and that numbers are of.
+LED_ROUNDS: Final = 5
 
-#: An order has stopped to fit where its head is late by this much for so many rounds.
-_LATE_NS: Final = 5_000_000
-_LATE_ROUNDS: Final = 3
+#: Rounds of a first plan until numbers are due again. Each later plan has twice as many, at most
+#: the second: what is planned settles.
+_PLANNED_ROUNDS: Final = (16, 128)
+
+#: Ranks from which on `order = "auto"` is replayed.
+REPLAYED_FROM: Final = 9
+
+
+def is_replayed(order: str, ranks: int) -> bool:
+    """Whether the setting ``order``, of `tunable.ORDERS`, is replayed among so many ranks."""
+    return order == "replay" or (order == "auto" and ranks >= REPLAYED_FROM)
+
+
+class Say(Enum):
+    """What all ranks say to each other when a round ends."""
+
+    NOTHING = "nothing"
+    #: what this rank has measured in the last rounds
+    NUMBERS = "numbers"
+    #: rank 0's plan, made of the largest numbers
+    PLAN = "plan"
 
 
 class Course:
-    """Which rounds are led and which are replayed.
+    """Which rounds are led, and which are replayed in which order.
 
     Args:
         tasks: how many there are in a round.
-        replay: whether an order that has converged may be replayed.
+        replay: whether an order is planned and replayed; else rank 0 leads for ever.
     """
 
     def __init__(self, tasks: int, *, replay: bool) -> None:
         self._tasks = tasks
         self._may_replay = replay
         self._named: list[int] = []
-        self._rounds_replayed = 0
-        self._learner = OrderLearner()
+        #: rounds until numbers are due, and how many there will be after the next plan
+        self._left = LED_ROUNDS
+        self._next = _PLANNED_ROUNDS[0]
+        self._said = Say.NOTHING
         #: the order that this round replays; None if it is led
         self.replayed: list[int] | None = None
 
@@ -66,34 +87,34 @@ class Course:
             raise InvalidTransition(f"{self!r} has no place for {list(indices)}")
         self._named += indices
 
-    def round_ends(self, *, votes: int = 0) -> bool:
-        """Every task of the round is over; whether this rank has to vote now.
+    def round_ends(self, heard: Sequence[int] = ()) -> Say:
+        """Every task of the round is over; what is to be said now.
 
         Args:
-            votes: of the ranks that found, in the round before this one, that the order does not
-                fit; 0 where there was no vote.
+            heard: the plan, if that was said when the round before this one ended.
 
-        Raises InvalidTransition if tasks of a led round were not named.
+        Raises InvalidTransition if tasks of a led round were not named, or the plan is none.
         """
-        if self.replayed is None:
-            if self.left:
-                raise InvalidTransition(f"{self!r} ends early")
-            if self._may_replay:
-                self._learner.observe(self._named)
-                self.replayed = self._learner.converged()
-            self._named = []
-            self._rounds_replayed = 0
-            return False
-        if votes:
-            self.replayed = None
-            self._learner = OrderLearner()
-            return False
-        self._rounds_replayed += 1
-        return self._rounds_replayed % VOTES_EVERY == 0
+        if self.replayed is None and self.left:
+            raise InvalidTransition(f"{self!r} ends early")
+        self._named = []
+        said, self._said = self._said, Say.NOTHING
+        if said is Say.NUMBERS:
+            self._said = Say.PLAN
+        elif said is Say.PLAN:
+            if sorted(heard) != list(range(self._tasks)):
+                raise InvalidTransition(f"{self!r}: {list(heard)} is no order of its tasks")
+            self.replayed = list(heard)
+            self._left, self._next = self._next, min(2 * self._next, _PLANNED_ROUNDS[1])
+        elif self._may_replay:
+            self._left -= 1
+            if not self._left:
+                self._said = Say.NUMBERS
+        return self._said
 
     def __repr__(self) -> str:
         if self.replayed is not None:
-            return f"<Course replayed for {self._rounds_replayed} rounds>"
+            return f"<Course replayed, {self._left} rounds until numbers are due>"
         return f"<Course led, {len(self._named)} of {self._tasks} tasks named>"
 
 
@@ -124,31 +145,3 @@ class Words:
         word = [*indices, *self._ahead]
         self._course.named(word)
         return word
-
-
-class Drift:
-    """Whether a replayed order has stopped to fit here: its head is late, round after round."""
-
-    def __init__(self) -> None:
-        self._before_ns = 0
-        self._late_rounds = 0
-
-    def begins(self, blocked_ns: int) -> None:
-        """An order begins to be replayed."""
-        self._before_ns, self._late_rounds = blocked_ns, 0
-
-    def round_ends(self, blocked_ns: int) -> None:
-        """A replayed round is over.
-
-        Args:
-            blocked_ns: for how long, in all, nothing was on the wire because the head of the
-                order was not ready while other tasks were.
-        """
-        late = blocked_ns - self._before_ns > _LATE_NS
-        self._before_ns = blocked_ns
-        self._late_rounds = self._late_rounds + 1 if late else 0
-
-    @property
-    def seen(self) -> bool:
-        """Whether it was late in each of the last rounds."""
-        return self._late_rounds >= _LATE_ROUNDS

@@ -1,8 +1,8 @@
-"""One order on all ranks: the leader's choice, following it, and learning one to replay.
+"""One order on all ranks: the leader's choice, and following it.
 
 Collectives must be issued in the same order on every rank. Rank 0 leads: it picks by policy
-among *its* ready tasks and announces them; the others follow. An order that has converged can be
-replayed by all without messages. All of it is pure: what is sent, and how, is the plugin's.
+among *its* ready tasks and announces them; the others follow, as all do that replay a given order.
+All of it is pure: what is sent, and how, is the plugin's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bytesched.errors import InvalidTransition
 from bytesched.policy import Policy
 from bytesched.task import CommTask
 
-__all__ = ["Following", "Leading", "OrderLearner", "ReadyQueue"]
+__all__ = ["Following", "Leading", "ReadyQueue"]
 
 
 class ReadyQueue(Protocol):
@@ -87,53 +87,8 @@ class Following:
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)
 
-    @property
-    def blocked_on(self) -> int | None:
-        """Index of the head that is not ready here while others are, if that is so."""
-        if self._ready and self._order and self._order[0] not in self._ready:
-            return self._order[0]
-        return None
-
     def tasks(self) -> Iterable[CommTask]:
         return self._ready.values()
 
     def __len__(self) -> int:
         return len(self._ready)
-
-
-class OrderLearner:
-    """Learns from the leader's choices of several iterations an order worth replaying.
-
-    The order is by mean position over the last ``window`` iterations: one iteration is too
-    little (it cost 10 % on one shape of three). It has *converged* when no task strays from its
-    mean position by more than ``tolerance`` places.
-    """
-
-    def __init__(self, *, window: int = 5, tolerance: float = 4.0) -> None:
-        self._seen: deque[list[int]] = deque(maxlen=window)
-        self._tolerance = tolerance
-
-    def observe(self, order: Sequence[int]) -> None:
-        """The order in which one whole iteration was started; ValueError if it is not whole."""
-        if sorted(order) != list(range(len(order))):
-            raise ValueError(f"not every task once: {list(order)}")
-        if self._seen and len(order) != len(self._seen[-1]):
-            self._seen.clear()
-        position = [0] * len(order)
-        for place, index in enumerate(order):
-            position[index] = place
-        self._seen.append(position)
-
-    def converged(self) -> list[int] | None:
-        """The order to replay, or None while it has not converged."""
-        if len(self._seen) < (self._seen.maxlen or 1):
-            return None
-        columns = list(zip(*self._seen, strict=True))
-        means = [sum(column) / len(column) for column in columns]
-        strayed = max(
-            (abs(p - mean) for column, mean in zip(columns, means, strict=True) for p in column),
-            default=0.0,
-        )
-        if strayed > self._tolerance:
-            return None
-        return sorted(range(len(means)), key=lambda index: (means[index], index))

@@ -142,7 +142,8 @@ class Scheduler:
         self._on_finish = on_finish
         self._on_error = on_error
         self._observers = Observers() if observers is None else observers
-        self._ready_at: dict[int, int] = {}
+        #: when each task, by index, became ready last
+        self.ready_at_ns: dict[int, int] = {}
         self._started_at: dict[int, int] = {}
         self._busy_since_ns = 0
         self._closed = False
@@ -153,16 +154,13 @@ class Scheduler:
         self.bytes_started = 0
         self.busy_ns = 0
         self.cpu_ns = 0
-        #: time in which nothing was sent although something was ready
-        self.blocked_ns = 0
-        self._blocked_since_ns = 0
         self._events: Events = EventThread() if events is None else events
 
     # -- any thread --------------------------------------------------------------------
 
     def notify_ready(self, task: CommTask) -> None:
         """``task`` has become READY."""
-        self._ready_at[task.index] = perf_counter_ns()
+        self.ready_at_ns[task.index] = perf_counter_ns()
         self._put(lambda: self.core.ready(task))
 
     def ordered(self, indices: Sequence[int]) -> None:
@@ -220,7 +218,6 @@ class Scheduler:
         began_ns = thread_time_ns()
         try:
             self._start(event(), began_ns)
-            self._note_blocked()
         except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
             self._give_up(error)
 
@@ -245,13 +242,6 @@ class Scheduler:
                 raise
         if self._observers:
             self._trace_start(tasks, now_ns)
-
-    def _note_blocked(self) -> None:
-        if self.core.blocked:
-            self._blocked_since_ns = self._blocked_since_ns or perf_counter_ns()
-        elif self._blocked_since_ns:
-            self.blocked_ns += perf_counter_ns() - self._blocked_since_ns
-            self._blocked_since_ns = 0
 
     def _done(self, task: CommTask, error: BaseException | None) -> None:
         """Called by the transport, on any thread."""
@@ -290,7 +280,7 @@ class Scheduler:
 
     def _trace_start(self, tasks: Sequence[CommTask], now_ns: int) -> None:
         for task in tasks:
-            ready_ns = self._ready_at.get(task.index, now_ns)
+            ready_ns = self.ready_at_ns.get(task.index, now_ns)
             self._observers.on_span("queue", task.name, ready_ns, now_ns, {"chunk": task.index})
             self._observers.on_flow("t", task.index, "send", now_ns)
 

@@ -129,7 +129,7 @@ class RunFacts:
     untuned: Setting
     #: what can be changed, of `KNOBS`
     knobs: frozenset[str]
-    #: orders that are replayed when they have converged, of `ORDERS`
+    #: orders that are planned and replayed, of `ORDERS`
     replayed: frozenset[str]
 
     @property

@@ -44,11 +44,11 @@ class Pace:
     #: of one tuning, from the first turn until something is adopted; never exceeded
     budget: int = 150
     #: dropped after the model was wrapped; at the begin of a turn; after scheduling went off or on;
-    #: until an order has converged and is replayed
+    #: until an order has been planned and is replayed
     warm_drop: int = 2
     drop: int = 1
     off_drop: int = 2
-    replay_drop: int = 6
+    replay_drop: int = 8
     #: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
     baseline: int = 6
     least: int = 2
@@ -123,7 +123,7 @@ class Controller:
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
-        replayed: orders under which the steps until one has converged do not count.
+        replayed: orders under which the steps until one is replayed do not count.
         known_step_s: what a step took under it when it was tuned; NaN if that is not known.
     """
 
@@ -146,8 +146,8 @@ class Controller:
             sizes = untuned.partition_bytes, untuned.credit_bytes
             self._off = Setting(*sizes, untuned.policy, untuned.order, enabled=False)
         self._replayed = replayed
-        #: a setting was measured whose order has to converge
-        self._converges = False
+        #: a setting was measured whose order has to be planned
+        self._plans = False
         self._search = search
         self._now_s = now_s
         self.pace = pace or Pace()
@@ -294,7 +294,7 @@ class Controller:
         """Runs a turn; its typical step."""
         dropped = self._dropped(self._before, setting)
         self._before = setting
-        self._converges = self._converges or self._must_converge(setting)
+        self._plans = self._plans or self._is_planned(setting)
         self._samples_s = yield Turn(setting, dropped + samples, dropped, phase)
         return typical_s(self._samples_s)
 
@@ -312,17 +312,17 @@ class Controller:
         drop = pace.warm_drop if before is None else pace.drop
         if before is not None and setting.enabled is not before.enabled:
             drop = max(drop, pace.off_drop)
-        if self._must_converge(setting) and setting != before:
+        if self._is_planned(setting) and setting != before:
             drop = max(drop, pace.replay_drop)
         return drop
 
-    def _must_converge(self, setting: Setting) -> bool:
+    def _is_planned(self, setting: Setting) -> bool:
         return setting.enabled and setting.order in self._replayed
 
     @property
     def _new_drop(self) -> int:
         """Steps that do not count of a turn under another setting than before, at most."""
-        return max(self.pace.drop, self.pace.replay_drop if self._converges else 0)
+        return max(self.pace.drop, self.pace.replay_drop if self._plans else 0)
 
     @property
     def _finalists(self) -> int:

@@ -1,8 +1,8 @@
 """A training cluster in virtual time, event by event: real scheduler cores, modelled links.
 
 Every rank has a `SchedulerCore` of its own; rank 0's chooses, the others follow what it says, or
-all replay what an `OrderLearner` has learned. It is meant for few ranks, and to check
-`bytesched.link.vectors`, which is the same for many.
+all replay what rank 0 has planned of what all have measured, which takes no time here. It is meant
+for few ranks, and to check `bytesched.link.vectors`, which is the same for many.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bytesched.core import SchedulerCore
-from bytesched.link.control import Control, Weather
+from bytesched.link.control import Control, Planning, Weather
 from bytesched.link.fabric import Fabric
+from bytesched.link.planned import Measured
 from bytesched.link.simulation import ManualClock
 from bytesched.link.work import Work
-from bytesched.order import Following, Leading, OrderLearner
+from bytesched.order import Following, Leading
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
 from bytesched.tree import WORD_TASKS
@@ -56,9 +57,7 @@ class Cluster:
         self.clock = ManualClock()
         self.ranks = [_Rank(self, number) for number in range(fabric.ranks)]
         self.weather = Weather((1.0,) * fabric.ranks)
-        self.learner = OrderLearner() if work.led and control.replay else None
-        #: the order that all ranks replay, if they do
-        self.replayed: list[int] | None = None
+        self.planning = Planning(work, replay=control.replay)
         self.order: list[int] = []
         self.words = 0
         self._links_free_s = 0.0
@@ -74,15 +73,19 @@ class Cluster:
         self._sends = [_Collective() for _ in self._sends]
         self._uncomputed = [self.fabric.ranks] * len(self.work.forward_s)
         self.order, self.words = [], 0
-        replayed = self.replayed
+        replayed = self.planning.replayed
         for rank in self.ranks:
             rank.begin()
         self.clock.run()
-        if self.learner is not None:
-            self.learner.observe(self.order)
-            self.replayed = self.learner.converged()
+        for rank in self.ranks:
+            rank.measure()
+        self.planning.round_ends(self.order, self._largest)
         ended_s = max(rank.ended_s for rank in self.ranks)
         return Iteration(ended_s, tuple(self.order), self.words, replayed is not None)
+
+    def _largest(self) -> list[int]:
+        numbers = [rank.measured.numbers() for rank in self.ranks]
+        return [max(column) for column in zip(*numbers, strict=True)]
 
     def computed(self, layer: int) -> bool:
         """One rank has computed the gradient of ``layer``; whether it was the last one."""
@@ -129,8 +132,15 @@ class _Rank:
     #: when its last forward pass ended, and when it may send the next word
     ended_s: float = 0.0
     sending_s: float = 0.0
+    measured: Measured = field(default_factory=Measured)
     _tasks: list[CommTask] = field(init=False)
     _core: SchedulerCore = field(init=False)
+    #: of this iteration, in nanoseconds: when jobs became ready, how long one was under way at
+    #: least, and since when
+    _ready_ns: list[int] = field(init=False)
+    _busy_ns: int = 0
+    _busy_since_ns: int = 0
+    _under_way: int = 0
     #: of bundles: jobs that have not arrived
     _missing: list[int] = field(init=False)
     _updated: list[bool] = field(init=False)
@@ -149,7 +159,8 @@ class _Rank:
         """The backward pass begins."""
         cluster, work = self.cluster, self.cluster.work
         self._tasks = work.tasks()
-        replayed = cluster.replayed
+        self._ready_ns, self._busy_ns = [0] * len(work.jobs), 0
+        replayed = cluster.planning.replayed
         leads = self._leads and replayed is None
         self._core = SchedulerCore(
             Leading(named_policy(work.policy)) if leads else Following(),
@@ -167,6 +178,11 @@ class _Rank:
             at_s = self.ended_s + self._pace * release_s
             cluster.clock.call_at(at_s, partial(self._released, layer))
 
+    def measure(self) -> None:
+        """The iteration is over."""
+        nbytes = sum(job.nbytes for job in self.cluster.work.jobs)
+        self.measured.round_ends(self._ready_ns, nbytes=nbytes, busy_ns=self._busy_ns)
+
     @property
     def _pace(self) -> float:
         return self.cluster.weather.pace[self.number]
@@ -182,6 +198,9 @@ class _Rank:
         if index >= len(work.jobs):
             self._go_on()
             return
+        self._under_way -= 1
+        if not self._under_way:
+            self._busy_ns += round(1e9 * now_s) - self._busy_since_ns
         self._start(self._core.finish(self._tasks[index]))
         self._ready(later for later, job in enumerate(work.jobs) if job.after == index)
         for number, bundle in enumerate(work.bundles):
@@ -212,14 +231,18 @@ class _Rank:
 
     def _ready(self, indices: Iterable[int]) -> None:
         for index in indices:
+            self._ready_ns[index] = round(1e9 * self.cluster.clock.now_s)
             self._tasks[index].notify_ready()
             self._start(self._core.ready(self._tasks[index]))
 
     def _start(self, tasks: Sequence[CommTask]) -> None:
         cluster = self.cluster
+        if tasks and not self._under_way:
+            self._busy_since_ns = round(1e9 * cluster.clock.now_s)
+        self._under_way += len(tasks)
         if not self.number:
             cluster.order.extend(task.index for task in tasks)
-        if tasks and self._leads and cluster.replayed is None:
+        if tasks and self._leads and cluster.planning.replayed is None:
             indices = [task.index for task in tasks]
             for first in range(0, len(indices), WORD_TASKS):
                 cluster.words += 1

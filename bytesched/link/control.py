@@ -1,12 +1,17 @@
-"""The leader's word in virtual time: who sends it on to whom, and what that costs."""
+"""Rank 0's word and its plans in virtual time: who passes words on to whom, and what that costs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bytesched.course import Course, Say
+from bytesched.link.planned import planned_order
+from bytesched.link.work import Work
+from bytesched.policy import named_policy
 from bytesched.tree import WORD_TASKS, children
 
-__all__ = ["WORD_BYTES", "Control", "Weather"]
+__all__ = ["WORD_BYTES", "Control", "Planning", "Weather"]
 
 #: one message of the leader: the number of tasks that it names, and their indices
 WORD_BYTES = 8 * (1 + WORD_TASKS)
@@ -25,7 +30,7 @@ class Control:
     send_s: float
     #: on the way, and until it is read
     latency_s: float
-    #: whether an order that has converged is replayed by all
+    #: whether an order is planned, and replayed by all; saying it takes no time
     replay: bool = False
     #: whether rank 0 chooses among what is ready on all ranks: more than any protocol can know
     foresight: bool = False
@@ -45,3 +50,39 @@ class Weather:
     pace: tuple[float, ...]
     #: how many times as long the links take
     links: float = 1.0
+
+
+class Planning:
+    """The course of an iteration after the other, in which what all ranks say takes no time."""
+
+    def __init__(self, work: Work, *, replay: bool) -> None:
+        self._work = work
+        # What waits for another job has its place behind it, of which a plan knows nothing.
+        self.replay = replay and work.led and all(job.after < 0 for job in work.jobs)
+        self._course = Course(len(work.jobs), replay=self.replay)
+        self._heard: Sequence[int] = ()
+
+    @property
+    def replayed(self) -> list[int] | None:
+        """The order that all ranks replay, if they do."""
+        return self._course.replayed
+
+    def round_ends(self, order: Sequence[int], largest: Callable[[], Sequence[int]]) -> None:
+        """An iteration is over, in which jobs have started in this order on rank 0.
+
+        Args:
+            largest: the numbers of `Measured`, the largest of all ranks; asked for when due.
+        """
+        work, course = self._work, self._course
+        if course.is_led:
+            course.named(order)
+        say = course.round_ends(self._heard)
+        if say is Say.NUMBERS:
+            self._heard = largest()
+        elif say is Say.PLAN:
+            self._heard = planned_order(
+                work.tasks(),
+                self._heard,
+                named_policy(work.policy),
+                credit_bytes=work.credit_bytes,
+            )

@@ -8,17 +8,19 @@ gives the same times, bit for bit, as `bytesched.link.cluster` does with a core 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bytesched.core import SchedulerCore
+from bytesched.course import LED_ROUNDS
 from bytesched.link.cluster import Iteration
-from bytesched.link.control import Control, Weather
+from bytesched.link.control import Control, Planning, Weather
 from bytesched.link.fabric import Fabric
 from bytesched.link.simulation import ManualClock
 from bytesched.link.work import Work
-from bytesched.order import Following, Leading, OrderLearner
+from bytesched.order import Following, Leading
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
 from bytesched.tree import WORD_TASKS
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Times = NDArray[np.float64]
+    Nanoseconds = NDArray[np.int64]
 
 __all__ = ["VectorCluster"]
 
@@ -42,8 +45,8 @@ class VectorCluster:
         self._np = np
         self._releases_s = np.array(work.releases_s)
         self._released_by, self._followers = work.released_by(), work.followers()
-        self._learner = OrderLearner() if work.led and control.replay else None
-        self._replayed: list[int] | None = None
+        self._planning = Planning(work, replay=control.replay)
+        self._measured = _Measured(work, fabric.ranks)
         self._words = _Words(control, fabric.ranks)
         self._ended_s: Times = np.zeros(fabric.ranks)
         self._links_free_s = 0.0
@@ -64,15 +67,15 @@ class VectorCluster:
         self._arrivals_s = [0.0] * len(work.jobs)
         self._issued_s = np.full(self.fabric.ranks, -np.inf)
         self._order, self._words.count = [], 0
-        replayed = self._replayed
+        replayed = self._planning.replayed
         foresees = self.control.foresight and work.led
         known_s = released_s.max(axis=0) if foresees else released_s[0]
         self._send_all([float(at_s) for at_s in known_s])
         updated_s = [self._updated_s(index, released_s[:, 0]) for index in range(len(work.bundles))]
         self._ended_s = self._forward(released_s[:, 0], updated_s, pace)
-        if self._learner is not None:
-            self._learner.observe(self._order)
-            self._replayed = self._learner.converged()
+        if self._planning.replay:
+            self._measured.round_ends(self._ready_s)
+        self._planning.round_ends(self._order, self._measured.largest)
         return Iteration(
             float(self._ended_s.max()), tuple(self._order), self._words.count, replayed is not None
         )
@@ -80,7 +83,8 @@ class VectorCluster:
     def _send_all(self, released_s: Sequence[float]) -> None:
         """All jobs, as rank 0 starts them, whose gradients are computed at these times."""
         work, clock = self.work, ManualClock()
-        leads = work.led and self._replayed is None
+        replayed = self._planning.replayed
+        leads = work.led and replayed is None
         tasks = work.tasks()
         core = SchedulerCore(
             Leading(named_policy(work.policy)) if leads else Following(),
@@ -108,7 +112,7 @@ class VectorCluster:
                     clock.call_at(self._arrivals_s[index], partial(arrived, index))
 
         if not leads:
-            core.ordered(range(len(tasks)) if self._replayed is None else self._replayed)
+            core.ordered(range(len(tasks)) if replayed is None else replayed)
         for layer in reversed(range(len(released_s))):
             clock.call_at(released_s[layer], partial(ready, self._released_by[layer]))
         clock.run()
@@ -123,6 +127,8 @@ class VectorCluster:
         self._issued_s = issued_s
         job = self.work.jobs[index]
         self._arrivals_s[index] = self._collective(float(issued_s.max()), job.nbytes, job.share)
+        if self._planning.replay:
+            self._measured.sent(issued_s, self._arrivals_s[index])
 
     def _collective(self, issued_s: float, nbytes: int, share: float) -> float:
         """When a collective is across that the last rank has issued at ``issued_s``."""
@@ -165,6 +171,41 @@ class VectorCluster:
             issue(layer, now_s)
             now_s = now_s + pace * forward_s
         return now_s
+
+
+class _Measured:
+    """The largest numbers of all ranks, the same as those of `planned.Measured` on each."""
+
+    def __init__(self, work: Work, ranks: int) -> None:
+        import numpy as np
+
+        self._np: Any = np
+        self._nbytes = sum(job.nbytes for job in work.jobs)
+        self._ready_ns: deque[Nanoseconds] = deque(maxlen=LED_ROUNDS)
+        self._bytes_per_s: deque[int] = deque(maxlen=LED_ROUNDS)
+        #: of this iteration, by rank: how long something was under way, and until when
+        self._busy_ns: Nanoseconds = np.zeros(ranks, dtype=np.int64)
+        self._until_ns: Nanoseconds = np.zeros(ranks, dtype=np.int64)
+
+    def sent(self, issued_s: Times, arrival_s: float) -> None:
+        """A job was under way on each rank, from then on."""
+        np = self._np
+        until_ns = round(1e9 * arrival_s)
+        since_ns = np.maximum(np.rint(1e9 * issued_s).astype(np.int64), self._until_ns)
+        self._busy_ns += np.maximum(until_ns - since_ns, 0)
+        self._until_ns = np.maximum(self._until_ns, until_ns)
+
+    def round_ends(self, ready_s: Sequence[Times]) -> None:
+        """An iteration is over, in which each job became ready then on each rank."""
+        np = self._np
+        ready_ns = np.rint(1e9 * np.stack(ready_s)).astype(np.int64)
+        self._ready_ns.append(ready_ns - ready_ns.min(axis=0))
+        self._bytes_per_s.append(self._nbytes * 10**9 // max(int(self._busy_ns.min()), 1))
+        self._busy_ns[:] = 0
+
+    def largest(self) -> list[int]:
+        medians = self._np.sort(self._np.stack(self._ready_ns), axis=0)[LED_ROUNDS // 2]
+        return [*self._bytes_per_s, *medians.max(axis=1).tolist()]
 
 
 class _Words:

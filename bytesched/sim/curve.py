@@ -29,8 +29,8 @@ class Case:
     climate: Climate
     #: in a climate that changes
     changing: int
-    #: where all are alike: as many as show an order that is learned, and replayed
-    alike: int = 8
+    #: where all are alike: as many as show an order that is planned, and replayed
+    alike: int = 16
 
     @property
     def iterations(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bytesched.bench.systems import System
+from bytesched.course import is_replayed
 from bytesched.errors import PluginError
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 from bytesched.link.cluster import Cluster, Iteration
@@ -27,7 +28,11 @@ _EVENT_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One system on one fabric; times and messages are means over the iterations."""
+    """One system on one fabric.
+
+    Times and messages are means over the second half of the iterations, as an order that is to be
+    replayed is planned in the first one.
+    """
 
     system: str
     ranks: int
@@ -40,7 +45,7 @@ class Prediction:
     messages: float
     busiest_messages: float
     message_bytes: float
-    #: share of the iterations that replayed an order
+    #: share of these iterations that replayed an order
     replayed: float
 
     @property
@@ -66,7 +71,7 @@ def control_of(fabric: Fabric, order: str, *, send_s: float) -> Control:
         fanout=FAN_OUT,
         send_s=send_s,
         latency_s=fabric.latency_s,
-        replay=order == "replay",
+        replay=is_replayed(order, fabric.ranks),
     )
 
 
@@ -94,7 +99,7 @@ def predict(
     tried = []
     for work, chosen in _candidates(system, model, fabric):
         found = iterate(work, fabric, control, weather)
-        tried.append((found[-1].ended_s / len(found), work, chosen, found))
+        tried.append((_mean_s(found), work, chosen, found[len(found) // 2 :]))
     iteration_s, work, chosen, found = min(tried, key=lambda one: one[0])
     words = sum(one.words for one in found) / len(found)
     others = fabric.ranks - 1
@@ -110,6 +115,13 @@ def predict(
         message_bytes=words * others * WORD_BYTES,
         replayed=sum(one.replayed for one in found) / len(found),
     )
+
+
+def _mean_s(found: Sequence[Iteration]) -> float:
+    """Of the second half."""
+    half = len(found) // 2
+    began_s = found[half - 1].ended_s if half else 0.0
+    return (found[-1].ended_s - began_s) / (len(found) - half)
 
 
 def _candidates(system: System, model: Model, fabric: Fabric) -> list[tuple[Work, str]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from bytesched.course import is_replayed
 from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.levels import TwoLevelSums, TwoLevelTransport, Under
-from bytesched.plugins.c10d.order import REPLAYED_ORDERS, FollowingOrder, LeadingOrder
+from bytesched.plugins.c10d.order import FollowingOrder, LeadingOrder
 from bytesched.plugins.c10d.transport import C10dTransport
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
@@ -21,7 +22,7 @@ from bytesched.plugins.session.scheduled import Ordering, ScheduledCarrier
 from bytesched.plugins.session.streams import Streams
 from bytesched.scheduler import InTurn
 from bytesched.task import CommTask
-from bytesched.tunable import Setting
+from bytesched.tunable import ORDERS, Setting
 
 __all__ = ["C10dBackend"]
 
@@ -52,7 +53,7 @@ class C10dBackend:
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s
         self.wire: str = data.backend.name()
-        self.replayed = REPLAYED_ORDERS
+        self.replayed = frozenset(order for order in ORDERS if is_replayed(order, data.size))
         self._data = data
         self._control = control
         self.levels = 1 if levels is None else 2
@@ -102,9 +103,9 @@ class C10dBackend:
     ) -> Carrier:
         ordering: Ordering
         if self.rank == 0:
-            ordering = LeadingOrder(self._control, len(plan.chunks), setting)
+            ordering = LeadingOrder(self._control, plan.chunks, setting)
         else:
-            ordering = FollowingOrder(self._control, len(plan.chunks), setting)
+            ordering = FollowingOrder(self._control, plan.chunks, setting)
         return ScheduledCarrier(
             plan.chunks,
             C10dTransport(self._data, packer, streams)

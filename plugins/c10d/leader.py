@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from bytesched.course import Course, Words
 from bytesched.errors import TransportError
@@ -21,14 +22,14 @@ from bytesched.plugins.c10d.group import Group
 from bytesched.task import CommTask
 from bytesched.tree import WORD_TASKS, children, parent
 
-__all__ = ["Follower", "Leader", "Votes"]
+__all__ = ["Follower", "Largest", "Leader"]
 
 _TAG: Final = 7
 #: for messages that are under way when a session ends: what they say has happened already
 _LAST: Final = timedelta(seconds=1)
 #: what fails if a message cannot be sent or received
 _TASK: Final = "the leader's order"
-_VOTE: Final = "whether the order still fits"
+_PLAN: Final = "the order to replay"
 
 
 class _Sending:
@@ -184,33 +185,38 @@ class Follower:
         self._group.wait_message(work, task=_TASK)
 
 
-class Votes:
-    """A sum over all ranks that is begun at the end of one round, and read at the end of the next.
+class Largest:
+    """The largest of all ranks' numbers, begun when one round ends and read when the next one does.
 
-    Collective; in replayed rounds, in which nothing else is under way on the group.
+    Collective; words of led rounds may be under way beside it.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._under_way: tuple[torch.Tensor, Any] | None = None
 
-    def cast(self, *, against: bool) -> None:
-        """This rank's vote."""
-        tensor = torch.tensor([int(against)], dtype=torch.int64, device="cpu")
+    def begin(self, numbers: Sequence[int]) -> None:
+        """This rank's numbers, as many on each."""
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         try:
-            work = self._group.backend.allreduce([tensor])
+            work = self._group.backend.allreduce([tensor], options)
         except RuntimeError as error:
-            raise self._group.error(error, task=_VOTE) from error
+            raise self._group.error(error, task=_PLAN) from error
         self._under_way = tensor, work
 
-    def count(self) -> int:
-        """The votes against, of all ranks; 0 where none were cast."""
+    def read(self) -> list[int]:
+        """The largest ones; none where none were begun."""
         if self._under_way is None:
-            return 0
+            return []
         (tensor, work), self._under_way = self._under_way, None
-        self._group.wait(work, task=_VOTE)
-        return int(tensor.item())
+        self._group.wait(work, task=_PLAN)
+        return [int(number) for number in tensor.tolist()]
 
     def close(self) -> None:
-        """What is under way holds the connections."""
-        self._under_way = None
+        """Lets go of what is under way, once it has ended: it keeps the connections open."""
+        if self._under_way is not None:
+            (_, work), self._under_way = self._under_way, None
+            with contextlib.suppress(TransportError):
+                self._group.wait_message(work, task=_PLAN, limit=_LAST)

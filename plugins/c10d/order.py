@@ -1,4 +1,4 @@
-"""One order on all ranks of torch.distributed: rank 0 leads, or all replay what has converged."""
+"""One order on all ranks of torch.distributed: rank 0 leads, or all replay what it has planned."""
 
 from __future__ import annotations
 
@@ -7,40 +7,37 @@ from time import perf_counter
 from typing import Final
 
 from bytesched.admission import Admission, Foreseen
-from bytesched.course import Course, Drift
+from bytesched.course import Course, Say, is_replayed
+from bytesched.link.planned import Measured, planned_order
 from bytesched.order import Following, Leading, ReadyQueue
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Follower, Leader, Votes
+from bytesched.plugins.c10d.leader import Follower, Largest, Leader
 from bytesched.policy import Prophet, named_policy
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["REPLAYED_ORDERS", "FollowingOrder", "LeadingOrder"]
+__all__ = ["FollowingOrder", "LeadingOrder"]
 
 #: Followers start what the leader's credit let through.
 _NO_LIMIT: Final = 1 << 62
 
-#: Settings of the order, of `tunable.ORDERS`, with which one that converged is replayed.
-REPLAYED_ORDERS: Final = frozenset({"replay"})
-
 
 class _AgreedOrder:
-    """What both sides have: the course of rounds, and votes (see scheduled.Ordering).
+    """What both sides have: the course of rounds, and what is measured (see scheduled.Ordering).
 
     Args:
         group: the control group.
-        chunks: how many there are in a round.
+        chunks: those of a round.
     """
 
-    def __init__(self, group: Group, chunks: int, setting: Setting) -> None:
+    def __init__(self, group: Group, chunks: Sequence[CommTask], setting: Setting) -> None:
         self._group = group
-        self._chunks = chunks
-        self._setting = setting
-        self._course = self._new_course()
-        self._drift = Drift()
-        self._votes = Votes(group)
+        self._largest = Largest(group)
         self._scheduler: Scheduler
+        #: of the scheduler, when the last round ended
+        self._busy_ns = 0
+        self._begin(chunks, setting)
 
     def queue(self) -> ReadyQueue:
         return Following()
@@ -53,28 +50,47 @@ class _AgreedOrder:
         """It is decided how the next round is ordered, alike on all ranks."""
         scheduler, course = self._scheduler, self._course
         was_led = course.is_led
-        if not was_led:
-            self._drift.round_ends(scheduler.blocked_ns)
-        if course.round_ends(votes=self._votes.count()):
-            self._votes.cast(against=self._drift.seen)
+        if self._replays:
+            self._measure()
+        heard = self._largest.read()
+        say = course.round_ends(heard)
+        if say is Say.NUMBERS:
+            self._largest.begin(self._measured.numbers())
+        elif say is Say.PLAN:
+            self._largest.begin(self._plan(heard))
         if course.is_led is not was_led:
-            self._drift.begins(scheduler.blocked_ns)
             scheduler.core.use_queue(self.queue())
         if course.replayed is not None:
             scheduler.ordered(course.replayed)
 
-    def _change(self, chunks: int, setting: Setting) -> None:
-        """From the next round on rank 0 chooses, whatever was replayed before."""
-        self._votes.count()
-        self._chunks = chunks
+    def _measure(self) -> None:
+        scheduler = self._scheduler
+        self._measured.round_ends(
+            [scheduler.ready_at_ns[index] for index in range(len(self._chunks))],
+            nbytes=self._nbytes,
+            busy_ns=scheduler.busy_ns - self._busy_ns,
+        )
+        self._busy_ns = scheduler.busy_ns
+
+    def _plan(self, numbers: Sequence[int]) -> list[int]:
+        """What this rank says of the order to replay: nothing, which is less than any index."""
+        return [-1] * len(self._chunks)
+
+    def _begin(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        self._chunks = tuple(chunks)
+        self._nbytes = sum(chunk.nbytes for chunk in chunks)
         self._setting = setting
-        self._course = self._new_course()
+        self._replays = is_replayed(setting.order, self._group.size)
+        self._course = Course(len(chunks), replay=self._replays)
+        self._measured = Measured()
+
+    def _change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        """From the next round on rank 0 chooses, whatever was replayed before."""
+        self._largest.read()
+        self._begin(chunks, setting)
+        self._busy_ns = self._scheduler.busy_ns
         # What was to be replayed next is still in the old queue.
         self._scheduler.use_queue(self.queue())
-
-    def _new_course(self) -> Course:
-        replay = self._setting.order in REPLAYED_ORDERS
-        return Course(self._chunks, replay=replay)
 
 
 class LeadingOrder(_AgreedOrder):
@@ -91,7 +107,7 @@ class LeadingOrder(_AgreedOrder):
 
     def admission(self) -> Admission | None:
         is_foreseen = isinstance(named_policy(self._setting.policy), Prophet)
-        return Foreseen(self._chunks, perf_counter) if is_foreseen else None
+        return Foreseen(len(self._chunks), perf_counter) if is_foreseen else None
 
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -109,13 +125,19 @@ class LeadingOrder(_AgreedOrder):
             self._leader.round_ends()
         super().round_ends()
 
+    def _plan(self, numbers: Sequence[int]) -> list[int]:
+        setting = self._setting
+        return planned_order(
+            self._chunks, numbers, named_policy(setting.policy), credit_bytes=setting.credit_bytes
+        )
+
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        self._change(len(chunks), setting)
+        self._change(chunks, setting)
         self._leader.change(self._course)
 
     def close(self) -> None:
         self._leader.close()
-        self._votes.close()
+        self._largest.close()
 
 
 class FollowingOrder(_AgreedOrder):
@@ -132,7 +154,7 @@ class FollowingOrder(_AgreedOrder):
         self._follower = Follower(
             self._group,
             self._course,
-            self._chunks,
+            len(self._chunks),
             ordered=scheduler.ordered,
             on_error=scheduler.fail,
         )
@@ -144,9 +166,9 @@ class FollowingOrder(_AgreedOrder):
         pass
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        self._change(len(chunks), setting)
-        self._follower.change(self._course, self._chunks)
+        self._change(chunks, setting)
+        self._follower.change(self._course, len(chunks))
 
     def close(self) -> None:
         self._follower.close()
-        self._votes.close()
+        self._largest.close()

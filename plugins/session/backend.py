@@ -35,7 +35,7 @@ class Backend(Protocol):
     wire: str
     #: what can change at run time, of `tunable.KNOBS`
     knobs: frozenset[str]
-    #: orders that are replayed when they have converged, of `tunable.ORDERS`
+    #: orders that are planned and replayed, of `tunable.ORDERS`
     replayed: frozenset[str]
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:

@@ -234,7 +234,7 @@ def train_until_fault(
         if struck or reached != moment.replace("next_", "") or past_step < outstanding:
             return
         if in_replay and bytesched.stats(script.optimizer)["order"] != "replay":
-            # On a busy machine an order settles late.
+            # It is not planned yet.
             script.fault_step += 1
             return
         struck = True

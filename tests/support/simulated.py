@@ -17,8 +17,9 @@ def works(draw: st.DrawFn) -> Work:
     """Layers, jobs, bundles and gathers in any number; every job is waited for."""
     layers = draw(st.integers(1, 6))
     jobs: list[Job] = []
+    any_follows = draw(st.booleans())
     for _ in range(draw(st.integers(1, 12))):
-        follows = bool(jobs) and draw(st.booleans())
+        follows = any_follows and bool(jobs) and draw(st.booleans())
         jobs.append(
             Job(
                 draw(_SIZES),
@@ -70,22 +71,23 @@ def fabrics(draw: st.DrawFn) -> Fabric:
 
 @st.composite
 def controls(draw: st.DrawFn) -> Control:
-    """Words that go to all, down a tree, or are known."""
+    """Words that go to all, down a tree, or are known; an order is replayed or foreseen."""
+    kind = draw(st.sampled_from(("led", "replay", "foresight")))
     return Control(
         fanout=draw(st.sampled_from((0, 1, 2, 3, 8))),
         send_s=draw(st.sampled_from((0.0, 1e-3))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
-        replay=draw(st.booleans()),
-        foresight=draw(st.booleans()),
+        replay=kind == "replay",
+        foresight=kind == "foresight",
     )
 
 
 @st.composite
 def weathers(draw: st.DrawFn, ranks: int) -> list[Weather]:
-    """Iterations enough to learn an order and replay it."""
+    """Iterations enough to measure, to plan and to replay."""
     paces = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
     fixed = draw(paces)
     return [
         Weather(draw(paces) if draw(st.booleans()) else fixed, draw(st.sampled_from((1.0, 1.5))))
-        for _ in range(8)
+        for _ in range(9)
     ]

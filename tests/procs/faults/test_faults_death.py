@@ -62,7 +62,7 @@ IN_WARM_UP = [
     scenario(LEADER, "in_measurement", "kill", fault_step=0, fields=CHOSEN),
     scenario(FOLLOWER, "before_backward", "stop", TIMEOUT_S, fault_step=0, suffix="-of-warm-up"),
 ]
-# After five rounds of an order that has settled the leader is silent until the last chunk.
+# Once an order is planned the leader is silent.
 REPLAY: dict[str, Any] = {"fault_step": 8, "fields": {"order": "replay"}}
 IN_REPLAY = [
     scenario(LEADER, "in_backward", "kill", suffix="-of-replay", **REPLAY),

@@ -116,9 +116,8 @@ def test_followers_count_the_chunks_of_the_new_cut(
 
 @pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])
 def test_sizes_change_while_an_order_is_replayed(pool: str, request: pytest.FixtureRequest) -> None:
-    """Each cut is led until its own order has settled; then replaying ends with another cut."""
+    """Each cut is led until its own order is planned; then replaying ends with another cut."""
     ranks: Ranks = request.getfixturevalue(pool)
-    # So few chunks that any order of theirs has settled after five rounds.
     turns = [(setting(size, "replay"), 9) for size in (3, 100, 6)]
     turns.append((setting(6, "leader"), 1))
     for figures in check(ranks, 32, *turns):

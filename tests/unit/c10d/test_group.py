@@ -18,7 +18,7 @@ from bytesched.course import Course
 from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Follower, Leader, Votes
+from bytesched.plugins.c10d.leader import Follower, Largest, Leader
 from bytesched.plugins.c10d.notes import Notes
 from bytesched.task import CommTask
 
@@ -103,14 +103,18 @@ def test_every_rank_has_the_texts_of_all_and_knows_whether_they_are_the_same() -
         group.close()
 
 
-def test_votes_are_counted_one_round_after_they_were_cast() -> None:
+def test_the_largest_numbers_are_read_one_round_after_they_were_said() -> None:
     groups = two_connected()
-    votes = [Votes(group) for group in groups]
-    assert [vote.count() for vote in votes] == [0, 0]
-    for rank, vote in enumerate(votes):
-        vote.cast(against=rank == 1)
-    assert together(lambda rank: votes[rank].count()) == [1, 1]
-    assert [vote.count() for vote in votes] == [0, 0]
+    largest = [Largest(group) for group in groups]
+    assert [one.read() for one in largest] == [[], []]
+    largest[0].begin([1, 5, -1])
+    largest[1].begin([3, 4, -1])
+    assert together(lambda rank: largest[rank].read()) == [[3, 5, -1]] * 2
+    assert [one.read() for one in largest] == [[], []]
+    largest[0].begin([1])
+    largest[1].begin([2])
+    together(lambda rank: largest[rank].close())
+    assert [one.read() for one in largest] == [[], []]
     for group in groups:
         group.close()
 

@@ -9,70 +9,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.core import SchedulerCore
-from bytesched.course import VOTES_EVERY, Course, Drift, Words
+from bytesched.course import LED_ROUNDS, REPLAYED_FROM, Course, Say, Words, is_replayed
 from bytesched.errors import InvalidTransition
 from bytesched.order import Leading
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
 
 
-def lead(course: Course, order: list[int]) -> None:
-    course.named(order)
-    assert not course.round_ends()
+def ends(course: Course, heard: list[int] | None = None) -> Say:
+    """One more round, whoever orders it."""
+    if course.is_led:
+        course.named(range(course.left))
+    return course.round_ends(heard or [])
 
 
-def replaying(tasks: int = 3) -> Course:
-    course = Course(tasks, replay=True)
-    while course.is_led:
-        lead(course, list(range(tasks)))
+def replaying(order: list[int]) -> Course:
+    course = Course(len(order), replay=True)
+    said = [ends(course) for _ in range(LED_ROUNDS + 1)]
+    assert said == [Say.NOTHING] * (LED_ROUNDS - 1) + [Say.NUMBERS, Say.PLAN]
+    assert course.is_led
+    assert ends(course, order) is Say.NOTHING
     return course
 
 
-def test_orders_that_converge_are_replayed() -> None:
-    course = Course(3, replay=True)
-    for _ in range(5):
-        assert course.is_led
-        lead(course, [2, 0, 1])
-    assert course.replayed == [2, 0, 1]
+def test_an_order_is_planned_of_numbers_and_replayed() -> None:
+    assert replaying([2, 0, 1]).replayed == [2, 0, 1]
 
 
 def test_without_leave_rank_0_leads_for_ever() -> None:
     course = Course(3, replay=False)
-    for _ in range(12):
-        lead(course, [2, 0, 1])
+    assert {ends(course) for _ in range(12)} == {Say.NOTHING}
     assert course.is_led
 
 
-def test_a_vote_is_due_now_and_then_and_counts_one_round_later() -> None:
-    course = replaying()
-    assert [course.round_ends() for _ in range(VOTES_EVERY)] == [False] * (VOTES_EVERY - 1) + [True]
-    assert not course.is_led
-    assert not course.round_ends(votes=1)
-    assert course.is_led
-    # What was learned has stopped to fit.
-    lead(course, [0, 1, 2])
-    assert course.is_led
+def test_numbers_are_due_again_later_and_later() -> None:
+    """While another order is planned, this one is replayed."""
+    course = replaying([2, 0, 1])
+    plans = []
+    for _ in range(6):
+        rounds = 1
+        while ends(course) is Say.NOTHING:
+            rounds += 1
+        assert ends(course) is Say.PLAN
+        assert course.replayed == [2, 0, 1]
+        assert ends(course, [2, 0, 1]) is Say.NOTHING
+        plans.append(rounds)
+    assert plans == [16, 32, 64, 128, 128, 128]
+    while ends(course) is not Say.NUMBERS:
+        pass
+    ends(course)
+    ends(course, [0, 1, 2])
+    assert course.replayed == [0, 1, 2]
 
 
-@given(seed=st.integers(0, 10**6), ranks=st.integers(2, 5))
-def test_every_rank_goes_the_same_course(seed: int, ranks: int) -> None:
-    chance = random.Random(seed)
-    courses = [Course(4, replay=True) for _ in range(ranks)]
-    cast: list[bool] = []
-    for _ in range(60):
-        votes, cast = sum(cast), []
-        assert len({course.is_led for course in courses}) == 1
-        assert len({str(course.replayed) for course in courses}) == 1
-        if courses[0].is_led:
-            order = [0, 1, 2, 3]
-            if chance.random() < 0.2:
-                chance.shuffle(order)
-            for course in courses:
-                course.named(order)
-        due = {course.round_ends(votes=votes) for course in courses}
-        assert len(due) == 1
-        if due == {True}:
-            cast = [chance.random() < 0.3 for _ in courses]
+@pytest.mark.parametrize("heard", [[], [0, 1], [0, 1, 1], [-1, -1, -1], [1, 2, 3]])
+def test_a_plan_has_every_task_once(heard: list[int]) -> None:
+    course = Course(3, replay=True)
+    while ends(course) is not Say.PLAN:
+        pass
+    course.named([0, 1, 2])
+    with pytest.raises(InvalidTransition, match="is no order of its tasks"):
+        course.round_ends(heard)
+
+
+@pytest.mark.parametrize(
+    ("order", "ranks", "expected"),
+    [
+        ("leader", 1024, False),
+        ("replay", 2, True),
+        ("auto", REPLAYED_FROM - 1, False),
+        ("auto", REPLAYED_FROM, True),
+    ],
+)
+def test_which_orders_are_replayed(order: str, ranks: int, expected: bool) -> None:
+    assert is_replayed(order, ranks) is expected
 
 
 def test_a_round_has_every_task_once() -> None:
@@ -85,8 +95,8 @@ def test_a_round_has_every_task_once() -> None:
 
 
 def test_nothing_is_named_in_a_replayed_round() -> None:
-    with pytest.raises(InvalidTransition, match="replayed for 0 rounds"):
-        replaying().named([0])
+    with pytest.raises(InvalidTransition, match="replayed, 16 rounds until"):
+        replaying([2, 0, 1]).named([0])
 
 
 def test_the_rest_is_named_in_one_word_once_nothing_else_can_become_ready() -> None:
@@ -139,16 +149,3 @@ def test_rank_0_names_what_it_starts_in_that_order(seed: int, credit: int) -> No
         assert named == started
         course.round_ends()
     assert len(named) == 24
-
-
-def test_drift_is_an_order_that_is_late_round_after_round() -> None:
-    drift, now_ns = Drift(), 10**12
-    drift.begins(now_ns)
-    for late in (True, True, False, True, True):
-        now_ns += 6_000_000 if late else 1_000_000
-        drift.round_ends(now_ns)
-        assert not drift.seen
-    drift.round_ends(now_ns + 6_000_000)
-    assert drift.seen
-    drift.begins(now_ns)
-    assert not drift.seen

@@ -1,4 +1,4 @@
-"""One order on all ranks: leading, following, and learning an order to replay."""
+"""One order on all ranks: leading, following, and replaying."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plans import planned
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import InvalidTransition
-from bytesched.order import Following, Leading, OrderLearner
+from bytesched.order import Following, Leading
 from bytesched.policy import Priority
 from bytesched.task import CommTask
 
@@ -125,12 +125,9 @@ def test_a_follower_waits_for_the_head_of_the_order() -> None:
     queue, (a, b, c) = Following(), planned([1, 1, 1])
     queue.add(b)
     assert queue.pop() is None, "no order yet"
-    assert queue.blocked_on is None
     queue.extend([0, 1])
     assert queue.pop() is None, "0 comes first and is not ready here"
-    assert queue.blocked_on == 0
     queue.add(a)
-    assert queue.blocked_on is None
     assert [queue.pop(), queue.pop(), queue.pop()] == [a, b, None]
     queue.add(c)
     assert list(queue.tasks()) == [c]
@@ -150,74 +147,3 @@ def test_an_index_belongs_to_one_ready_task() -> None:
 def test_a_leader_is_not_led() -> None:
     with pytest.raises(TypeError, match="leader"):
         Leading(Priority()).extend([0])
-
-
-def test_an_order_converges_after_a_window_of_iterations() -> None:
-    learner = OrderLearner(window=3)
-    for _ in range(2):
-        learner.observe([2, 0, 1])
-        assert learner.converged() is None
-    learner.observe([2, 0, 1])
-    assert learner.converged() == [2, 0, 1]
-
-
-def test_the_order_learned_is_that_of_the_mean_places() -> None:
-    learner = OrderLearner(window=3)
-    learner.observe([0, 1, 2, 3])
-    learner.observe([1, 0, 2, 3])
-    learner.observe([1, 0, 3, 2])
-    assert learner.converged() == [1, 0, 2, 3]
-
-
-@pytest.mark.parametrize("order", [[0, 0], [0, 2], [1, 2], [-1, 0]])
-def test_only_whole_iterations_are_learned(order: list[int]) -> None:
-    learner = OrderLearner(window=1)
-    with pytest.raises(ValueError, match="every task once"):
-        learner.observe(order)
-    assert learner.converged() is None
-
-
-def test_an_order_that_strays_has_not_converged_until_the_odd_one_leaves_the_window() -> None:
-    learner = OrderLearner(window=3, tolerance=2)
-    forward = list(range(10))
-    learner.observe(forward[::-1])
-    learner.observe(forward)
-    learner.observe(forward)
-    assert learner.converged() is None
-    learner.observe(forward)
-    assert learner.converged() == forward
-
-
-def test_the_tolerance_is_in_places() -> None:
-    def converged(tolerance: float) -> bool:
-        learner = OrderLearner(window=2, tolerance=tolerance)
-        learner.observe([0, 1, 2, 3])
-        learner.observe([3, 0, 1, 2])
-        return learner.converged() is not None
-
-    assert converged(1.5)
-    assert not converged(1.4)
-
-
-def test_a_new_plan_begins_a_new_window() -> None:
-    learner = OrderLearner(window=2)
-    learner.observe([0, 1])
-    learner.observe([2, 1, 0])
-    assert learner.converged() is None
-    learner.observe([2, 1, 0])
-    assert learner.converged() == [2, 1, 0]
-
-
-@settings(deadline=None)
-@given(st.lists(st.permutations(range(8)), min_size=5, max_size=9))
-def test_whatever_is_learned_is_a_whole_order_and_the_same_everywhere(
-    orders: list[list[int]],
-) -> None:
-    learners = [OrderLearner(tolerance=8), OrderLearner(tolerance=8)]
-    for order in orders:
-        for learner in learners:
-            learner.observe(order)
-    learned = learners[0].converged()
-    assert learned is not None
-    assert sorted(learned) == list(range(8))
-    assert learners[1].converged() == learned

@@ -201,7 +201,7 @@ def test_an_order_is_measured_when_it_is_replayed() -> None:
         if controller.turn.phase == "search":
             dropped[controller.turn.setting.order].append(controller.turn.dropped)
         controller.observe(cluster.run(controller.turn))
-    assert dropped == {"leader": [], "replay": [6, 1]}
+    assert dropped == {"leader": [], "replay": [8, 1]}
 
 
 def test_without_a_knob_scheduling_is_never_off() -> None:
