@@ -79,11 +79,12 @@ class Cluster:
         self.clock.run()
         for rank in self.ranks:
             rank.measure()
-        self.planning.round_ends(self.order, self._largest)
+        self.planning.round_ends(self.order, self.largest)
         ended_s = max(rank.ended_s for rank in self.ranks)
         return Iteration(ended_s, tuple(self.order), self.words, replayed is not None)
 
-    def _largest(self) -> list[int]:
+    def largest(self) -> list[int]:
+        """The largest numbers of all ranks (see planned.Measured), after iterations enough."""
         numbers = [rank.measured.numbers() for rank in self.ranks]
         return [max(column) for column in zip(*numbers, strict=True)]
 

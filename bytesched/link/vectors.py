@@ -75,10 +75,14 @@ class VectorCluster:
         self._ended_s = self._forward(released_s[:, 0], updated_s, pace)
         if self._planning.replay:
             self._measured.round_ends(self._ready_s)
-        self._planning.round_ends(self._order, self._measured.largest)
+        self._planning.round_ends(self._order, self.largest)
         return Iteration(
             float(self._ended_s.max()), tuple(self._order), self._words.count, replayed is not None
         )
+
+    def largest(self) -> list[int]:
+        """The largest numbers of all ranks (see planned.Measured), after iterations enough."""
+        return self._measured.largest()
 
     def _send_all(self, released_s: Sequence[float]) -> None:
         """All jobs, as rank 0 starts them, whose gradients are computed at these times."""

@@ -21,6 +21,7 @@ from bytesched.policy import named_policy
 from bytesched.sim.curve import AXES, SEND_S, Case, sweep
 from bytesched.sim.measure import Links, measured_links
 from bytesched.sim.picture import draw_map, draw_sweep
+from bytesched.sim.recorded import recorded_jitter
 from bytesched.sim.systems import SYSTEMS, Costs, Model
 from bytesched.sim.table import rows
 from bytesched.sim.verdict import gain, verdict
@@ -29,7 +30,7 @@ from bytesched.table import aligned
 from bytesched.tunable import ORDERS
 from bytesched.values import nearest, one_of, parse_size
 
-__all__ = ["main"]
+__all__ = ["jitter", "main"]
 
 MOST_RANKS = 4096
 #: what the options of each system may be
@@ -114,10 +115,12 @@ def _curve(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _headline(case: Case, links: Links) -> list[str]:
     model, profile = case.model, case.model.profile
+    spread = case.climate.jitter
     return [
         f"{profile.name}: {profile.nbytes / 1e6:.1f} MB of gradients in "
         f"{len(model.tensors())} tensors, compute {1e3 * profile.compute_s:.1f} ms"
-        f"{', clipped' if model.clip else ''}; {case.iterations} iterations",
+        f"{', clipped' if model.clip else ''}; {case.iterations} iterations"
+        f"{f', jitter {100 * spread:.2g} %' if spread else ''}",
         f"{_link(case, links)}",
         f"assumed: {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
         f"update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
@@ -216,6 +219,17 @@ def _share(text: str) -> float:
     return share
 
 
+def jitter(text: str) -> float:
+    """A share such as 3%, or what a trace file has recorded. Raises ArgumentTypeError."""
+    path = Path(text)
+    if not path.is_file():
+        return _share(text)
+    try:
+        return recorded_jitter(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _straggler(text: str) -> tuple[int, float]:
     rank, _, late = text.partition(":")
     if not rank.isdecimal():
@@ -269,7 +283,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="gradients that the optimizer applies in a second (default %(default)s)",
     )
-    add("--jitter", type=_share, default=0.0, metavar="X%", help="of each rank and iteration")
+    add(
+        "--jitter",
+        type=jitter,
+        default=0.0,
+        metavar="X%|TRACE",
+        help="of each rank and iteration; of a trace file: what that has recorded",
+    )
     add("--straggler", type=_straggler, metavar="RANK:X%", help="a rank that is always so late")
     add("--iterations", type=int, default=40, metavar="N", help="with jitter (default %(default)s)")
     add("--curve", choices=AXES, help="go along an axis, from the first of --ranks")

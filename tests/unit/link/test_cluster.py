@@ -43,6 +43,8 @@ def test_vectors_are_the_same_as_a_core_on_every_rank(data: st.DataObject) -> No
     one, all_at_once = Cluster(work, fabric, control), VectorCluster(work, fabric, control)
     for weather in data.draw(weathers(fabric.ranks)):
         assert one.iterate(weather) == all_at_once.iterate(weather)
+    if one.planning.replay:
+        assert one.largest() == all_at_once.largest()
 
 
 @pytest.mark.parametrize("engine", [Cluster, VectorCluster])
