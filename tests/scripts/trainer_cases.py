@@ -1,4 +1,4 @@
-"""Each trainer, plainly and then scheduled, in several of its ways: `trainer_cases.py lightning`.
+"""Each trainer, plainly and then scheduled, in several of its ways.
 
 Rank 0 prints a line of JSON for each way: the digests of the weights, and the figures.
 """
@@ -105,14 +105,29 @@ def accelerate() -> Iterator[Outcome]:
         yield way, plain, ours, figures
 
 
+def fabric() -> Iterator[Outcome]:
+    import trainer_fabric as example
+    from lightning.fabric import Fabric
+
+    launched = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    launched.launch()
+    ways: dict[str, tuple[float, dict[str, Any]]] = {
+        "by default": (0.0, {}),
+        "clipping": (0.1, {"split": "on"}),
+    }
+    for way, (clip, fields) in ways.items():
+        plain, _ = example.train(launched, clip=clip, enabled=False)
+        ours, figures = example.train(launched, clip=clip, **SMALL, **fields)
+        yield way, plain, ours, figures
+
+
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainers: dict[str, Callable[[], Iterator[Outcome]]] = {
-        each.__name__: each for each in (lightning, transformers, accelerate)
-    }
-    for way, plain, ours, figures in trainers[sys.argv[1]]():
-        if os.environ["RANK"] == "0":
-            print(json.dumps({"way": way, "plain": plain, "ours": ours, "figures": figures}))
+    for trainer in (accelerate, transformers, lightning, fabric):
+        for way, plain, ours, figures in trainer():
+            outcome = {"way": way, "plain": plain, "ours": ours, "figures": figures}
+            if os.environ["RANK"] == "0":
+                print(json.dumps({"trainer": trainer.__name__, **outcome}), flush=True)
     torch.distributed.destroy_process_group()
 
 
