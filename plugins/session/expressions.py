@@ -132,25 +132,30 @@ class Asked:
     """Of how many gradients a script has asked something in a round, or changed them.
 
     Args:
-        nbytes: of all gradients.
+        slots: those of the model.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._slots: set[Slot] = set()
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._all = slots
+        self._asked: set[Slot] = set()
+        #: of all gradients of the round
+        self._nbytes = 0
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """Something was asked of these."""
-        self._slots.update(slots)
+        """Something was asked of these; no optimizer has stepped when the first are added."""
+        if not self._asked:
+            self._nbytes = sum(slot.view.nbytes for slot in self._all if slot.used)
+        self._asked.update(slots)
 
     def clear(self) -> None:
         """A new round begins."""
-        self._slots.clear()
+        self._asked.clear()
 
     @property
     def are_most(self) -> bool:
         """Whether they are most of all bytes: for fewer, a wait for themselves is shorter."""
-        return sum(slot.view.nbytes for slot in self._slots) >= _MOST * self._nbytes
+        nbytes = sum(slot.view.nbytes for slot in self._asked)
+        return nbytes > 0 and nbytes >= _MOST * self._nbytes
 
 
 def _is_elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

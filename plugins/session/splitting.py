@@ -119,7 +119,7 @@ class Splitting:
         #: most gradients were asked about or changed since the last vote, in rounds that are over
         self._was_asked_before = False
         #: those of this round, while nothing is split
-        self._asked = Asked(sum(slot.view.nbytes for slot in parts.plan.slots))
+        self._asked = Asked(parts.plan.slots)
         #: the backward pass of this round has not ended
         self._is_backward = False
         #: a vote under way: its sum, and the work

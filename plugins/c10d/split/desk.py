@@ -104,7 +104,7 @@ class Desk:
         #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
         #: what the script has asked about or changed in this round
-        self._asked = Asked(sum(slot.view.nbytes for slot in plan.slots))
+        self._asked = Asked(plan.slots)
         #: the backward pass of this round has not ended: hooks see gradients of the last one
         self._is_backward = False
 

@@ -14,7 +14,7 @@ from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 20)]
 

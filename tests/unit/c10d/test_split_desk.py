@@ -139,7 +139,16 @@ def test_where_gradients_stay_with_their_owners_nothing_is_kept_for_later() -> N
 def test_a_script_that_asks_of_few_gradients_has_not_asked_of_most() -> None:
     slots, _ = gradients()
     desk: Any = slots[0].desk
+    assert not desk.was_asked
     slots[1].lazy.norm()
     assert not desk.was_asked
     slots[0].lazy.norm()
+    assert desk.was_asked
+
+
+def test_gradients_that_a_round_does_not_have_do_not_count() -> None:
+    slots, _ = gradients()
+    slots[0].used = slots[2].used = False
+    desk: Any = slots[0].desk
+    slots[1].lazy.norm()
     assert desk.was_asked
