@@ -30,15 +30,9 @@ def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | N
     owners: list[int | None] = [None] * len(nbytes)
     loads = [0] * ranks
     run: list[int] = []
-    shared_bytes = after_bytes = 0
-    for index, n in enumerate(nbytes):
-        # One link takes about as many bytes as backward computes meanwhile, and half of them while
-        # the forward pass, which takes half as long, comes to this tensor.
-        alone = max(0, (ranks - 1) * n - after_bytes) + max(0, (ranks - 1) * n - after_bytes // 2)
-        together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
-        after_bytes += n
-        if n >= run_bytes and alone > together:
-            shared_bytes += n
+    late = _late(nbytes, ranks, run_bytes)
+    for index in range(len(nbytes)):
+        if index in late:
             _deal(run, nbytes, owners, loads)
             run = []
             continue
@@ -83,8 +77,9 @@ def owners_or_cuts(
 ) -> list[int | None]:
     """The owner of each tensor, as of `whole_owners_of`; None where every rank owns a part of it.
 
-    Those that may be cut are, the largest first, until no rank has more than 3 % above its share
-    of any kind. No more than that: a norm of a whole tensor costs nothing where one rank has it.
+    Of those that may be cut, these are: what one owner would have too late, as in `owners_of`, and
+    the largest, until no rank has more than 3 % above its share of any kind. No more than that: a
+    norm of a whole tensor costs nothing where one rank has it.
     """
     totals = {
         kind: sum(n for n, of in zip(nbytes, kinds, strict=True) if of == kind)
@@ -92,7 +87,7 @@ def owners_or_cuts(
     }
     # What goes together must not be what makes it uneven.
     together_bytes = min(run_bytes, int(_UNEVEN * min(totals.values()) / ranks))
-    cut: set[int] = set()
+    cut = {index for index in _late(nbytes, ranks, run_bytes) if may_cut[index]}
     while True:
         left = [0 if index in cut else n for index, n in enumerate(nbytes)]
         owners = whole_owners_of(left, kinds, ranks, together_bytes)
@@ -122,6 +117,22 @@ def bounds_of(elements: int, ranks: int) -> list[int]:
     """Where each rank's part of a tensor that all own ends: even, aligned, none empty."""
     ends = [elements * (rank + 1) // ranks // _STEP * _STEP for rank in range(ranks - 1)]
     return [*ends, elements]
+
+
+def _late(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
+    """Large tensors that one owner would have too late, from bytes in forward order."""
+    late = set()
+    shared_bytes = after_bytes = 0
+    for index, n in enumerate(nbytes):
+        # One link takes about as many bytes as backward computes meanwhile, and half of them while
+        # the forward pass, which takes half as long, comes to this tensor.
+        alone = max(0, (ranks - 1) * n - after_bytes) + max(0, (ranks - 1) * n - after_bytes // 2)
+        together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
+        after_bytes += n
+        if n >= run_bytes and alone > together:
+            shared_bytes += n
+            late.add(index)
+    return late
 
 
 def _deal(run: list[int], nbytes: Sequence[int], owners: list[Any], loads: list[int]) -> None:

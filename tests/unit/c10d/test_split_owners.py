@@ -112,3 +112,10 @@ def test_parts_are_even_and_aligned(elements: int, ranks: int) -> None:
     assert has_parts(elements, ranks)
     assert min(parts) > 0
     assert max(parts) - min(parts) <= 64 + 64
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_computed_last_and_needed_first_has_no_single_owner(ranks: int) -> None:
+    owners = owners_or_cuts([100, *[10] * 60], [0] * 61, [True] * 61, ranks, 10)
+    assert owners[0] is None
+    assert None not in owners[1:]
