@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bytesched.config import ConfigFields
     from bytesched.kvstore.protocol import KVStore
     from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
+    from bytesched.plugins.session.checkpoint import ShardedState
 
 __all__ = [
     "BackgroundError",
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "flush",
     "separable",
+    "sharded_state",
     "stats",
     "unwrap",
     "wrap",
@@ -117,6 +119,19 @@ def separable(cls: ClassT) -> ClassT:
     from bytesched import plugins
 
     return plugins.separable(cls)
+
+
+def sharded_state(optimizer: object) -> ShardedState:
+    """What `torch.distributed.checkpoint` saves and loads of an optimizer with `shard=True`.
+
+    Each rank writes and reads the part that it holds, and nothing is gathered. Names and layout are
+    those of torch's `get_optimizer_state_dict`, so that any number of ranks, sharded or plain, can
+    load it. It can be used from the first `step()` on. Raises `PluginError` where the update is not
+    sharded, or has not begun.
+    """
+    from bytesched import plugins
+
+    return plugins.sharded_state(optimizer)
 
 
 def flush(x: object = None) -> None:

@@ -15,13 +15,21 @@ if __name__ != "bytesched.plugins":
 
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, PluginError, in_one_line
-from bytesched.plugins.registry import announce, flush, is_wrapped, stats, unwrap
+from bytesched.plugins.registry import (
+    announce,
+    flush,
+    is_wrapped,
+    session_of,
+    stats,
+    unwrap,
+)
 from bytesched.plugins.wrapping import check, settings, wrap_optimizer
 
 if TYPE_CHECKING:
     from bytesched.plugins.registry import Wrapped
+    from bytesched.plugins.session.checkpoint import ShardedState
 
-__all__ = ["flush", "separable", "stats", "unwrap", "wrap"]
+__all__ = ["flush", "separable", "sharded_state", "stats", "unwrap", "wrap"]
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -39,6 +47,20 @@ def separable(cls: ClassT) -> ClassT:
     from bytesched.plugins.optimizer import separable as vouch_for
 
     return vouch_for(cls)
+
+
+def sharded_state(optimizer: Any) -> ShardedState:
+    """See :func:`bytesched.sharded_state`."""
+    session = session_of(optimizer)
+    if session is None or not getattr(session, "is_sharded", False):
+        raise PluginError(
+            f"{type(optimizer).__name__} was not wrapped with shard=True: its state_dict() is what "
+            "there is to save"
+        )
+    from bytesched.plugins.session.session import Session
+
+    assert isinstance(session, Session)
+    return session.sharded_state(optimizer)
 
 
 def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:

@@ -15,6 +15,7 @@ from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.session.asking import Ask, gathered, packed
+from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
 from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
 from bytesched.plugins.session.phase import Context
 
@@ -143,6 +144,20 @@ class Holding:
                 # After `restore` there are whole ones.
                 entries[position] = entry if part is None else cut_entry(entry, slot, part.share)
         return entries
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        """The live entries of ``optimizer`` that are here; nothing may be outstanding."""
+        found = []
+        for slot in self._plan.slots:
+            entry = dict.get(optimizer.state, slot.parameter)
+            if entry is not None and self.ownerships.own(slot) is not None:
+                part = self.ownerships.part(slot)
+                start_at, stop_at = 0, slot.view.numel()
+                if part is not None:
+                    start_at, stop_at = part.share.start_at, part.share.stop_at
+                name = plain_name(slot)
+                found.append(HeldEntry(name, entry, slot.view, start_at, stop_at))
+        return found
 
     # -- for other ranks ---------------------------------------------------------------
 

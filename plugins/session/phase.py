@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
@@ -97,6 +100,9 @@ class Phase(Life, Protocol):
 
     def stepped(self) -> None:
         """``step()`` has been executed, as far as it was not deferred."""
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        """What this rank has of the state of ``optimizer``, where the update is sharded."""
 
     def restore(self) -> None:
         """Optimizers have the state that those of a plain training would have; after a flush."""

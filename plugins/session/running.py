@@ -14,6 +14,7 @@ from bytesched.plugins.proxies.pending import has_own_memory, is_held, keep_apar
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.disowned import disown_gradients, disown_updates
 from bytesched.plugins.session.lazy import give_back, is_kept, is_seen
 from bytesched.plugins.session.phase import Context
@@ -211,6 +212,11 @@ class Running:
     def restore(self) -> None:
         if self._sharding is not None:
             self._sharding.restore()
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        self._synchronizing.synchronize_all()
+        assert self._sharding is not None
+        return self._sharding.held(optimizer)
 
     # -- from outside ------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.entries import guard_entries
 from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
+from bytesched.plugins.session.checkpoint import ShardedState, plain_name
 from bytesched.plugins.session.hooked import HookedModel
 from bytesched.plugins.session.phase import Context, Life
 from bytesched.plugins.session.retuning import Decisions
@@ -241,6 +242,11 @@ class Session(HookedModel):
         if not self._rounds.incomplete:
             self.wait_reduced()
         super().flush()
+
+    def sharded_state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """See `bytesched.sharded_state`."""
+        names = {id(slot.parameter): plain_name(slot) for slot in self._rounds.slots}
+        return ShardedState(optimizer, lambda: self._rounds.phase.held(optimizer), names)
 
     def restore(self) -> None:
         super().restore()

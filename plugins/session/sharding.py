@@ -22,6 +22,7 @@ from bytesched.plugins.layout.slots import Bundle, Slot
 from bytesched.plugins.session.asking import packed_error, unpacked
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
+from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.holding import Holding
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.owned import Ownerships
@@ -220,6 +221,10 @@ class Sharding:
     def restore(self) -> None:
         """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
         self._holding.restore()
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        """See `Holding.held`."""
+        return self._holding.held(optimizer)
 
     def forward_begins(self) -> None:
         """Backward will add to gradients that no step has taken: they become whole.

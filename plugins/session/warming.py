@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
 
+import torch
+
 from bytesched.config import Config
+from bytesched.errors import PluginError
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
@@ -14,6 +17,7 @@ from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Changing, Parts
+from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.completions import Completions
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.holding import Holding
@@ -229,6 +233,12 @@ class WarmingUp:
 
     def restore(self) -> None:
         pass
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        raise PluginError(
+            "no rank owns anything before the first backward pass: load a checkpoint into the "
+            "optimizer before it is wrapped, or save and load its shards after its first step()"
+        )
 
     def disown(self) -> None:
         pass

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from training import STEPS, Job, adamw, mlp, train
 
 import bytesched
@@ -243,3 +249,51 @@ def cut_and_tied(job: Job) -> None:
             job.record("optimizer", optimizer.state_dict())
     job.record("scale", scaler.get_scale())
     job.record_state(model, optimizer)
+
+
+def pictures(step: int) -> torch.Tensor:
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step))
+
+
+def of_channels() -> nn.Sequential:
+    """Most of its elements are in one layer, whose memory is not in the order of its dimensions."""
+    model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Conv2d(7, 41, 2), nn.Flatten(), nn.Linear(41, 3))
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+def shards_saved(path: str) -> None:
+    """Saves shards on every rank, and the whole state on one."""
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(of_channels())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=3, inputs=pictures)
+        save({"optimizer": bytesched.sharded_state(optimizer)}, checkpoint_id=path)
+        if job.rank == 0:
+            torch.save(optimizer.state_dict(), f"{path}/whole.pt")
+
+
+def shards_loaded(path: str) -> dict[str, Any]:
+    """What another number of ranks has, after two steps of its own, when it has loaded them."""
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(of_channels())
+        optimizer = job.wrap(adamw(model, lr=0.5), model)
+        train(job, model, optimizer, steps=2, inputs=pictures)
+        load({"optimizer": bytesched.sharded_state(optimizer)}, checkpoint_id=path)
+        state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+def shards_loaded_plain(path: str) -> dict[str, Any]:
+    """The same in a plain script, by torch's own means."""
+    model = of_channels()
+    optimizer = adamw(model, lr=0.5)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    load(content, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"])
+    state: dict[str, Any] = optimizer.state_dict()
+    return state

@@ -29,6 +29,7 @@ def test_every_public_name_exists_and_nothing_else_does() -> None:
         ("wrap", ["optimizer", "model", "kvstore", "fields"]),
         ("flush", ["x"]),
         ("separable", ["cls"]),
+        ("sharded_state", ["optimizer"]),
         ("unwrap", ["x"]),
         ("stats", ["x"]),
     ],
@@ -41,7 +42,7 @@ def test_signature(name: str, parameters: list[str]) -> None:
 
 def test_plugins_have_what_the_surface_calls() -> None:
     plugins = importlib.import_module("bytesched.plugins")
-    for name in ("wrap", "flush", "unwrap", "stats"):
+    for name in ("wrap", "flush", "sharded_state", "unwrap", "stats"):
         assert callable(getattr(plugins, name))
 
 

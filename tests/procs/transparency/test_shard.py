@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_shard as shard
 import scripts_split as split
+import torch
 from comparing import check, named
 from ranks import Ranks
+from training import differences
+
+import bytesched
 
 
 @named(
@@ -105,3 +110,19 @@ def test_saved_on_three_ranks_loaded_on_two_and_plain(
     path = str(tmp_path / "optimizer.pt")
     three_ranks.run(shard.saved, path)
     check(two_ranks, shard.loaded_from, path, shard=True)
+
+
+def test_shards_saved_on_two_ranks_are_loaded_on_three_and_plain(
+    two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "shards")
+    two_ranks.run(shard.shards_saved, path)
+    whole = torch.load(f"{path}/whole.pt")
+    plain = two_ranks.run(shard.shards_loaded_plain, path)
+    for loaded in [*three_ranks.run(shard.shards_loaded, path), *plain]:
+        assert not list(differences(whole, loaded, "state"))
+
+
+def test_shards_are_those_of_a_sharded_optimizer() -> None:
+    with pytest.raises(bytesched.PluginError, match="was not wrapped with shard=True"):
+        bytesched.sharded_state(torch.optim.SGD([torch.zeros(1)], lr=0.1))
