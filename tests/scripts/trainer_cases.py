@@ -72,9 +72,10 @@ def transformers() -> Iterator[Outcome]:
     from bytesched.integrations.transformers import SchedulingCallback
 
     ways: dict[str, dict[str, Any]] = {
-        "by norm": {"steps": 12},
+        # After a norm little is left to be sent over loopback: many steps, so that some cross.
+        "by norm": {},
         "accumulating by norm": {"gradient_accumulation_steps": 2, "steps": 6},
-        "logging norms": {"max_grad_norm": 0.0, "steps": 6},
+        "logging norms": {"max_grad_norm": 0.0},
         "Adafactor": {"optim": "adafactor", "steps": 6},
     }
     for way, options in ways.items():
