@@ -35,6 +35,9 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
         "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
+    for key in ("peak_bytes", "state_bytes"):
+        if all(key in turn for turn in systems[name]["rounds"]):
+            figures[key] = statistics.median(turn[key] for turn in systems[name]["rounds"])
     if "nominal_bytes_per_s" in result:
         least_ms = 1e3 * compute["model_bytes"] / result["nominal_bytes_per_s"]
         figures["duplex_share"] = least_ms / median
@@ -116,7 +119,7 @@ BUS = "bus MB/s"
 DUPLEX = "duplex"
 TITLES = (
     *("system", "iteration ms", "quartiles", "x T*", "vs plain", "vs best", "of gain", BUS),
-    *("CPU ms", "losses"),
+    *("CPU ms", "peak MB", "state MB", "losses"),
 )
 
 
@@ -127,7 +130,7 @@ def table(result: dict[str, Any]) -> str:
     if "nominal_bytes_per_s" in result:
         titles[titles.index(BUS)] = DUPLEX
     rows = [titles, *(_row(name, system) for name, system in systems.items())]
-    lines = [headline(result), *notes(result), "", *aligned(rows, "<" + 8 * ">" + "<"), ""]
+    lines = [headline(result), *notes(result), "", *aligned(rows, "<" + 10 * ">" + "<"), ""]
     lines += [f"{name}: {_own(system)}" for name, system in systems.items() if _own(system)]
     return "\n".join([*lines, *_legend(systems)])
 
@@ -186,7 +189,9 @@ def _legend(systems: dict[str, Any]) -> list[str]:
         )
     return [
         *lines,
-        f"CPU ms: of one rank per iteration. losses: every loss and weight compared with {first}.",
+        "CPU ms: of one rank per iteration. peak MB: the most memory that training took on a rank; "
+        "state MB: of its optimizer's state.",
+        f"losses: every loss and weight compared with {first}.",
     ]
 
 
@@ -250,12 +255,18 @@ def _row(name: str, system: dict[str, Any]) -> list[str]:
         if "duplex_share" in figures
         else f"{figures['bus_mb_per_s']:.1f}",
         f"{figures['cpu_ms']:.0f}",
+        _megabytes(figures.get("peak_bytes")),
+        _megabytes(figures.get("state_bytes")),
         system["losses"],
     ]
 
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def _megabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e6:.1f}"
 
 
 def _percent(value: float | None) -> str:

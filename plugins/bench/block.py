@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from bytesched.plugins.bench.memory import peak_bytes, state_bytes
 from bytesched.plugins.bench.systems.data_parallel import Running
 from bytesched.plugins.bench.threads import Usage, usage, used
 from bytesched.plugins.bench.workloads.models import Workload
@@ -48,12 +49,16 @@ def train(
         loss.backward()
         _step(running.optimizer, workload.model, clip)
         losses.append(loss.item())
+    # Before the end, where a sharded optimizer gets the state of all ranks back.
+    peak, state = peak_bytes(), state_bytes(running.optimizer)
     figures = running.close()
     spans_s = [after - before for before, after in pairwise(starts_s)]
     return {
         "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
         "cpu_ms": 1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations,
         "threads": spent,
+        "peak_bytes": peak,
+        "state_bytes": state,
         "losses": losses,
         "weights": _digest(workload.model),
         "stats": figures,

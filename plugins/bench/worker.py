@@ -24,6 +24,7 @@ from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
+from bytesched.plugins.bench.memory import reset_peak
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer, set_up
 from bytesched.plugins.bench.systems.processes import OwnProcesses
 from bytesched.plugins.bench.workloads.compute import (
@@ -242,6 +243,9 @@ class Bench:
             found = self.kvstore.block(system, warmup, iterations)
         else:
             found = self.own_block(system, warmup, iterations)
+        if system.kind in HOROVOD_SYSTEMS or system.kind in KVSTORE_SYSTEMS:
+            # Of a process that has done nothing else.
+            found = {k: v for k, v in found.items() if k not in ("peak_bytes", "state_bytes")}
         return found | {
             "cpu_ms": self.mean(found["cpu_ms"]),
             "losses": self.gather(found["losses"]),
@@ -250,6 +254,7 @@ class Bench:
 
     def own_block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """A block in this process, over torch's own process group."""
+        began_bytes = reset_peak()
         workload = self.workload()
         running = set_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
@@ -263,7 +268,11 @@ class Bench:
         )
         del workload, running
         gc.collect()
-        return found
+        # Beyond what the process had: other systems ran in it before.
+        found["peak_bytes"] -= began_bytes
+        return found | {
+            name: max(self.gather(found[name])) for name in ("peak_bytes", "state_bytes")
+        }
 
     def mean(self, value: float) -> float:
         """The mean over all ranks, the same number on each."""
@@ -271,9 +280,9 @@ class Bench:
         dist.all_reduce(both)
         return float(both) / self.world_size
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: Any) -> list[Any]:
         """The value of every rank."""
-        values: list[object] = [None] * self.world_size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
