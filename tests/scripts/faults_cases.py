@@ -254,3 +254,25 @@ def train_until_fault(
         bytesched.flush()
 
     told(train)
+
+
+def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
+    """`fault` befalls rank `victim` while it answers for the part of the state that it owns."""
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True)
+    script.train(3)
+    if dist.get_rank() != victim:
+        signals().wait("an answer fails")
+        told(script.optimizer.state_dict)
+        return
+    kind: Any = importlib.import_module("bytesched.plugins.session.holding").Holding
+
+    def answer(*_: Any) -> bytes:
+        tell(fault_at=time.monotonic())
+        FAULTS[fault]()
+        return b""
+
+    kind.answer = answer
+    signals().set("an answer fails")
+    # Its script goes on, and waits for gradients of the one that asks.
+    told(lambda: script.train(2))

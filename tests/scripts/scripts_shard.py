@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from training import STEPS, Job, adamw, mlp, train
+from torch.nn.parallel import DistributedDataParallel
+from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
 
@@ -297,3 +299,35 @@ def shards_loaded_plain(path: str) -> dict[str, Any]:
     set_optimizer_state_dict(model, optimizer, content["optimizer"])
     state: dict[str, Any] = optimizer.state_dict()
     return state
+
+
+def refusals() -> dict[str, str]:
+    """What is raised for uses that a sharded update does not have, with its message."""
+    job = Job(wrapped=True, shard=True)
+    found: dict[str, str] = {}
+
+    def note(what: str, use: Callable[[], object]) -> None:
+        try:
+            use()
+        except bytesched.BytesschedError as error:
+            found[what] = f"{type(error).__name__}: {error}"
+
+    with contextlib.closing(job):
+        model = job.ddp(uneven())
+        front, *rest = model.module
+        last = rest.pop()
+        parameters = [p for part in (front, *rest) for p in part.parameters()]
+        optimizer = job.wrap(torch.optim.AdamW(parameters, lr=0.01), model)
+        note("early shards", lambda: bytesched.sharded_state(optimizer).state_dict())
+        train(job, model, optimizer, steps=2)
+        note("late optimizer", lambda: bytesched.wrap(sgd(last), model))
+        bytesched.flush(optimizer)
+        outside = nn.Parameter(torch.zeros(3))
+        optimizer.add_param_group({"params": [outside]})
+        note("nameless shards", lambda: bytesched.sharded_state(optimizer).state_dict())
+        weight = model.module[2].weight
+        weight.data = weight.data.t().contiguous().t()
+        note("other strides", lambda: train(job, model, optimizer, steps=1))
+    other = DistributedDataParallel(mlp())
+    note("lbfgs", lambda: bytesched.wrap(torch.optim.LBFGS(other.parameters()), other, shard=True))
+    return found

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from faults_cases import FAULT_STEP, NO_TIMEOUT_S, TIMEOUT_S, train_until_fault
+from faults_cases import (
+    FAULT_STEP,
+    NO_TIMEOUT_S,
+    TIMEOUT_S,
+    fails_in_an_answer,
+    train_until_fault,
+)
 from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, check_trace, selected
 from faults_runner import Runs, Scenario
 
@@ -82,6 +88,10 @@ IN_SHARD = [
     scenario(FOLLOWER, "after_step", "kill", **SHARD),
     scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SHARD),
     scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SHARD),
+]
+ANSWERING = [
+    Scenario(f"{fault}-in-an-answer", fails_in_an_answer, (FOLLOWER, fault, timeout_s))
+    for fault, timeout_s in (("kill", NO_TIMEOUT_S), ("stop", TIMEOUT_S), ("raise", NO_TIMEOUT_S))
 ]
 RAISED = [
     scenario(LEADER, "in_next_forward", "raise"),
@@ -176,6 +186,16 @@ def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> Non
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
     assert died.told["order"] == "exchange"
+
+
+@each(ANSWERING)
+def test_fails_while_it_answers_for_its_state(scenario: Scenario, runs: Runs) -> None:
+    """Its part of a state dict that another rank wants, which waits for nothing else."""
+    survivor, died = runs.of(scenario)
+    expected = "SchedulerTimeout" if scenario.args[1] == "stop" else "PeerLost"
+    check_told_of(survivor, died, {expected}, TIMEOUT_S + PROMPTLY_S)
+    if scenario.args[1] == "raise":
+        assert "rank 1 said: ValueError: boom" in survivor.told["message"]
 
 
 @each(RAISED)

@@ -126,3 +126,20 @@ def test_shards_saved_on_two_ranks_are_loaded_on_three_and_plain(
 def test_shards_are_those_of_a_sharded_optimizer() -> None:
     with pytest.raises(bytesched.PluginError, match="was not wrapped with shard=True"):
         bytesched.sharded_state(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+
+
+REFUSED = {
+    "early shards": "no rank owns anything before the first backward pass",
+    "late optimizer": "wrap every optimizer of a model before its first backward pass",
+    "nameless shards": "a parameter of shape (3,) is in the optimizer and not in the wrapped model",
+    "other strides": "was given strides (1, 77), it had (95, 1)",
+    "lbfgs": "shard=True needs an optimizer that can update a part alone: LBFGS",
+}
+
+
+def test_what_it_cannot_do_is_refused(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(shard.refusals):
+        assert found.keys() == REFUSED.keys()
+        for what, why in REFUSED.items():
+            assert found[what].startswith("PluginError: ")
+            assert why in found[what]
