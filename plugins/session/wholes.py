@@ -51,8 +51,9 @@ class Wholes:
         self._is_logged = False
         #: guards what follows, and the memory of owned gradients while it is changed or sent
         self._lock = threading.Lock()
-        #: owned ones as they were before this rank's script could write to them
-        self._kept: dict[Slot, torch.Tensor] = {}
+        #: owned ones as they were before this rank's script could write to them, and how many
+        #: changes had been made by then
+        self._kept: dict[Slot, tuple[torch.Tensor, int]] = {}
         #: how many changes that were noted have been made, by a step
         self._made: dict[Slot, int] = {}
 
@@ -109,8 +110,8 @@ class Wholes:
         """The script or a step in its thread may change what is owned here of these."""
         with self._lock, torch.no_grad():
             for slot in slots:
-                if slot not in self._kept and slot not in self._made:
-                    self._kept[slot] = self._owned_sum(slot).clone()
+                if slot not in self._kept:
+                    self._kept[slot] = self._owned_sum(slot).clone(), self._made.get(slot, 0)
 
     def change(self, slot: Slot, changes: Sequence[Callable[[list[torch.Tensor]], None]]) -> None:
         """Makes changes that were noted of an owned gradient, for a step."""
@@ -212,9 +213,11 @@ class Wholes:
                 f"{round_number} were asked for"
             )
         with self._lock:
-            return packed(
-                [
-                    (self._kept.get(slot, self._owned_sum(slot)).clone(), self._made.get(slot, 0))
-                    for slot in slots
-                ]
-            )
+            return packed([self._as_summed(slot) for slot in slots])
+
+    def _as_summed(self, slot: Slot) -> tuple[torch.Tensor, int]:
+        kept = self._kept.get(slot)
+        if kept is None:
+            return self._owned_sum(slot).clone(), self._made.get(slot, 0)
+        value, made = kept
+        return value.clone(), made

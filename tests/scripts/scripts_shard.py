@@ -45,6 +45,28 @@ def parameters_outside_the_optimizer(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def read_when_its_owner_has_gone_on(job: Job) -> None:
+    """Rank 0 has clipped, stepped and zeroed in place what rank 1 asks it for after that."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        if job.rank == 0:
+            optimizer.step()
+            for p in model.parameters():
+                # In the memory of the others there will be parameters.
+                if dict.get(optimizer.state, p):
+                    p.grad.zero_()
+        job.barrier()
+        if job.rank == 1:
+            job.record("gradients", [float(p.grad.numpy().sum()) for p in model.parameters()])
+            optimizer.step()
+        job.barrier()
+        optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
 def gradient_read_after_step() -> int:
     """How many reads are refused on this rank, with a word about it."""
     job = Job(wrapped=True, shard=True)

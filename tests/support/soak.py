@@ -15,6 +15,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import scripts_hostile
 import soak_cases as cases
 from ranks import RankFailure, Ranks, address_of, run_fresh
 
@@ -26,7 +27,7 @@ _GROWTH_KIB = 48 * 1024
 _HANGS_S = 300.0
 
 #: how often each kind of turn is drawn
-_KINDS = {"script": 5, "wander": 5, "faulty": 2, "killed": 0.1}
+_KINDS = {"script": 5, "wander": 5, "hostile": 3, "faulty": 2, "killed": 0.1}
 
 
 @dataclass
@@ -66,6 +67,11 @@ class Soak:
     def _wander(self, draw: random.Random, seed: str) -> str:
         options = _settings(draw)
         self._compare(cases.wander, (seed,), options, f"{seed} {options}")
+        return str(options)
+
+    def _hostile(self, draw: random.Random, seed: str) -> str:
+        options = _settings(draw, tuned=False)
+        self._compare(scripts_hostile.hostile, (seed,), options, f"{seed} {options}")
         return str(options)
 
     def _compare(

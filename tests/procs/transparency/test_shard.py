@@ -54,6 +54,7 @@ import bytesched
     optimizers.two_optimizers,
     optimizers.parameters_outside_the_model,
     shard.parameters_outside_the_optimizer,
+    shard.read_when_its_owner_has_gone_on,
     shard.loaded,
     shard.cut_by_kind,
     shard.cut_and_clipped,
