@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +110,11 @@ def loaded(job: Job) -> None:
     plain.zero_grad()
     content = plain.state_dict()
     optimizer = adamw(model)
-    optimizer.load_state_dict(content)
+    optimizer.load_state_dict(copy.deepcopy(content))
     job.wrap(optimizer, model)
     train(job, model, optimizer, steps=3)
     job.record("optimizer", optimizer.state_dict())
-    optimizer.load_state_dict(content)
+    optimizer.load_state_dict(copy.deepcopy(content))
     train(job, model, optimizer, steps=3)
     job.record_state(model, optimizer)
 
