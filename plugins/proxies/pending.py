@@ -281,10 +281,15 @@ def _over(memory: torch.Tensor) -> torch.Tensor:
 
 def _move(grad: LazyGrad, memory: torch.Tensor) -> None:
     """Gives ``grad``, and all tensors over its memory, that of ``memory``."""
+    has_others = has_aliases(grad)
     with torch._C.DisableTorchFunctionSubclass():
         storage, other = grad.untyped_storage(), memory.untyped_storage()
         if storage.nbytes() == other.nbytes() and hasattr(storage, "_swap_data_ptr_"):
             storage._swap_data_ptr_(other)
+        elif has_others and storage.nbytes() and storage.device.type == "cpu":
+            # torch 2.4 to 2.6 cannot swap. What is shared with other processes is copied first, and
+            # the storage, with all its tensors, is the copy from then on.
+            storage.share_memory_()
         else:
             grad.data = memory
 
