@@ -32,10 +32,15 @@ class _History:
     begun: int = 0
     #: how many parameters those that are not complete have still to update
     left: dict[int, int] = field(default_factory=dict)
+    #: how often a state was loaded; and by that number, what it took the place of since the last
+    #: step: another rank may still ask for it
+    loads: int = 0
+    replaced: dict[int, dict[int, Any]] = field(default_factory=dict)
 
-    def is_complete(self, steps: int) -> bool:
-        """Whether so many steps have been applied to all parameters."""
-        return self.taken >= steps and not any(number <= steps for number in self.left)
+    def is_complete(self, steps: int, loads: int) -> bool:
+        """Whether so many steps have been applied to all parameters, and states been loaded."""
+        is_applied = self.taken >= steps and not any(number <= steps for number in self.left)
+        return is_applied and self.loads >= loads
 
 
 class StepTaken:
@@ -58,8 +63,9 @@ class StepTaken:
 class Holding:
     """Which entries of optimizers' states are here, and where the others are.
 
-    An entry is asked for by number of steps: a rank that is behind answers when it has come as
-    far; one that is ahead has no such state any more.
+    An entry is asked for by numbers of steps and of states loaded: a rank that is behind answers
+    when it has come as far. One that has loaded another state since still has that; one that has
+    stepped has not.
     """
 
     def __init__(self, plan: Plan, context: Context) -> None:
@@ -82,7 +88,8 @@ class Holding:
             optimizer.register_state_dict_post_hook(
                 partial(self._complete, deferred), prepend=True
             ),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self._is_replaced(deferred)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._is_loaded(deferred)),
         ]
         self._drop_foreign(deferred)
         with self._progress.changed:
@@ -110,6 +117,7 @@ class Holding:
         """See `StepTaken.begins`."""
         with self._reading:
             history.begun = max(history.begun, number)
+            history.replaced.clear()
 
     def end(self, history: _History, number: int, slots: int) -> None:
         """See `StepTaken.ends`."""
@@ -123,6 +131,21 @@ class Holding:
 
     def _history(self, deferred: Deferred) -> _History:
         return next(history for history in self._histories if history.deferred is deferred)
+
+    def _is_replaced(self, deferred: Deferred) -> None:
+        """Another state is about to be loaded."""
+        history = self._history(deferred)
+        with self._reading:
+            history.replaced[history.loads] = self._entries(deferred)
+
+    def _is_loaded(self, deferred: Deferred) -> None:
+        """It was."""
+        history = self._history(deferred)
+        with self._reading:
+            self._drop_foreign(deferred)
+            history.loads += 1
+        with self._progress.changed:
+            self._progress.notify()
 
     def _drop_foreign(self, deferred: Deferred) -> None:
         """What other ranks hold of the state is let go of."""
@@ -161,17 +184,18 @@ class Holding:
 
     # -- for other ranks ---------------------------------------------------------------
 
-    def answer(self, index: int, steps: int) -> bytes:
-        """The entries here of an optimizer after so many steps. A thread of the carrier."""
+    def answer(self, index: int, steps: int, loads: int) -> bytes:
+        """The entries here of an optimizer after so many steps and loads. The carrier's thread."""
 
         def is_complete() -> bool:
             # This rank may be behind by its whole first round.
-            return index < len(self._histories) and self._histories[index].is_complete(steps)
+            return index < len(self._histories) and self._histories[index].is_complete(steps, loads)
 
         if not self._progress.done_by(monotonic() + self._timeout_s, is_complete):
             raise self._progress.error or SchedulerTimeout(
-                f"rank {self._rank} has not come to step {steps} within {self._timeout_s:g} s, and "
-                "its optimizer's state was asked for",
+                f"rank {self._rank} has not come to step {steps} and {loads} calls of "
+                f"load_state_dict() within {self._timeout_s:g} s, and its optimizer's state was "
+                "asked for",
                 rank=self._rank,
             )
         history = self._histories[index]
@@ -182,7 +206,8 @@ class Holding:
                     f"state was asked for after step {steps}: call state_dict() after step(), not "
                     "between backward() and step()"
                 )
-            return packed(self._entries(history.deferred))
+            replaced = history.replaced.get(loads)
+            return packed(self._entries(history.deferred) if replaced is None else replaced)
 
     # -- from other ranks --------------------------------------------------------------
 
@@ -196,7 +221,7 @@ class Holding:
             if id(slot.parameter) in mine
             for share in self.ownerships.foreign(slot)
         }
-        question = self._histories.index(history), history.taken
+        question = self._histories.index(history), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
         found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
         found[self._rank] = self._entries(deferred)

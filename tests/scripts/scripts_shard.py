@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -117,6 +119,26 @@ def loaded(job: Job) -> None:
     optimizer.load_state_dict(copy.deepcopy(content))
     train(job, model, optimizer, steps=3)
     job.record_state(model, optimizer)
+
+
+def loaded_elsewhere(job: Job) -> None:
+    """Rank 1 has loaded another state before rank 0 asks for that after the last step."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=2)
+    content = copy.deepcopy(optimizer.state_dict())
+    train(job, model, optimizer, steps=2)
+    store = dist.distributed_c10d._get_default_store()
+    has_loaded = f"loaded_elsewhere-{job.wrapped}"
+    if job.rank == 0:
+        store.wait([has_loaded], timedelta(seconds=60))
+    job.record("optimizer", copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(content)
+    if job.rank == 1:
+        store.set(has_loaded, "")
+    train(job, model, optimizer, steps=2)
+    job.record_state(model, optimizer)
+    store.delete_key(has_loaded)
 
 
 def entries_after_unwrap() -> tuple[int, bool]:

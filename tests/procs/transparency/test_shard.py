@@ -56,6 +56,7 @@ import bytesched
     shard.parameters_outside_the_optimizer,
     shard.read_when_its_owner_has_gone_on,
     shard.loaded,
+    shard.loaded_elsewhere,
     shard.cut_by_kind,
     shard.cut_and_clipped,
     shard.cut_and_tied,
