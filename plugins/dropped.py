@@ -18,7 +18,7 @@ log = logging.getLogger("bytesched")
 _LOOKS_EVERY_S = 0.005
 
 #: how long the process waits, at its end, for what should have ended long ago
-_LAST_WAIT_S = 60.0
+_LAST_WAIT_S = 5.0
 
 #: those that have not ended yet
 _under_way: dict[object, None] = {}
@@ -56,7 +56,7 @@ def end_soon(end: Callable[[], None], patience_s: float) -> None:
 
 
 def wait_for_ends() -> None:
-    """Returns when all that have begun are over, or after a minute."""
+    """Returns when all that have begun are over, or after a few seconds."""
     deadline_s = time.monotonic() + _LAST_WAIT_S
     while _under_way:
         if time.monotonic() > deadline_s:

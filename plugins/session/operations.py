@@ -52,7 +52,6 @@ PURE: Final = (
     | _both(
         "abs",
         "absolute",
-        "clone",
         "div",
         "divide",
         "isfinite",

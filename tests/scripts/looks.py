@@ -214,7 +214,7 @@ GRADIENT_READS: dict[str, Look] = {
     "finite": lambda model, _: torch.isfinite(weight(model).grad).all(),
     "scaled": lambda model, _: weight(model).grad.mul_(2.0).clone(),
     "listed": lambda model, _: torch.cat([p.grad.flatten() for p in model.parameters()]),
-    "replaced": lambda model, _: setattr(weight(model), "grad", weight(model).grad * 2),
+    "replaced": lambda model, _: setattr(weight(model), "grad", weight(model).grad + 1.0),
 }
 CLIPPINGS: dict[str, Look] = {
     "norm": lambda model, _: clip_grad_norm_(model.parameters(), 0.01),
