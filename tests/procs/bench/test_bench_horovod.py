@@ -136,15 +136,14 @@ def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_the_bytes_cross_the_links_of_the_lab(controller: Kind, tiny: str, tmp_path: Path) -> None:
-    skip_without(controller)
+@needs_gloo
+def test_the_bytes_cross_the_links_of_the_lab(tiny: str, tmp_path: Path) -> None:
     with Lab(2, "200mbit") as lab:
         if not lab.shaped:
             pytest.skip(f"no network namespaces here: {lab.reason}")
     result = run_bench(
         tmp_path,
-        *("--emulate", tiny, "--lab", "2", "--rate", "200mbit", "--controller", controller),
+        *("--emulate", tiny, "--lab", "2", "--rate", "200mbit"),
         *("--systems", "ddp,horovod,bytesched-horovod", *QUICK, "--rounds", "1"),
     )
     least_ms = 1e3 * result["compute"]["model_bytes"] / (200e6 / 8)
