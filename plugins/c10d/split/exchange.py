@@ -21,7 +21,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.c10d.split.gathers import Gathers
-from bytesched.plugins.c10d.split.outbox import FIRST_PHASE, Outbox
+from bytesched.plugins.c10d.split.outbox import Outbox
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.spans import span
@@ -34,7 +34,7 @@ __all__ = ["Exchange"]
 #: is alone while backward computes: what is to be summed must not wait for more than one.
 _WINDOW: Final = 2
 
-_TO_OWNER: Final = FIRST_PHASE
+_TO_OWNER: Final = 0
 _FROM_OWNER: Final = 1
 
 
@@ -160,8 +160,6 @@ class Exchange:
                 self._unsummed = len(self._owned)
                 self._left = len(self._plan.chunks)
                 self._busy_since_ns = now_ns
-                for outbox in self._outboxes.values():
-                    outbox.begin_round()
                 if awaited := self._sums_of_others():
                     self._awaited.append(awaited)
             self._submitted.add(chunk.index)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+#: A tensor is in front if all before it have less than one part in so many of its bytes.
+_FRONT: Final = 16
+
 __all__ = ["bounds_of", "has_parts", "owners_of", "owners_or_cuts", "whole_owners_of"]
 
 #: by how much more than its share a rank may hold before a tensor is cut
@@ -124,9 +127,11 @@ def _late(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
     late = set()
     shared_bytes = after_bytes = 0
     for index, n in enumerate(nbytes):
-        # One link takes about as many bytes as backward computes meanwhile, and half of them while
-        # the forward pass, which takes half as long, comes to this tensor.
-        alone = max(0, (ranks - 1) * n - after_bytes) + max(0, (ranks - 1) * n - after_bytes // 2)
+        # One link takes about as many bytes as backward computes meanwhile.
+        alone = max(0, (ranks - 1) * n - after_bytes)
+        if _FRONT * after_bytes < n:
+            # Nor is there time for its way back before the forward pass needs it.
+            alone += (ranks - 1) * n
         together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
         after_bytes += n
         if n >= run_bytes and alone > together:
