@@ -236,6 +236,11 @@ class Sharding:
         slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
         if self._wholes.are_all_here or not slots:
             return
+        # What is sent here is received when another rank's forward pass begins, which may wait for
+        # parameters: those go first.
+        self._progress.wait(
+            lambda: not any(bundle.armed for bundle in self._plan.bundles), "updates of a step"
+        )
         foreign = [slot for slot in slots if self.ownerships.foreign(slot)]
         for slot in foreign:
             slot.changes.clear()
