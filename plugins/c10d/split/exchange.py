@@ -75,10 +75,8 @@ class Exchange:
         self._observers = observers
         self._messages = Messages(group)
         self._peers = [rank for rank in range(group.size) if rank != group.rank]
-        #: in the order of backward; and in that of the forward pass
-        self._owned = sorted(
-            (c for c in plan.chunks if plan.owners[c.index] == group.rank), key=plan.computed
-        )
+        #: in the order of the forward pass
+        self._owned = [c for c in plan.chunks if plan.owners[c.index] == group.rank]
         self._foreign = [c for c in plan.chunks if plan.owners[c.index] != group.rank]
         #: what the other ranks send of each chunk that this rank owns
         self._incoming = {

@@ -95,21 +95,14 @@ class ExchangeSplitter:
             failed=progress.fail,
             observers=observers,
         )
-        others = self._open_group("answers")
-        answers = Answers(others, len(plan.slots), arrived=notify, failed=progress.fail)
+        others, answers = self._open_answers(plan, progress)
 
         def is_whole() -> bool:
             return not progress.outstanding
 
+        rank = group.rank
         desk = Desk(
-            plan,
-            group.rank,
-            exchange,
-            answers,
-            progress,
-            meter,
-            is_whole=is_whole,
-            assembled=None,
+            plan, rank, exchange, answers, progress, meter, is_whole=is_whole, assembled=None
         )
         return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
 
@@ -136,8 +129,7 @@ class ExchangeSplitter:
             failed=progress.fail,
             observers=observers,
         )
-        others = self._open_group("answers")
-        answers = Answers(others, len(plan.slots), arrived=notify, failed=progress.fail)
+        others, answers = self._open_answers(plan, progress)
         asked = self._open_group("requests")
         requests = Requests(asked, answer=owners.answer, ended=owners.ended, failed=progress.fail)
         desk = Desk(
@@ -152,6 +144,11 @@ class ExchangeSplitter:
         )
         groups = [group, others, asked]
         return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
+
+    def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
+        group = self._open_group("answers")
+        notify, failed = _notifier(progress), progress.fail
+        return group, Answers(group, len(plan.slots), arrived=notify, failed=failed)
 
     def _open_exchange(self) -> Group:
         with short_queues(_UNSENT_BYTES):
