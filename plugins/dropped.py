@@ -11,17 +11,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["end_beside", "end_soon", "end_when_gone", "wait_for_ends"]
+__all__ = ["end_beside", "end_soon", "end_when_gone", "wait_for_ends", "wait_for_last"]
 
 log = logging.getLogger("bytesched")
 
 _LOOKS_EVERY_S = 0.005
 
-#: how long the process waits, at its end, for what should have ended long ago
+#: how long the process waits, at its end, for what may block for ever
 _LAST_WAIT_S = 5.0
 
-#: those that have not ended yet
-_under_way: dict[object, None] = {}
+#: those that have not ended yet, and whether each has deadlines of its own
+_under_way: dict[object, bool] = {}
 
 
 def end_when_gone(subject: object, end: Callable[[], None]) -> weakref.finalize[..., Any]:
@@ -40,7 +40,7 @@ def end_beside(end: Callable[[], None]) -> None:
     # Not in this thread, which may be one that the end has to wait for; and not by way of
     # Thread.start(), which takes locks that the collector may have come between.
     token = object()
-    _under_way[token] = None
+    _under_way[token] = True
     _thread.start_new_thread(_started, (token, [end]))
 
 
@@ -50,25 +50,32 @@ def end_soon(end: Callable[[], None], patience_s: float) -> None:
     For what may block in C++: an interpreter that is gone when it comes back aborts the process.
     """
     token = object()
-    _under_way[token] = None
+    _under_way[token] = False
     _wait_at_exit()
     _started(token, [end]).join(patience_s)
 
 
 def wait_for_ends() -> None:
-    """Returns when all that have begun are over, or after a few seconds."""
+    """Returns when all that have deadlines are over: what they apply is not to be lost."""
+    while any(list(_under_way.values())):
+        time.sleep(_LOOKS_EVERY_S)
+
+
+def wait_for_last() -> None:
+    """Returns when all are over, or when only what may block for ever is left after a while."""
+    wait_for_ends()
     deadline_s = time.monotonic() + _LAST_WAIT_S
     while _under_way:
         if time.monotonic() > deadline_s:
-            log.error("%d ends of sessions are not over after %g s", len(_under_way), _LAST_WAIT_S)
+            log.error("%d connections are not closed after %g s", len(_under_way), _LAST_WAIT_S)
             return
         time.sleep(_LOOKS_EVERY_S)
 
 
 def _wait_at_exit() -> None:
     # Anew each time: before that of what the end has need of.
-    atexit.unregister(wait_for_ends)
-    atexit.register(wait_for_ends)
+    atexit.unregister(wait_for_last)
+    atexit.register(wait_for_last)
 
 
 def _started(token: object, held: list[Callable[[], None]]) -> threading.Thread:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from bytesched.plugins.dropped import end_beside, wait_for_ends
+from bytesched.plugins.dropped import end_beside, wait_for_ends, wait_for_last
 from bytesched.plugins.ending import at_exit, died_of, make_exit_fail
 
 __all__ = [
@@ -265,7 +265,7 @@ def _at_exit() -> None:
         _forget(session)
         _close(session)
     _entries.clear()
-    wait_for_ends()
+    wait_for_last()
 
 
 def _watch_forks() -> None:

@@ -55,17 +55,37 @@ def test_what_an_end_referred_to_is_gone_when_it_is_over() -> None:
     assert let_go.is_set()
 
 
-def test_an_end_that_hangs_does_not_hold_the_process(
+def test_what_blocks_does_not_hold_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dropped, "_LAST_WAIT_S", 0.0)
     never = threading.Event()
     dropped.end_soon(partial(_wait, never), 0.0)
     dropped.wait_for_ends()
-    assert "1 ends of sessions are not over after 0 s" in caplog.text
+    dropped.wait_for_last()
+    assert "1 connections are not closed after 0 s" in caplog.text
     never.set()
     monkeypatch.undo()
-    dropped.wait_for_ends()
+    dropped.wait_for_last()
+
+
+def test_what_has_deadlines_is_waited_for_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dropped, "_LAST_WAIT_S", 0.0)
+    looks: list[float] = []
+    goes_on = threading.Event()
+
+    def look(pause_s: float) -> None:
+        # As often as it takes for a deadline of nothing to have passed.
+        looks.append(pause_s)
+        if len(looks) == 3:
+            goes_on.set()
+
+    monkeypatch.setattr(dropped.time, "sleep", look)
+    dropped.end_beside(partial(_wait, goes_on))
+    dropped.wait_for_last()
+    assert goes_on.is_set()
 
 
 def _wait(event: threading.Event) -> None:
