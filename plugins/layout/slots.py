@@ -56,7 +56,8 @@ class Slot:
     used_alone: bool = False
     #: ``step()`` has armed its update
     taken: bool = False
-
+    #: a step has other ranks send parameters into the memory of the gradient
+    gone: bool = False
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
     #: since it was handed out, the gradient was read whole: there may be other tensors over its
@@ -148,8 +149,8 @@ class Slot:
         self.looks.append((len(self.changes), look))
 
     def is_taken(self) -> bool:
-        """True while an update that needs the gradient is outstanding."""
-        return self.taken and self.bundle.armed
+        """True while the memory of the gradient is an update's, or has become a parameter's."""
+        return self.gone or (self.taken and self.bundle.armed)
 
     def realias(self) -> None:
         """Makes the alias anew, after the parameter got other memory."""

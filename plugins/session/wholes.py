@@ -46,8 +46,8 @@ class Wholes:
         #: the first round was reduced as a whole
         self._round = 1
         self._whole: set[Slot] = set(plan.slots)
-        #: foreign ones, in whose memory there are parameters since a step
-        self._gone: set[Slot] = set()
+        #: every gradient of this round is whole on every rank, whatever each has read
+        self.are_all_here = True
         self._is_logged = False
         #: guards what follows, and the memory of owned gradients while it is changed or sent
         self._lock = threading.Lock()
@@ -59,46 +59,48 @@ class Wholes:
 
     def check(self) -> None:
         """A new backward pass begins. Raises PluginError if it adds to what is not here."""
-        added = [s for s in self._gone if s.parameter.grad is s.lazy and lies_over(s.lazy, s.view)]
-        if added:
-            raise PluginError(
-                f"backward() adds to {added[0].name}.grad of the last step on rank {self._rank}, "
-                f"which does not have it: with shard=True, call zero_grad() between step() and the "
-                "next backward()"
-            )
+        slots = self._plan.slots
+        gone = {id(s.lazy): s for s in slots if s.gone and lies_over(s.lazy, s.view)}
+        for slot in slots:
+            added = gone.get(id(slot.parameter.grad))
+            if added is not None:
+                raise PluginError(
+                    f"backward() adds to {slot.name}.grad, that of {added.name} in the last step, "
+                    f"on rank {self._rank}, which does not have it: with shard=True, call "
+                    "zero_grad() between step() and the next backward()"
+                )
 
     def begin_round(self) -> None:
         """Gradients of a new round take the place of those of the last one."""
         self._round += 1
+        self.are_all_here = False
         self._whole.clear()
-        self._gone.clear()
+        for slot in self._plan.slots:
+            slot.gone = False
         with self._lock:
             self._kept.clear()
             self._made.clear()
 
-    @property
-    def are_all_here(self) -> bool:
-        """Whether every gradient of this round is whole on every rank."""
-        return len(self._whole) == len(self._plan.slots)
-
     def all_came(self) -> None:
         """Every rank has sent all ranks what it owns."""
+        self.are_all_here = True
         self._whole.update(self._plan.slots)
 
     def spread(self, slots: Iterable[Slot]) -> None:
         """A step has parameters of ``slots`` sent here, in place of gradients."""
-        self._gone.update(slots)
+        for slot in slots:
+            slot.gone = True
 
     def withhold(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory is used anew."""
-        if slot in self._gone:
+        if slot.gone:
             slot.lazy.synchronize = partial(self._refuse, slot.name)
 
     # -- reads of this rank ------------------------------------------------------------
 
     def complete(self, slot: Slot) -> None:
         """``slot`` is read; what can be summed here is. Raises PluginError if it is too late."""
-        if slot in self._gone:
+        if slot.gone:
             self._refuse(slot.name)
         if self.ownerships.own(slot) is not None:
             self.keep([slot])

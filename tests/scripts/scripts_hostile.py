@@ -241,8 +241,8 @@ TOGETHER = (
     *(_saved, _loaded, _evaluated, _flipped, _all_thawed, _decayed, _rewritten, _slower),
     *(_stepped_again, _interrupted),
 )
-#: of these, what leaves ranks apart
-DIVERGING = (_clipped_otherwise_on_each_rank,)
+#: of these, what leaves ranks apart; and what sharded ranks refuse in the next step, by name
+DIVERGING = (_clipped_otherwise_on_each_rank, _exchanged)
 #: and what asks for state or gradients that other ranks may not have any more, or never will
 ASKING = (_saved, _loaded, _stepped_again, _flipped)
 #: after step(), where gradients may be gone
