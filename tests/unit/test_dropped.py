@@ -82,7 +82,7 @@ def test_what_has_deadlines_is_waited_for_however_long_it_takes(
         if len(looks) == 3:
             goes_on.set()
 
-    monkeypatch.setattr(dropped.time, "sleep", look)
+    monkeypatch.setattr("time.sleep", look)
     dropped.end_beside(partial(_wait, goes_on))
     dropped.wait_for_last()
     assert goes_on.is_set()
