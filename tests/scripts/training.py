@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from math import isclose
 from typing import Any
 
 import torch
@@ -129,6 +130,10 @@ def differences(expected: Any, got: Any, where: str, rtol: float = 0.0) -> Itera
             yield f"{where}: {len(expected)} items became {len(got)}"
         for index, (one, other) in enumerate(zip(expected, got, strict=False)):
             yield from differences(one, other, f"{where}[{index}]", rtol)
+    elif (
+        rtol and isinstance(expected, float) and isclose(expected, got, rel_tol=rtol, abs_tol=rtol)
+    ):
+        return
     elif expected != got and expected == expected:
         yield f"{where}: {expected} became {got}"
 

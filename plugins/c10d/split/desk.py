@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -11,11 +10,11 @@ import torch
 
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.c10d.split.parts import Places, Rule, rule_of
 from bytesched.plugins.c10d.split.questions import (
     are_plain,
     digest,
     is_of_whole_tensor,
-    is_root_of_squares,
     kept,
     question_of,
 )
@@ -39,18 +38,6 @@ __all__ = ["Desk"]
 #: A script that asks more than this in a round gets whole gradients: a norm after each change is
 #: a message for every tensor.
 _MOST_QUESTIONS: Final = 8
-
-#: Up to so many, a norm of a tensor that was cut is taken of the whole one.
-_EXACT_PARTS: Final = 2
-
-
-class _OfParts(Enum):
-    """How an answer for a tensor follows from those for its parts."""
-
-    NOTHING = "it does not"
-    SUMS = "their sum"
-    SQUARES = "the root of the sum of their squares"
-
 
 _Change = Callable[[list[torch.Tensor]], None]
 
@@ -96,6 +83,7 @@ class Desk:
         self._progress = progress
         self._meter = meter
         self._index = {slot: index for index, slot in enumerate(plan.slots)}
+        self._places = Places(plan)
         #: whether every gradient has a maximum, say, and one that is a real number
         self._reduces = not any(s.view.is_complex() or not s.view.numel() for s in plan.slots)
         #: by question and the changes before it: one number for each slot
@@ -174,17 +162,15 @@ class Desk:
         numbers = self._ask(question, measure, [expression.slot for expression in found], rule)
         return NotImplemented if numbers is None else numbers
 
-    def _rule(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _OfParts:
-        # On two ranks every bit is that of plain training.
-        is_added = self._most_parts > _EXACT_PARTS and is_root_of_squares(func, args, kwargs)
-        return _OfParts.SQUARES if is_added else _OfParts.NOTHING
+    def _rule(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Rule:
+        return rule_of(func, args, kwargs, self._most_parts)
 
     def _ask(
         self,
         question: str,
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         slots: Sequence[Slot],
-        rule: _OfParts,
+        rule: Rule,
     ) -> list[torch.Tensor] | None:
         """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
         self._asked.add(slots)
@@ -211,11 +197,13 @@ class Desk:
         self,
         question: str,
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        rule: _OfParts,
+        rule: Rule,
     ) -> torch.Tensor | None:
         number = self._questions
         self._questions += 1
         if number >= _MOST_QUESTIONS:
+            return None
+        if rule is Rule.NONE and self._cut and self._assembled is None:
             return None
         # What was read whole may have been changed out of sight.
         read = [
@@ -226,9 +214,10 @@ class Desk:
         ]
         signature = digest(f"{question} after {self._changes}, without {read}")
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
-        own = torch.zeros(len(self._plan.slots), dtype=torch.float64, device="cpu")
+        own = torch.zeros(self._places.count, dtype=torch.float64, device="cpu")
         mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
-        self._measure(own, mine, [slot.changed() for slot in mine], measure)
+        at = [self._places.of(slot) for slot in mine]
+        self._measure(own, at, [slot.changed() for slot in mine], measure)
         self._measure_cut(own, measure, rule)
         self._answers.give(number, signature, own)
         total: torch.Tensor | None = None
@@ -243,13 +232,12 @@ class Desk:
         self._wait(has_come, "the norms of other ranks' gradients")
         if total is None:
             return None
-        if rule is _OfParts.SQUARES:
-            for slot in self._cut:
-                total[self._index[slot]].sqrt_()
+        numbers = self._places.combined(total, rule)
         shared = [slot for slot in self._plan.slots if not self._plan.shares(slot)]
         self._wait(lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum")
-        self._measure(total, shared, [slot.changed() for slot in shared], measure)
-        return total
+        at = [self._index[slot] for slot in shared]
+        self._measure(numbers, at, [slot.changed() for slot in shared], measure)
+        return numbers
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         began_ns = perf_counter_ns()
@@ -260,40 +248,40 @@ class Desk:
     def _measure(
         self,
         into: torch.Tensor,
-        slots: Sequence[Slot],
+        at: Sequence[int],
         gradients: list[torch.Tensor],
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
-        if not slots:
+        if not at:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for slot, value in zip(slots, measure(gradients), strict=True):
-                into[self._index[slot]] = value.double()
+            for place, value in zip(at, measure(gradients), strict=True):
+                into[place] = value.double()
 
     def _measure_cut(
         self,
         into: torch.Tensor,
         measure: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        rule: _OfParts,
+        rule: Rule,
     ) -> None:
         """Tensors of several owners: each measures its part, or one of them the whole."""
-        if rule is _OfParts.NOTHING:
+        if rule is Rule.NONE:
             mine = [s for s, shares in self._cut.items() if self._measurer(s, shares) == self._rank]
             if mine:
                 assert self._assembled is not None
-                self._measure(into, mine, self._assembled(mine), measure)
+                at = [self._places.of(slot) for slot in mine]
+                self._measure(into, at, self._assembled(mine), measure)
             return
-        parts = {s: x for s, shares in self._cut.items() for x in shares if x.rank == self._rank}
-        gradients = []
-        for slot, share in parts.items():
-            part = elements(slot.view, slot.view, share.start_at, share.stop_at).clone()
-            for change in slot.changes:
-                change([part])
-            gradients.append(part)
-        self._measure(into, list(parts), gradients, measure)
-        if rule is _OfParts.SQUARES:
-            for slot in parts:
-                into[self._index[slot]].square_()
+        at, gradients = [], []
+        for slot, shares in self._cut.items():
+            for number, share in enumerate(shares):
+                if share.rank == self._rank:
+                    part = elements(slot.view, slot.view, share.start_at, share.stop_at).clone()
+                    for change in slot.changes:
+                        change([part])
+                    at.append(self._places.of(slot, number))
+                    gradients.append(part)
+        self._measure(into, at, gradients, measure)
 
     def _measurer(self, slot: Slot, shares: Sequence[Share]) -> int:
         return shares[self._index[slot] % len(shares)].rank
@@ -342,7 +330,7 @@ class Desk:
             return found
 
         question = question_of(UNSCALE, (inverse,), {})
-        infs = self._ask(question, measure, slots, _OfParts.SUMS)
+        infs = self._ask(question, measure, slots, Rule.SUM)
         if infs is None:
             return NotImplemented
         if any(bool(inf) for inf in infs):

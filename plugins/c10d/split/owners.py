@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 #: A tensor is in front if all before it have less than one part in so many of its bytes.
 _FRONT: Final = 16
 
-__all__ = ["bounds_of", "has_parts", "owners_of", "owners_or_cuts", "whole_owners_of"]
+__all__ = [
+    "bounds_of",
+    "has_parts",
+    "large_ones",
+    "late_ones",
+    "owners_of",
+    "owners_or_cuts",
+    "whole_owners_of",
+]
 
 #: by how much more than its share a rank may hold before a tensor is cut
 _UNEVEN: Final = 0.03
@@ -18,33 +26,59 @@ _UNEVEN: Final = 0.03
 _STEP: Final = 64
 
 
-def owners_of(nbytes: Sequence[int], ranks: int, run_bytes: int) -> list[int | None]:
-    """The owner of each tensor, from their bytes in forward order.
+def owners_of(
+    nbytes: Sequence[int], ranks: int, run_bytes: int, without: Collection[int] = ()
+) -> list[int | None]:
+    """The owner of each tensor, from their bytes in forward order; None for those of ``without``.
 
     Neighbours go together in runs of at least ``run_bytes``, so that chunks stay large. Runs are
     dealt from the first to the last to the rank that has least: so what is still to be sent at any
     time of a backward pass is even over the ranks, and above all at its end, where norms wait.
-
-    None for a large tensor that would come too late: its chunks are summed by all ranks in turn,
-    and gathered for its norm. That takes 2/n of the time of its two ways to and from one owner, of
-    which the first ends before ``step()`` can, and the second before its layer can begin. So it
-    pays for what backward computes last and the forward pass needs first, such as an embedding.
     """
     owners: list[int | None] = [None] * len(nbytes)
     loads = [0] * ranks
     run: list[int] = []
-    late = _late(nbytes, ranks, run_bytes)
     for index in range(len(nbytes)):
-        if index in late:
-            _deal(run, nbytes, owners, loads)
-            run = []
-            continue
-        run.append(index)
-        if sum(nbytes[i] for i in run) >= run_bytes:
+        if index not in without:
+            run.append(index)
+        if index in without or sum(nbytes[i] for i in run) >= run_bytes:
             _deal(run, nbytes, owners, loads)
             run = []
     _deal(run, nbytes, owners, loads)
     return owners
+
+
+def late_ones(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
+    """Large tensors that one owner would have too late, from bytes in forward order.
+
+    Their chunks are better summed by all ranks in turn, and gathered for their norm. That takes 2/n
+    of the time of their two ways to and from one owner, of which the first ends before ``step()``
+    can, and the second before their layer can begin. So it pays for what backward computes last and
+    the forward pass needs first, such as an embedding.
+    """
+    late = set()
+    shared_bytes = after_bytes = 0
+    for index, n in enumerate(nbytes):
+        # One link takes about as many bytes as backward computes meanwhile.
+        alone = max(0, (ranks - 1) * n - after_bytes)
+        if _FRONT * after_bytes < n:
+            # Nor is there time for its way back before the forward pass needs it.
+            alone += (ranks - 1) * n
+        together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
+        after_bytes += n
+        if n >= run_bytes and alone > together:
+            shared_bytes += n
+            late.add(index)
+    return late
+
+
+def large_ones(nbytes: Sequence[int], run_bytes: int) -> set[int]:
+    """Those that every rank of many had better own a part of.
+
+    An owner takes n - 1 messages for each chunk and sends as many, one after the other over its
+    link, while most of the others idle; with a part for each rank, all links carry the n-th part.
+    """
+    return {index for index, n in enumerate(nbytes) if n >= run_bytes}
 
 
 def whole_owners_of(
@@ -77,12 +111,12 @@ def owners_or_cuts(
     may_cut: Sequence[bool],
     ranks: int,
     run_bytes: int,
+    cut: Collection[int],
 ) -> list[int | None]:
     """The owner of each tensor, as of `whole_owners_of`; None where every rank owns a part of it.
 
-    Of those that may be cut, these are: what one owner would have too late, as in `owners_of`, and
-    the largest, until no rank has more than 3 % above its share of any kind. No more than that: a
-    norm of a whole tensor costs nothing where one rank has it.
+    Those of ``cut`` are, and of others that may be cut the largest, until no rank has more than 3 %
+    above its share of any kind.
     """
     totals = {
         kind: sum(n for n, of in zip(nbytes, kinds, strict=True) if of == kind)
@@ -90,7 +124,7 @@ def owners_or_cuts(
     }
     # What goes together must not be what makes it uneven.
     together_bytes = min(run_bytes, int(_UNEVEN * min(totals.values()) / ranks))
-    cut = {index for index in _late(nbytes, ranks, run_bytes) if may_cut[index]}
+    cut = set(cut)
     while True:
         left = [0 if index in cut else n for index, n in enumerate(nbytes)]
         owners = whole_owners_of(left, kinds, ranks, together_bytes)
@@ -120,24 +154,6 @@ def bounds_of(elements: int, ranks: int) -> list[int]:
     """Where each rank's part of a tensor that all own ends: even, aligned, none empty."""
     ends = [elements * (rank + 1) // ranks // _STEP * _STEP for rank in range(ranks - 1)]
     return [*ends, elements]
-
-
-def _late(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
-    """Large tensors that one owner would have too late, from bytes in forward order."""
-    late = set()
-    shared_bytes = after_bytes = 0
-    for index, n in enumerate(nbytes):
-        # One link takes about as many bytes as backward computes meanwhile.
-        alone = max(0, (ranks - 1) * n - after_bytes)
-        if _FRONT * after_bytes < n:
-            # Nor is there time for its way back before the forward pass needs it.
-            alone += (ranks - 1) * n
-        together = 2 * (ranks - 1) * (shared_bytes + n) // ranks
-        after_bytes += n
-        if n >= run_bytes and alone > together:
-            shared_bytes += n
-            late.add(index)
-    return late
 
 
 def _deal(run: list[int], nbytes: Sequence[int], owners: list[Any], loads: list[int]) -> None:

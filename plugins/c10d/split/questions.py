@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from bytesched.plugins.session.operations import NORMS, NORMS_OF_ALL, REDUCTIONS
+from bytesched.plugins.session.operations import REDUCTIONS
 
 __all__ = [
     "are_plain",
     "digest",
     "is_of_whole_tensor",
-    "is_root_of_squares",
     "kept",
+    "kind_of_norm",
     "question_of",
 ]
 
@@ -47,18 +47,14 @@ def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return not args and named.keys() <= {"dtype"}
     if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
         return False
-    kind = _kind_of(args, kwargs)
+    kind = kind_of_norm(args, kwargs)
     if func is torch.linalg.norm:
         return kind is None
     return kind != "nuc" and are_plain([kind, named.get("dtype")])
 
 
-def is_root_of_squares(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` makes the Euclidean norm of all elements, where `is_of_whole_tensor`."""
-    return func in NORMS | NORMS_OF_ALL and _kind_of(args, kwargs) in (None, 2, "fro")
-
-
-def _kind_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def kind_of_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The order of a norm, as it was given; None if it was not."""
     return args[0] if args else kwargs.get("p", kwargs.get("ord"))
 
 

@@ -18,13 +18,17 @@ from bytesched.plugins.c10d.split.exchange import Exchange
 from bytesched.plugins.c10d.split.owners import (
     bounds_of,
     has_parts,
+    large_ones,
+    late_ones,
     owners_of,
     owners_or_cuts,
 )
+from bytesched.plugins.c10d.split.parts import EXACT_PARTS, Places
 from bytesched.plugins.c10d.split.requests import Requests
 from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
@@ -55,24 +59,49 @@ class ExchangeSplitter:
         self._close_group = close_group
 
     def cut(self, plan: Plan, partition_bytes: int) -> None:
+        partition_bytes = self._chunk_bytes(partition_bytes)
         nbytes = [slot.view.nbytes for slot in plan.slots]
-        owners = owners_of(nbytes, self._ranks, partition_bytes)
-        plan.cut(partition_bytes, Ownership(self._ranks, owners))
+        by_all = self._by_all(plan, nbytes, partition_bytes)
+        owners = owners_of(nbytes, self._ranks, partition_bytes, by_all)
+        # A norm has the bits of plain training if it is taken of the whole tensor.
+        in_parts = by_all if self._ranks > EXACT_PARTS else set()
+        self._cut(plan, partition_bytes, owners, in_parts)
 
     def cut_for_owners(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
+        partition_bytes = self._chunk_bytes(partition_bytes)
         nbytes = [slot.view.nbytes for slot in plan.slots]
         may_cut = [
-            may and has_parts(slot.view.numel(), self._ranks)
-            for may, slot in zip(may_cut, plan.slots, strict=True)
+            may and self._has_parts(slot) for may, slot in zip(may_cut, plan.slots, strict=True)
         ]
-        owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes)
-        bounds = {
-            position: bounds_of(plan.slots[position].view.numel(), self._ranks)
-            for position, owner in enumerate(owners)
-            if owner is None
-        }
+        cut = {at for at in self._by_all(plan, nbytes, partition_bytes) if may_cut[at]}
+        owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes, cut)
+        in_parts = {position for position, owner in enumerate(owners) if owner is None}
+        self._cut(plan, partition_bytes, owners, in_parts, kinds)
+
+    def _chunk_bytes(self, partition_bytes: int) -> int:
+        """What its owner's link carries in the time that an all-reduce of a partition takes."""
+        return max(1, 2 * partition_bytes // self._ranks)
+
+    def _by_all(self, plan: Plan, nbytes: Sequence[int], run_bytes: int) -> set[int]:
+        """What no rank sums alone: positions in the plan."""
+        if self._ranks <= EXACT_PARTS:
+            return late_ones(nbytes, self._ranks, run_bytes)
+        return {at for at in large_ones(nbytes, run_bytes) if self._has_parts(plan.slots[at])}
+
+    def _has_parts(self, slot: Slot) -> bool:
+        return has_parts(slot.view.numel(), self._ranks)
+
+    def _cut(
+        self,
+        plan: Plan,
+        partition_bytes: int,
+        owners: Sequence[int | None],
+        in_parts: Iterable[int],
+        kinds: Sequence[int] = (),
+    ) -> None:
+        bounds = {at: bounds_of(plan.slots[at].view.numel(), self._ranks) for at in in_parts}
         plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds, bounds))
 
     def carrier(
@@ -148,7 +177,7 @@ class ExchangeSplitter:
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
         group = self._open_group("answers")
         notify, failed = _notifier(progress), progress.fail
-        return group, Answers(group, len(plan.slots), arrived=notify, failed=failed)
+        return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
 
     def _open_exchange(self) -> Group:
         with short_queues(_UNSENT_BYTES):

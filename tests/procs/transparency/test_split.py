@@ -79,8 +79,28 @@ def test_infs_of_one_rank(two_ranks: Ranks, optimizer_of: str) -> None:
     check_split(two_ranks, split.scaled_with_infs, optimizer_of)
 
 
-def test_more_ranks(three_ranks: Ranks) -> None:
-    check_split(three_ranks, split.norm_of_kind, 2.0, rtol=1e-5)
+@pytest.mark.parametrize("kind", [2.0, 3.0, float("inf")])
+def test_norms_of_three_ranks(three_ranks: Ranks, kind: float) -> None:
+    check_split(three_ranks, split.norm_of_kind, kind, rtol=1e-5)
+
+
+@named(
+    split.clipped_by_hand,
+    split.clipped_and_kept,
+    split.giant_and_unused,
+    split.accumulated,
+    split.norm_after_changes,
+    split.two_optimizers,
+    gradients.clip_value,
+)
+def test_of_three_ranks_each_sums_its_parts(
+    three_ranks: Ranks, script: Callable[..., None]
+) -> None:
+    check_split(three_ranks, script, rtol=1e-5)
+
+
+def test_infs_of_one_rank_of_three(three_ranks: Ranks) -> None:
+    check_split(three_ranks, split.scaled_with_infs, "adamw", rtol=1e-5)
 
 
 @pytest.mark.parametrize(("mode", "order"), [("auto", "exchange"), ("off", "leader")])
