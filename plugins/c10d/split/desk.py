@@ -276,7 +276,8 @@ class Desk:
         for slot, shares in self._cut.items():
             for number, share in enumerate(shares):
                 if share.rank == self._rank:
-                    part = elements(slot.view, slot.view, share.start_at, share.stop_at).clone()
+                    part = elements(slot.view, slot.view, share.start_at, share.stop_at)
+                    part = part.clone() if slot.changes else part
                     for change in slot.changes:
                         change([part])
                     at.append(self._places.of(slot, number))
