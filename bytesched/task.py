@@ -25,6 +25,9 @@ class TaskState(Enum):
     #: the transport reported an error; final until the plan is rebuilt
     FAILED = "failed"
 
+    # That of Enum is written in Python, and asked for at every transition.
+    __hash__ = object.__hash__
+
 
 class TaskEvent(Enum):
     """What can happen to a task."""
@@ -34,6 +37,8 @@ class TaskEvent(Enum):
     NOTIFY_FINISH = "notify_finish"
     FAIL = "fail"
     REARM = "rearm"
+
+    __hash__ = object.__hash__
 
 
 #: The whole life of a task. A pair that is not listed is an InvalidTransition.

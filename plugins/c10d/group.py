@@ -59,6 +59,7 @@ class Group:
         self.store = store
         self.rank: int = backend.rank()
         self.size: int = backend.size()
+        self._is_gloo: bool = backend.name() == "gloo"
         self.name = name
         self.timeout_s = timeout_s
         #: of every rank, where they are known
@@ -156,9 +157,11 @@ class Group:
         if it takes long, and whether a rank that is no neighbour has left a note.
         """
         broken: RuntimeError | None = None
-        while self.backend.name() == "gloo" and not work.is_completed():
+        # Every call gives up the GIL, and has to get it back: most chunks need one.
+        while self._is_gloo:
             try:
                 work.wait(_LOOKS_EVERY)
+                return
             except RuntimeError:
                 if work.is_completed():
                     break
@@ -186,7 +189,7 @@ class Group:
 
     def lost(self) -> TransportError | None:
         """The error of a connection that is broken, if one is. Any thread."""
-        if self.backend.name() != "gloo":
+        if not self._is_gloo:
             return None
         broken = self.broken(self._others)
         return None if broken is None else self.error(broken)
@@ -199,7 +202,7 @@ class Group:
         if self._aborted:
             return
         self._aborted = True
-        if self.backend.name() != "gloo":
+        if not self._is_gloo:
             _stop(self.backend, "abort")
             return
         # Gloo has no call for it, but a receive that times out closes all its connections. From
@@ -219,7 +222,7 @@ class Group:
         if self._closed:
             return
         self._closed = True
-        if self.backend.name() != "gloo":
+        if not self._is_gloo:
             if not self._aborted:
                 _stop(self.backend, "shutdown")
             return
@@ -256,7 +259,7 @@ class Group:
 
     def _lost_peers(self) -> list[int]:
         """Ranks of the job whose connections are broken, unless this one broke them itself."""
-        if self._aborted or self.backend.name() != "gloo":
+        if self._aborted or not self._is_gloo:
             return []
         lost = (rank for rank in self._others if self.broken([rank]) is not None)
         return [self.members[rank] for rank in lost]

@@ -81,7 +81,9 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            ready((args, kwargs))
+            ready(args)
+            if kwargs:
+                ready(kwargs)
             if args and type(args[0]) is LazyGrad:
                 # Its address may be given away.
                 keep_apart(args[0])

@@ -372,11 +372,18 @@ _AS_PLAIN = frozenset(
 
 def ready(values: Any) -> None:
     """Waits for every tensor among ``values``, which may be nested, that is outstanding."""
-    for tensor in _tensors(values):
-        if type(tensor) is PendingParameter:
-            _synchronize_now(tensor)
-        elif type(tensor) is LazyGrad:
-            tensor.synchronize()
+    # Not by `_tensors`: this is in front of every message between ranks.
+    kind = type(values)
+    if kind is PendingParameter:
+        _synchronize_now(values)
+    elif kind is LazyGrad:
+        values.synchronize()
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            ready(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            ready(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
