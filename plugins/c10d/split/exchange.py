@@ -51,7 +51,7 @@ class Exchange:
         plan: cut by owners.
         packer: of the plan.
         reduced: called when the sum of a chunk is in the arena.
-        summed: called after every sum of phase one that this rank makes.
+        summed: called after the last sum of a round that this rank makes in phase one.
         failed: called with the first error.
     """
 
@@ -84,8 +84,10 @@ class Exchange:
             for chunk in self._owned
             for peer in self._peers
         }
-        #: guards what follows, but for reads of single numbers
-        self._changed = threading.Condition()
+        #: guards what follows, but for reads of single numbers; over it, outboxes and gathers have
+        #: conditions of their own, so that a chunk wakes no thread that it does not concern
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
         #: rounds begun, and chunks of the current one that were submitted, are not summed here
         #: and not reduced
         self._round = 0
@@ -98,7 +100,7 @@ class Exchange:
         self._unsent: dict[int, int] = {}
         self._outboxes = {
             peer: Outbox(
-                self._changed,
+                lock,
                 is_over=lambda: self._over,
                 window=self._window,
                 begin=partial(self._send, peer),
@@ -114,7 +116,7 @@ class Exchange:
         self._closed = False
         self._error: BaseException | None = None
         self._gathers = Gathers(
-            self._changed,
+            lock,
             is_over=lambda: self._over,
             has_begun=lambda: bool(self._awaited),
             receive=self._receive_foreign,
@@ -158,16 +160,18 @@ class Exchange:
                 self._unsummed = len(self._owned)
                 self._left = len(self._plan.chunks)
                 self._busy_since_ns = now_ns
+                self._changed.notify_all()
                 if awaited := self._sums_of_others():
                     self._awaited.append(awaited)
+                    self._gathers.wake()
             self._submitted.add(chunk.index)
             self._started_ns[chunk.index] = now_ns
             owner = self._plan.owners[chunk.index]
             if owner == self._group.rank:
                 self._to_sum.append(chunk)
+                self._changed.notify_all()
             else:
                 self._outboxes[owner].put(_TO_OWNER, self._next(), chunk)
-            self._changed.notify_all()
         if self._observers:
             self._observers.on_flow("s", chunk.index, "backward", now_ns)
 
@@ -184,7 +188,7 @@ class Exchange:
                 return
             self._closed = True
             is_idle = self._is_idle()
-            self._changed.notify_all()
+            self._wake_all()
         if not is_idle:
             self._group.abort()
         for thread in self._threads:
@@ -204,9 +208,16 @@ class Exchange:
             if self._closed or self._error is not None:
                 return
             self._error = error
-            self._changed.notify_all()
+            self._wake_all()
         known = isinstance(error, BytesschedError) or not isinstance(error, RuntimeError)
         self._failed(error if known else self._group.error(error))
+
+    def _wake_all(self) -> None:
+        """It is over. Under the lock."""
+        self._changed.notify_all()
+        self._gathers.wake()
+        for outbox in self._outboxes.values():
+            outbox.wake()
 
     def _begun(self, round_number: int) -> bool:
         """Waits until a round has begun; false if there will be none."""
@@ -266,8 +277,9 @@ class Exchange:
             for outbox in self._outboxes.values():
                 place = self._next() if first == _TO_OWNER else chunk.index
                 outbox.put(first, place, chunk)
-            self._changed.notify_all()
-        self._tell_summed()
+            is_last = not self._unsummed
+        if is_last:
+            self._tell_summed()
 
     def _sums_of_others(self) -> list[CommTask]:
         """The chunks of a round whose sums are received."""

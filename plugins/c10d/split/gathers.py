@@ -22,7 +22,7 @@ class Gathers:
     then waits for: so one thread waits for the front ones first, and one for the back ones.
 
     Args:
-        changed: guards this, and is notified when a round begins or everything is over.
+        lock: guards this.
         is_over: whether nothing comes any more; called under the lock.
         has_begun: whether a round has begun whose chunks are to be received; under the lock.
         receive: begins to receive these chunks, which are given front first.
@@ -31,14 +31,14 @@ class Gathers:
 
     def __init__(
         self,
-        changed: threading.Condition,
+        lock: threading.RLock,
         *,
         is_over: Callable[[], bool],
         has_begun: Callable[[], bool],
         receive: Callable[[], Iterable[_Gather]],
         arrived: Callable[[CommTask, int, Any], None],
     ) -> None:
-        self._changed = changed
+        self._changed = threading.Condition(lock)
         self._is_over = is_over
         self._has_begun = has_begun
         self._receive = receive
@@ -51,6 +51,10 @@ class Gathers:
         with self._changed:
             self._waiting.extend(gathers)
             self._changed.notify_all()
+
+    def wake(self) -> None:
+        """A round has begun, or it may be over. Under the lock."""
+        self._changed.notify_all()
 
     def run_front(self) -> None:
         """Begins every round; a thread of its own."""

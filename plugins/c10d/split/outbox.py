@@ -17,7 +17,7 @@ class Outbox:
     """A queue of chunks for one other rank, and the thread that sends them.
 
     Args:
-        changed: guards this, and is notified when something is put in.
+        lock: guards this.
         is_over: whether nothing is sent any more; called under the lock.
         window: how many messages of a phase and before it may be under way; under the lock.
         begin: starts to send a chunk, and returns the work.
@@ -26,14 +26,15 @@ class Outbox:
 
     def __init__(
         self,
-        changed: threading.Condition,
+        lock: threading.RLock,
         *,
         is_over: Callable[[], bool],
         window: Callable[[int], int],
         begin: Callable[[CommTask], Any],
         end: Callable[[Any, CommTask], None],
     ) -> None:
-        self._changed = changed
+        # Of its own: what is put here concerns no other thread.
+        self._changed = threading.Condition(lock)
         self._is_over = is_over
         self._window = window
         self._begin = begin
@@ -46,6 +47,11 @@ class Outbox:
         No two chunks of a phase have one place.
         """
         heapq.heappush(self._queue, (phase, place, chunk))
+        self._changed.notify()
+
+    def wake(self) -> None:
+        """It may be over. Under the lock."""
+        self._changed.notify()
 
     def run(self) -> None:
         """Sends until it is over. A thread of its own."""

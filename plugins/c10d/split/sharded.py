@@ -74,7 +74,6 @@ class ShardedExchange(Exchange):
             self._unsent[chunk.index] = len(self._peers)
             for outbox in self._outboxes.values():
                 outbox.put(turn, chunk.index, chunk)
-            self._changed.notify_all()
 
     def _is_idle(self) -> bool:
         return super()._is_idle() and not self._unspread and not self._ungathered
@@ -105,8 +104,10 @@ class ShardedExchange(Exchange):
             return
         with self._changed:
             self._unsummed -= 1
+            is_last = not self._unsummed
         self._finish(chunk, is_received=False)
-        self._tell_summed()
+        if is_last:
+            self._tell_summed()
 
     def _left_for_owner(self, chunk: CommTask) -> None:
         if not self._is_shared(chunk):
