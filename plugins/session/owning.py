@@ -13,11 +13,14 @@ from torch import nn
 
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
 from bytesched.plugins.optimizer.deferred import Deferred, Later, snapshot
+from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
 from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.lazy import is_kept, is_seen
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.sharding import Sharding
+from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
@@ -42,7 +45,7 @@ class ShardedArming(Arming):
         wholes: Wholes,
     ) -> None:
         super().__init__(slots, synchronizing, updater, context)
-        self._sharding = sharding
+        self._spreading = sharding.spreading
         self._holding = holding
         self._wholes = wholes
         self._ownerships = sharding.ownerships
@@ -93,7 +96,7 @@ class ShardedArming(Arming):
         owned = [*(slot for _, slot in later), *now]
         update = None if whole_because else deferred.now()
         taken_step = self._holding.step(deferred, len(owned))
-        step = _Owned(self._sharding, self._wholes, taken_step, owned, update)
+        step = _Owned(self._spreading, self._wholes, taken_step, owned, update)
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
         if now:
@@ -147,10 +150,24 @@ class ShardedArming(Arming):
             # Its owner makes them.
             slot.changes.clear()
         self._wholes.spread(foreign)
+        self._keep_mates(foreign)
         with self._progress.changed:
-            expected = self._sharding.arm(owned, foreign)
+            expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
-        self._sharding.expect(expected)
+        self._wholes.taken(owned, expected)
+        self._spreading.expect(expected)
+
+    def _keep_mates(self, foreign: Sequence[Slot]) -> None:
+        """Parameters come into the memory of gradients that this step has not taken, too."""
+        left = [slot for slot in self._slots.values() if slot.used]
+        if not left:
+            return
+        coming = set(self._spreading.foreign_chunks(foreign))
+        for slot in left:
+            is_known = slot.parameter.grad is slot.lazy or is_kept(slot) or is_seen(slot)
+            if is_known and not coming.isdisjoint(slot.chunks):
+                slot.lazy.synchronize()
+                keep_apart(slot.lazy)
 
 
 class _Owned:
@@ -163,16 +180,16 @@ class _Owned:
 
     def __init__(
         self,
-        sharding: Sharding,
+        spreading: Spreading,
         wholes: Wholes,
         taken: StepTaken,
         owned: Sequence[Slot],
         update: Later | None,
     ) -> None:
-        self._sharding = sharding
+        self._spreading = spreading
         self._wholes = wholes
         self._taken = taken
-        self._turn = sharding.turn + 1
+        self._turn = spreading.turn + 1
         self._update = update
         #: guards what follows: of each chunk, how many of its parameters are not updated yet
         self._lock = threading.Lock()
@@ -180,7 +197,7 @@ class _Owned:
             chunk.index
             for slot in owned
             for chunk in slot.chunks
-            if sharding.ownerships.is_mine(chunk)
+            if spreading.ownerships.is_mine(chunk)
         )
         self._changes: dict[Slot, list[Callable[[list[torch.Tensor]], None]]] = {}
 
@@ -199,7 +216,7 @@ class _Owned:
             for slot in slots:
                 self._wholes.change(slot, self._changes.pop(slot))
         self._taken.begins()
-        own = self._sharding.ownerships.own
+        own = self._spreading.ownerships.own
         self._update.update(
             [(taken, [o for o in map(own, slots) if o is not None]) for taken, slots in groups]
         )
@@ -210,12 +227,12 @@ class _Owned:
         complete = []
         with self._lock:
             for slot in slots:
-                for chunk in self._sharding.owned_chunks([slot]):
+                for chunk in self._spreading.owned_chunks([slot]):
                     self._left[chunk.index] -= 1
                     if not self._left[chunk.index]:
                         complete.append(chunk)
         for chunk in complete:
-            self._sharding.send(chunk, self._turn)
+            self._spreading.send(chunk, self._turn)
         self._taken.ends(len(slots))
 
 

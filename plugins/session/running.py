@@ -104,6 +104,8 @@ class Running:
             self._carrier = self._splitting.carrier()
         for slot in plan.slots:
             if is_kept(slot) or is_seen(slot):
+                if self._sharding is not None:
+                    self._sharding.complete_kept(slot)
                 keep_apart(slot.lazy)
                 if self._sharding is not None:
                     self._sharding.withhold(slot)

@@ -8,17 +8,16 @@ stage 1; their overlap with the next forward pass as in DeAR, Zhang et al., ICDC
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
 
 from bytesched.errors import BytesschedError, PeerLost
 from bytesched.observe import Observers
-from bytesched.plugins.layout.packing import Packer, elements
+from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Bundle, Slot
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import packed_error, unpacked
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
@@ -29,6 +28,8 @@ from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.splitting import SplitCarrier, Splitter
+from bytesched.plugins.session.spreading import SpreadCarrier, Spreading
+from bytesched.plugins.session.untaken import Untaken
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
 from bytesched.task import CommTask
@@ -60,20 +61,11 @@ class Listener(Protocol):
         """Another rank reduces no more than ``rounds`` rounds."""
 
 
-class ShardedCarrier(SplitCarrier, Protocol):
+class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
     """Carries every chunk to its owner, and from there what the owner wants, when it wants it.
 
     A chunk is reported as reduced when its gradients have been summed here or have left.
     """
-
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        """The owners of ``chunks`` send something of each."""
-
-    def stage(self, chunk: CommTask) -> torch.Tensor:
-        """Memory in the layout of ``chunk``, free to be written; waits until it is."""
-
-    def spread(self, chunk: CommTask, turn: int) -> None:
-        """Sends what was staged of ``chunk`` to all other ranks; lower turns first, from 1 on."""
 
     def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
         """What another rank answers. Not in the user's thread: it cannot be interrupted."""
@@ -143,17 +135,12 @@ class Sharding:
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
-        self._updater = updater
         self._holding = holding
         self._wholes = wholes
         #: rounds that have begun, with the one before this
         self._rounds = 1
         #: how many rounds other ranks have reduced that reduce no more
         self._ended: dict[int, int] = {}
-        #: of what was armed last
-        self.turn = 0
-        #: of each foreign chunk, the bundles that wait for it, message by message
-        self._awaiting: dict[int, deque[list[Bundle]]] = {}
         here = torch.zeros(1, device=parts.plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
         splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds, may_cut)
@@ -177,6 +164,11 @@ class Sharding:
             slot.use_desk(self._carrier.desk)
         holding.ask = wholes.ask = self._ask
         parts.synchronizing.complete = wholes.complete
+        parts.synchronizing.is_whole = wholes.is_whole
+        self.spreading = Spreading(
+            parts.plan, context.progress, self.ownerships, self._carrier, updater
+        )
+        self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes)
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
 
@@ -192,8 +184,14 @@ class Sharding:
         self._wholes.begin_round()
         self._carrier.begin_round()
 
+    def complete_kept(self, slot: Slot) -> None:
+        """The script has kept the gradient of ``slot``, whose memory will be used anew."""
+        if not slot.gone:
+            self._wholes.complete(slot)
+            slot.change()
+
     def withhold(self, slot: Slot) -> None:
-        """The script has kept the gradient of ``slot``, whose memory is used anew."""
+        """The gradient that the script has kept has memory of its own now."""
         self._wholes.withhold(slot)
 
     def backward_ends(self) -> None:
@@ -227,98 +225,16 @@ class Sharding:
         return self._holding.held(optimizer)
 
     def forward_begins(self) -> None:
-        """Backward will add to gradients that no step has taken: they become whole.
-
-        As in an all-reduce, whatever the script has done to them: those of their owners count.
-        """
+        """Backward will add to gradients that no step has taken: they become whole."""
         # A rank that asks for norms from here on needs no answer to go on.
         self._carrier.end_round()
-        slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
-        if self._wholes.are_all_here or not slots:
-            return
-        # What is sent here is received when another rank's forward pass begins, which may wait for
-        # parameters: those go first.
-        self._progress.wait(
-            lambda: not any(bundle.armed for bundle in self._plan.bundles), "updates of a step"
-        )
-        foreign = [slot for slot in slots if self.ownerships.foreign(slot)]
-        for slot in foreign:
-            slot.changes.clear()
-        owned = [slot for slot in slots if self.ownerships.own(slot) is not None]
-        with self._progress.changed:
-            expected = self.arm(owned, foreign)
-        for chunk in self.owned_chunks(owned):
-            self._carrier.stage(chunk).copy_(self._plan.buffers[chunk.index])
-            self._carrier.spread(chunk, self.turn)
-        self.expect(expected)
-        self._progress.wait(
-            lambda: not any(slot.bundle.coming for slot in foreign), "gradients of no step"
-        )
-        self._wholes.all_came()
-
-    # -- the second phase --------------------------------------------------------------
-
-    def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
-        """The chunks of ``slots`` that are updated here."""
-        chunks = {chunk.index: chunk for slot in slots for chunk in slot.chunks}
-        return [chunk for chunk in chunks.values() if self.ownerships.is_mine(chunk)]
-
-    def arm(self, owned: Sequence[Slot], foreign: Sequence[Slot]) -> list[CommTask]:
-        """A step updates ``owned`` here and ``foreign`` elsewhere; returns what is to be expected.
-
-        Some may be in both.
-
-        It has the turn after that of the last one.
-
-        Called with the lock of the session's progress held.
-        """
-        self.turn += 1
-        chunks = {
-            chunk.index: chunk
-            for slot in foreign
-            for chunk in slot.chunks
-            if not self.ownerships.is_mine(chunk)
-        }
-        bundles = {slot.bundle for slot in foreign}
-        for index in chunks:
-            waiting = [bundle for bundle in self._plan.bundles_of[index] if bundle in bundles]
-            for bundle in waiting:
-                bundle.coming += 1
-            self._awaiting.setdefault(index, deque()).append(waiting)
-        self._progress.outstanding += len(chunks) + len(self.owned_chunks(owned))
-        return list(chunks.values())
-
-    def expect(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send their parameters."""
-        if chunks:
-            self._carrier.expect(chunks)
-
-    @torch.no_grad()
-    def send(self, chunk: CommTask, turn: int) -> None:
-        """Sends the parameters of ``chunk``, which are updated, to all other ranks."""
-        memory, offset = self._carrier.stage(chunk), 0
-        for slice_ in self._plan.slices[chunk.index]:
-            slot, n = slice_.slot, slice_.stop_at - slice_.start_at
-            part = elements(slot.alias.detach(), slot.view, slice_.start_at, slice_.stop_at)
-            memory[offset : offset + n].copy_(part)
-            offset += n
-        self._carrier.spread(chunk, turn)
+        self._untaken.bring()
 
     def spread(self, chunk: CommTask) -> None:
-        with self._progress.changed:
-            self._progress.outstanding -= 1
-            self._progress.notify()
+        self.spreading.spread(chunk)
 
     def gathered(self, chunk: CommTask) -> None:
-        with self._progress.changed:
-            complete = []
-            for bundle in self._awaiting[chunk.index].popleft():
-                bundle.coming -= 1
-                if not bundle.coming and bundle.armed:
-                    complete.append(bundle)
-            self._updater.push(complete)
-            self._progress.outstanding -= 1
-            self._progress.notify()
+        self.spreading.gathered(chunk)
 
     # -- other ranks -------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class Synchronizing:
         self.passed: Callable[[Sequence[Bundle]], None] | None = None
         #: makes what has arrived of a gradient all of it, where ranks own gradients
         self.complete: Callable[[Slot], None] | None = None
+        #: whether that was done
+        self.is_whole: Callable[[Slot], bool] = lambda _: True
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -56,8 +58,7 @@ class Synchronizing:
             for slot in bundle.slots:
                 slot.unguarded = False
                 # A parameter that was not read in this round may be held since an earlier one.
-                if slot.is_noted and not slot.taken and not slot.sending:
-                    slot.change()
+                self._change_one(slot)
                 if is_held(slot.parameter):
                     release(slot.parameter)
 
@@ -128,8 +129,11 @@ class Synchronizing:
     def _change(self) -> None:
         """Makes changes that were noted of gradients which no ``step()`` has taken."""
         for slot in self._plan.slots:
-            if slot.is_noted and not slot.taken and not slot.sending:
-                slot.change()
+            self._change_one(slot)
+
+    def _change_one(self, slot: Slot) -> None:
+        if slot.is_noted and not slot.taken and not slot.sending and self.is_whole(slot):
+            slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
         bundle = slot.bundle

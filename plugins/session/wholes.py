@@ -19,6 +19,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
+from bytesched.task import CommTask
 
 __all__ = ["Wholes"]
 
@@ -41,12 +42,13 @@ class Wholes:
         self.ownerships: Ownerships
         self._progress = context.progress
         self._rank = context.backend.rank
+        self._others = context.backend.size - 1
         self._timeout_s = context.backend.timeout_s
         self.ask: Ask
         #: the first round was reduced as a whole
         self._round = 1
         self._whole: set[Slot] = set(plan.slots)
-        #: every gradient of this round is whole on every rank, whatever each has read
+        #: what backward adds to is whole on every rank, whatever each has read
         self.are_all_here = True
         self._is_logged = False
         #: guards what follows, and the memory of owned gradients while it is changed or sent
@@ -56,6 +58,11 @@ class Wholes:
         self._kept: dict[Slot, tuple[torch.Tensor, int]] = {}
         #: how many changes that were noted have been made, by a step
         self._made: dict[Slot, int] = {}
+        #: owned ones of the last round: a rank that has not stepped yet may ask for them, and where
+        #: nothing comes from it that this rank waits for, this one has not waited
+        self._last: dict[Slot, tuple[torch.Tensor, int]] = {}
+        #: those that a step has taken without waiting for every rank
+        self._unawaited: set[Slot] = set()
 
     def check(self) -> None:
         """A new backward pass begins. Raises PluginError if it adds to what is not here."""
@@ -72,24 +79,46 @@ class Wholes:
 
     def begin_round(self) -> None:
         """Gradients of a new round take the place of those of the last one."""
-        self._round += 1
+        last = [slot for slot in self._plan.slots if self._may_be_asked_for(slot)]
         self.are_all_here = False
         self._whole.clear()
         for slot in self._plan.slots:
             slot.gone = False
+            # Of gradients that were dropped.
+            slot.changes.clear()
         with self._lock:
+            self._round += 1
+            self._last = {slot: self._as_summed(slot) for slot in last}
             self._kept.clear()
             self._made.clear()
+            self._unawaited.clear()
+        with self._progress.changed:
+            self._progress.notify()
 
-    def all_came(self) -> None:
-        """Every rank has sent all ranks what it owns."""
+    def _may_be_asked_for(self, slot: Slot) -> bool:
+        """Whether some rank may still read what is owned here of ``slot``, in a new round."""
+        if self.ownerships.own(slot) is None:
+            return False
+        return slot.used or slot in self._unawaited
+
+    def came(self, slots: Iterable[Slot]) -> None:
+        """Every rank has sent all ranks what it owns of ``slots``, to which backward adds."""
         self.are_all_here = True
-        self._whole.update(self._plan.slots)
+        self._whole.update(slots)
+
+    def is_whole(self, slot: Slot) -> bool:
+        """Whether all of the gradient of ``slot`` is here."""
+        return slot in self._whole
 
     def spread(self, slots: Iterable[Slot]) -> None:
         """A step has parameters of ``slots`` sent here, in place of gradients."""
         for slot in slots:
             slot.gone = True
+
+    def taken(self, owned: Iterable[Slot], coming: Iterable[CommTask]) -> None:
+        """A step has updated ``owned``, and waits for these chunks of other ranks."""
+        if len({self._plan.owners[chunk.index] for chunk in coming}) < self._others:
+            self._unawaited.update(owned)
 
     def withhold(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory is used anew."""
@@ -102,10 +131,13 @@ class Wholes:
         """``slot`` is read; what can be summed here is. Raises PluginError if it is too late."""
         if slot.gone:
             self._refuse(slot.name)
+        if slot.is_awaited:
+            # A hook in backward sees what backward adds to, which came before it began.
+            return
         if self.ownerships.own(slot) is not None:
             self.keep([slot])
         if self.ownerships.foreign(slot) and slot not in self._whole:
-            others = [s for s in self._plan.slots if s.used and not s.apart]
+            others = [s for s in self._plan.slots if s.used and not s.apart and not s.is_awaited]
             self._fetch([slot] if slot.apart else others)
 
     def keep(self, slots: Sequence[Slot]) -> None:
@@ -114,6 +146,13 @@ class Wholes:
             for slot in slots:
                 if slot not in self._kept:
                     self._kept[slot] = self._owned_sum(slot).clone(), self._made.get(slot, 0)
+
+    def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
+        """These elements of ``slot``, which are owned here, as they were summed."""
+        part = self.ownerships.part(slot)
+        before = 0 if part is None else part.share.start_at
+        value, _ = self._as_summed(slot)
+        return value[start_at - before : stop_at - before]
 
     def change(self, slot: Slot, changes: Sequence[Callable[[list[torch.Tensor]], None]]) -> None:
         """Makes changes that were noted of an owned gradient, for a step."""
@@ -136,7 +175,10 @@ class Wholes:
                 "the script reads gradients between backward() and step(): owners send them whole"
             )
         self._is_logged = True
-        for slot, sums in self._foreign_sums([s for s in slots if s not in self._whole]).items():
+        found = self._foreign_sums([s for s in slots if s not in self._whole])
+        # Of these, other ranks own some elements, and this one may be about to sum its own.
+        self._progress.wait(lambda: not any(slot.sending for slot in found), "owned gradients")
+        for slot, sums in found.items():
             part = self.ownerships.part(slot)
             if part is not None:
                 self.keep([slot])
@@ -201,7 +243,9 @@ class Wholes:
         slots = [self._plan.slots[position] for position in positions]
 
         def are_summed() -> bool:
-            return self._round >= round_number and not any(slot.sending for slot in slots)
+            if self._round > round_number:
+                return True
+            return self._round == round_number and not any(slot.sending for slot in slots)
 
         if not self._progress.done_by(monotonic() + self._timeout_s, are_summed):
             raise self._progress.error or SchedulerTimeout(
@@ -209,13 +253,15 @@ class Wholes:
                 "and another rank reads them",
                 rank=self._rank,
             )
-        if self._round > round_number:
-            raise BytesschedError(
-                f"rank {self._rank} is in round {self._round}, and gradients of round "
-                f"{round_number} were asked for"
-            )
         with self._lock:
-            return packed([self._as_summed(slot) for slot in slots])
+            if self._round == round_number:
+                return packed([self._as_summed(slot) for slot in slots])
+            if self._round == round_number + 1 and all(slot in self._last for slot in slots):
+                return packed([self._last[slot] for slot in slots])
+        raise BytesschedError(
+            f"rank {self._rank} is in round {self._round}, and gradients of round "
+            f"{round_number} were asked for"
+        )
 
     def _as_summed(self, slot: Slot) -> tuple[torch.Tensor, int]:
         kept = self._kept.get(slot)

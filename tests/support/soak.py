@@ -71,7 +71,10 @@ class Soak:
 
     def _hostile(self, draw: random.Random, seed: str) -> str:
         options = _settings(draw, tuned=False)
-        self._compare(scripts_hostile.hostile, (seed,), options, f"{seed} {options}")
+        sharded = draw.random() < 0.3
+        if sharded:
+            options |= {"shard": True, "split": "auto"}
+        self._compare(scripts_hostile.hostile, (seed, sharded), options, f"{seed} {options}")
         return str(options)
 
     def _compare(

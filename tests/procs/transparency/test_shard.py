@@ -11,6 +11,7 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_shard as shard
 import scripts_split as split
+import scripts_untaken as untaken
 import torch
 from comparing import check, named
 from ranks import Ranks
@@ -55,6 +56,13 @@ import bytesched
     optimizers.parameters_outside_the_model,
     shard.parameters_outside_the_optimizer,
     shard.read_when_its_owner_has_gone_on,
+    untaken.zeroed_in_place,
+    untaken.scaled_by_each_rank,
+    untaken.changed_and_flushed,
+    untaken.some_taken_later,
+    untaken.kept_and_not_read,
+    untaken.read_while_summed,
+    untaken.read_when_others_have_gone_on,
     shard.loaded,
     shard.loaded_elsewhere,
     shard.cut_by_kind,

@@ -1,0 +1,134 @@
+"""The second phase of a sharded session: what owners send, and what is done when it has come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from bytesched.plugins.layout.packing import elements
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Bundle, Slice, Slot
+from bytesched.plugins.session.owned import Ownerships
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.updater import Updater
+from bytesched.task import CommTask
+
+__all__ = ["SpreadCarrier", "Spreading"]
+
+
+class SpreadCarrier(Protocol):
+    """Carries chunks from their owners to all other ranks."""
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks`` send something of each."""
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        """Memory in the layout of ``chunk``, free to be written; waits until it is."""
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        """Sends what was staged of ``chunk`` to all other ranks; lower turns first, from 1 on."""
+
+
+class Spreading:
+    """Which chunks owners have still to send, and who waits for them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        ownerships: Ownerships,
+        carrier: SpreadCarrier,
+        updater: Updater,
+    ) -> None:
+        self.ownerships = ownerships
+        self._plan = plan
+        self._progress = progress
+        self._carrier = carrier
+        self._updater = updater
+        #: of what was armed last
+        self.turn = 0
+        #: of each foreign chunk, the bundles that wait for it, message by message
+        self._awaiting: dict[int, deque[list[Bundle]]] = {}
+
+    def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
+        """The chunks of ``slots`` that are updated here."""
+        return [c for c in _chunks_of(slots) if self.ownerships.is_mine(c)]
+
+    def foreign_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
+        """Those that are updated elsewhere."""
+        return [c for c in _chunks_of(slots) if not self.ownerships.is_mine(c)]
+
+    def arm(self, owned: Sequence[Slot], foreign: Sequence[Slot]) -> list[CommTask]:
+        """Something of ``owned`` is sent and of ``foreign`` comes; returns what is to be expected.
+
+        Some may be in both.
+
+        It has the turn after that of the last one.
+
+        Called with the lock of the session's progress held.
+        """
+        self.turn += 1
+        expected = self.foreign_chunks(foreign)
+        bundles = {slot.bundle for slot in foreign}
+        for chunk in expected:
+            waiting = [b for b in self._plan.bundles_of[chunk.index] if b in bundles]
+            for bundle in waiting:
+                bundle.coming += 1
+            self._awaiting.setdefault(chunk.index, deque()).append(waiting)
+        self._progress.outstanding += len(expected) + len(self.owned_chunks(owned))
+        return expected
+
+    def expect(self, chunks: Sequence[CommTask]) -> None:
+        """The owners of ``chunks`` send them."""
+        if chunks:
+            self._carrier.expect(chunks)
+
+    def send(self, chunk: CommTask, turn: int) -> None:
+        """Sends the parameters of ``chunk``, which are updated, to all other ranks."""
+        self._send(chunk, turn, _parameters)
+
+    def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
+        """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
+        self._send(chunk, self.turn, part_of)
+
+    def spread(self, chunk: CommTask) -> None:
+        """What was sent of ``chunk`` has left."""
+        with self._progress.changed:
+            self._progress.outstanding -= 1
+            self._progress.notify()
+
+    def gathered(self, chunk: CommTask) -> None:
+        """What was expected of ``chunk`` is in the arena."""
+        with self._progress.changed:
+            complete = []
+            for bundle in self._awaiting[chunk.index].popleft():
+                bundle.coming -= 1
+                if not bundle.coming and bundle.armed:
+                    complete.append(bundle)
+            self._updater.push(complete)
+            self._progress.outstanding -= 1
+            self._progress.notify()
+
+    @torch.no_grad()
+    def _send(self, chunk: CommTask, turn: int, part_of: Callable[[Slice], torch.Tensor]) -> None:
+        memory, offset = self._carrier.stage(chunk), 0
+        for slice_ in self._plan.slices[chunk.index]:
+            n = slice_.stop_at - slice_.start_at
+            memory[offset : offset + n].copy_(part_of(slice_))
+            offset += n
+        self._carrier.spread(chunk, turn)
+
+    def __repr__(self) -> str:
+        return f"<Spreading, turn {self.turn}>"
+
+
+def _parameters(slice_: Slice) -> torch.Tensor:
+    alias = slice_.slot.alias.detach()
+    return elements(alias, slice_.slot.view, slice_.start_at, slice_.stop_at)
+
+
+def _chunks_of(slots: Iterable[Slot]) -> list[CommTask]:
+    return list({chunk.index: chunk for slot in slots for chunk in slot.chunks}.values())

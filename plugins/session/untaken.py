@@ -1,0 +1,71 @@
+"""Gradients that no step has taken, and that backward will add to."""
+
+from __future__ import annotations
+
+import torch
+
+from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slice
+from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.session.spreading import Spreading
+from bytesched.plugins.session.wholes import Wholes
+
+__all__ = ["Untaken"]
+
+
+class Untaken:
+    """Owners send them to all ranks, before a forward pass on each.
+
+    Then every rank has what it would have after an all-reduce: what its script has read or changed
+    stays as it is, the rest is what was summed, with the changes that its script has asked for.
+    No rank asks for them, as another one may have gone on to where they are added to.
+    """
+
+    def __init__(
+        self, plan: Plan, progress: Progress, spreading: Spreading, wholes: Wholes
+    ) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._spreading = spreading
+        self._wholes = wholes
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        """Those that backward will add to are whole; collective."""
+        slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
+        if self._wholes.are_all_here or not slots:
+            return
+        # What is sent here is received when another rank's forward pass begins, which may wait for
+        # parameters: those go first.
+        self._progress.wait(
+            lambda: not any(bundle.armed for bundle in self._plan.bundles), "updates of a step"
+        )
+        ownerships = self._spreading.ownerships
+        foreign = [slot for slot in slots if ownerships.foreign(slot)]
+        owned = [slot for slot in slots if ownerships.own(slot) is not None]
+        self._wholes.keep(owned)
+        read = {
+            slice_.slot: slice_.slot.view.clone()
+            for chunk in self._spreading.foreign_chunks(foreign)
+            for slice_ in self._plan.slices[chunk.index]
+            if self._wholes.is_whole(slice_.slot)
+        }
+        with self._progress.changed:
+            expected = self._spreading.arm(owned, foreign)
+        for chunk in self._spreading.owned_chunks(owned):
+            self._spreading.send_gradients(chunk, self._as_summed)
+        self._spreading.expect(expected)
+        self._progress.wait(
+            lambda: not any(slot.bundle.coming for slot in foreign), "gradients of no step"
+        )
+        for slot, view in read.items():
+            slot.view.copy_(view)
+        for slot in slots:
+            slot.change()
+        self._wholes.came(slots)
+
+    def _as_summed(self, slice_: Slice) -> torch.Tensor:
+        return self._wholes.summed(slice_.slot, slice_.start_at, slice_.stop_at)
+
+    def __repr__(self) -> str:
+        return f"<Untaken of {self._plan!r}>"

@@ -1,0 +1,166 @@
+"""Training scripts that do this and that to gradients which no step takes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import STEPS, Job, adamw, mlp, train
+
+import bytesched
+from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.session import asking, wholes
+from bytesched.task import CommTask
+
+
+def _half_outside(job: Job) -> tuple[Any, list[Any], torch.optim.Optimizer]:
+    """A model, those of its parameters that no optimizer has, and the optimizer of the others."""
+    model = job.ddp(mlp())
+    *outside, weight, bias = model.parameters()
+    return model, outside, job.wrap(torch.optim.SGD([weight, bias], lr=0.1), model)
+
+
+def zeroed_in_place(job: Job) -> None:
+    """One rank has arrays over them."""
+    model, outside, optimizer = _half_outside(job)
+
+    def look(step: int) -> None:
+        if job.rank == 1 and step == 1:
+            job.record("arrays", [float(p.grad.numpy().sum()) for p in outside])
+        if step % 3 == 2:
+            for p in outside:
+                p.grad.zero_()
+
+    train(job, model, optimizer, before_step=look)
+    job.record("gradients", [p.grad for p in outside])
+    job.record_state(model, optimizer)
+
+
+def scaled_by_each_rank(job: Job) -> None:
+    """Each rank has read one, and changes all in its own way before backward adds to them."""
+    model, outside, optimizer = _half_outside(job)
+
+    def scale(step: int) -> None:
+        one = outside[(step + job.rank) % len(outside)]
+        job.record(f"{step} before", one.grad)
+        for p in outside:
+            p.grad.mul_(0.5 + job.rank)
+        if step % 2:
+            job.record(f"{step} after", one.grad)
+
+    train(job, model, optimizer, before_step=scale)
+    job.record("gradients", [p.grad for p in outside])
+    job.record_state(model, optimizer)
+
+
+def changed_and_flushed(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def change(step: int) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.001)
+        if job.wrapped and step % 2 == job.rank:
+            bytesched.flush(optimizer)
+        if step % 2 == job.rank:
+            job.record(f"gradients {step}", [p.grad for p in model.parameters()])
+
+    train(job, model, optimizer, before_step=change)
+    job.record_state(model, optimizer)
+
+
+def some_taken_later(job: Job) -> None:
+    """Parameters come where gradients lie that the step has not taken.
+
+    Three small neighbours are sent together, and the optimizer gets one of them.
+    """
+    large, after, norm = nn.Linear(64, 64), nn.Linear(64, 8), nn.LayerNorm(8)
+    model = job.ddp(nn.Sequential(nn.Linear(8, 64), large, nn.Tanh(), after, norm))
+    small = [after.bias, *norm.parameters()]
+    late = [*large.parameters(), *small]
+    early = [p for p in model.parameters() if all(p is not q for q in late)]
+    optimizer = job.wrap(torch.optim.SGD(early, lr=0.1), model)
+
+    def add(step: int) -> None:
+        if step == 2:
+            optimizer.add_param_group({"params": small[1:2], "lr": 0.2})
+
+    train(job, model, optimizer, after_step=add)
+    job.record("gradients", [small[0].grad, small[2].grad])
+    job.record_state(model, optimizer)
+
+
+def kept_and_not_read(job: Job) -> None:
+    """The script has them still when those of the next round are there."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        if step % 2:
+            nn.utils.clip_grad_value_(model.parameters(), 0.001)
+            kept = [p.grad for p in model.parameters()]
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    job.record("kept", kept)
+    job.record_state(model, optimizer)
+
+
+def read_while_summed(job: Job) -> None:
+    """One gradient is read, and a part of another one is not summed yet when all have come."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    come = threading.Event()
+    front = model.module[0].weight
+    sum_one, gather = Exchange._sum, asking.gathered
+
+    def late(exchange: Exchange, chunk: CommTask) -> None:
+        if any(s.slot.parameter is front for s in exchange._plan.slices[chunk.index]):
+            come.wait(60)
+        sum_one(exchange, chunk)
+
+    def gathered(*args: Any) -> Any:
+        found = gather(*args)
+        come.set()
+        return found
+
+    train(job, model, optimizer, steps=2)
+    if job.wrapped:
+        bytesched.flush(optimizer)
+    optimizer.zero_grad()
+    with ExitStack() as stack:
+        if job.rank == 1:
+            stack.enter_context(mock.patch.object(Exchange, "_sum", late))
+            stack.enter_context(mock.patch.object(wholes, "gathered", gathered))
+        model(job.inputs(2)).square().mean().backward()
+        job.record("gradient", model.module[2].weight.grad)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def read_when_others_have_gone_on(job: Job) -> None:
+    """Rank 0 has dropped them, and is in the next round, when rank 1 asks for its part."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=2)
+    store = dist.distributed_c10d._get_default_store()
+    optimizer.zero_grad()
+    model(job.inputs(2)).square().mean().backward()
+    if job.rank == 1:
+        if job.wrapped:
+            store.wait(["gone on"], timedelta(seconds=60))
+        job.record("gradients", [p.grad for p in model.parameters()])
+    optimizer.zero_grad()
+    model(job.inputs(3)).square().mean().backward()
+    if job.wrapped and job.rank == 0:
+        # Nothing of this rank waits for another one up to here.
+        store.set("gone on", "")
+    optimizer.step()
+    job.record_state(model, optimizer)
+    store.delete_key("gone on")
