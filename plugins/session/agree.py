@@ -25,6 +25,7 @@ _SHARED_FIELDS = (
     "split",
     "hierarchy",
     "shard",
+    "gather_dtype",
     "tune",
     "tune_steps",
     "tune_space",

@@ -16,6 +16,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
+from bytesched.plugins.session.masters import drop_masters, give_back
 from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
 from bytesched.plugins.session.phase import Context
 
@@ -50,6 +51,11 @@ class StepTaken:
         self._holding = holding
         self._history = history
         self._number = history.taken
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose step it is; something keeps it alive meanwhile."""
+        return self._history.deferred.optimizer
 
     def begins(self) -> None:
         """The state is changed from here on."""
@@ -100,6 +106,9 @@ class Holding:
         """Takes its hooks off."""
         for handle in self._handles:
             handle.remove()
+        for history in self._histories:
+            if history.deferred.is_alive and self.ownerships.rounded is not None:
+                drop_masters(history.deferred.optimizer.state)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -255,4 +264,7 @@ class Holding:
             if history.deferred.is_alive:
                 state = history.deferred.optimizer.state
                 for position, entry in self.gather(history.deferred).items():
-                    dict.__setitem__(state, self._plan.slots[position].parameter, entry)
+                    parameter = self._plan.slots[position].parameter
+                    dict.__setitem__(state, parameter, entry)
+                    if self.ownerships.rounded is not None:
+                        give_back(entry, parameter, self.ownerships.rounded)

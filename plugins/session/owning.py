@@ -13,10 +13,12 @@ from torch import nn
 
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
 from bytesched.plugins.optimizer.deferred import Deferred, Later, snapshot
+from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
 from bytesched.plugins.session.holding import Holding, StepTaken
 from bytesched.plugins.session.lazy import is_kept, is_seen
+from bytesched.plugins.session.masters import Master
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.sharding import Sharding
@@ -57,8 +59,8 @@ class ShardedArming(Arming):
     def introduce(self, deferred: Deferred) -> None:
         super().introduce(deferred)
         for slot in self._slots.values():
-            if (part := self._ownerships.part(slot)) is not None:
-                deferred.know(part)
+            if (own := self._ownerships.own(slot)) is not None:
+                deferred.know(own)
         self._holding.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
@@ -81,16 +83,16 @@ class ShardedArming(Arming):
                     continue
                 self._look_at(slot, deferred)
                 is_later = slot.used and is_of_arena(slot)
-                part = self._ownerships.part(slot)
+                own = self._ownerships.own(slot)
                 if self._ownerships.foreign(slot):
                     foreign.append(slot)
-                if self._ownerships.own(slot) is None:
+                if own is None:
                     continue
                 if is_later and not whole_because:
                     later.append((taken, slot))
                 else:
                     now.append(slot)
-                    eager.append(parameter if part is None else part.alias)
+                    eager.append(parameter if own is slot else own.alias)
             groups.append({**group, "params": eager})
         self._wait_for(now)
         owned = [*(slot for _, slot in later), *now]
@@ -100,7 +102,7 @@ class ShardedArming(Arming):
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
         if now:
-            step.begins()
+            step.begins(now)
         self._arm_all(_jobs(later, step, deferred), owned, foreign)
         return groups
 
@@ -110,8 +112,9 @@ class ShardedArming(Arming):
             step, now = self._now
             self._now = None
             if now:
-                for part in filter(None, map(self._ownerships.part, now)):
-                    part.grad_from_arena()
+                for own in map(self._ownerships.own, now):
+                    if own is not None and not isinstance(own, Slot):
+                        own.grad_from_arena()
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
@@ -121,9 +124,10 @@ class ShardedArming(Arming):
         if slot.alias.data_ptr() != slot.parameter.data_ptr():
             slot.realias()
             deferred.know(slot)
-            if (part := self._ownerships.part(slot)) is not None:
-                part.realias()
-                deferred.know(part)
+            own = self._ownerships.own(slot)
+            if own is not None and own is not slot:
+                own.realias()
+                deferred.know(own)
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
@@ -133,8 +137,9 @@ class ShardedArming(Arming):
         for slot in slots:
             slot.used = False
             self._make_plain(slot)
-            if (part := self._ownerships.part(slot)) is not None:
-                part.grad_from_parameter()
+            own = self._ownerships.own(slot)
+            if own is not None and not isinstance(own, Slot):
+                own.grad_from_parameter()
 
     def _arm_all(
         self, armed: dict[Bundle, list[Job]], owned: Sequence[Slot], foreign: Sequence[Slot]
@@ -206,24 +211,29 @@ class _Owned:
         for slot in slots:
             self._changes[slot], slot.changes = slot.changes, []
 
-    def begins(self) -> None:
-        """Some of it is about to be updated."""
+    def begins(self, slots: Sequence[Slot]) -> None:
+        """These are about to be updated."""
         self._taken.begins()
+        for master in self._masters(slots):
+            master.take(self._state)
 
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         assert self._update is not None
-        for _, slots in groups:
-            for slot in slots:
+        for _, some in groups:
+            for slot in some:
                 self._wholes.change(slot, self._changes.pop(slot))
-        self._taken.begins()
+        slots = [slot for _, some in groups for slot in some]
+        self.begins(slots)
         own = self._spreading.ownerships.own
         self._update.update(
-            [(taken, [o for o in map(own, slots) if o is not None]) for taken, slots in groups]
+            [(taken, [o for o in map(own, some) if o is not None]) for taken, some in groups]
         )
-        self.updated([slot for _, slots in groups for slot in slots])
+        self.updated(slots)
 
     def updated(self, slots: Sequence[Slot]) -> None:
         """These are: what is complete is sent."""
+        for master in self._masters(slots):
+            master.give(self._state)
         complete = []
         with self._lock:
             for slot in slots:
@@ -234,6 +244,16 @@ class _Owned:
         for chunk in complete:
             self._spreading.send(chunk, self._turn)
         self._taken.ends(len(slots))
+
+    def _masters(self, slots: Sequence[Slot]) -> list[Master]:
+        own = map(self._spreading.ownerships.own, slots)
+        return [master for master in own if isinstance(master, Master)]
+
+    @property
+    def _state(self) -> GuardedState:
+        state = self._taken.optimizer.state
+        assert isinstance(state, GuardedState)
+        return state
 
 
 class _Received:

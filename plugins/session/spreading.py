@@ -22,10 +22,10 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        """The owners of ``chunks`` send something of each."""
+    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
+        """The owners of ``chunks`` send something of each, rounded to ``dtype`` if that is one."""
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
+    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
         """Memory in the layout of ``chunk``, free to be written; waits until it is."""
 
     def spread(self, chunk: CommTask, turn: int) -> None:
@@ -82,17 +82,22 @@ class Spreading:
         return expected
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send them."""
+        """The owners of ``chunks`` send their parameters."""
         if chunks:
-            self._carrier.expect(chunks)
+            self._carrier.expect(chunks, self.ownerships.rounded)
+
+    def expect_gradients(self, chunks: Sequence[CommTask]) -> None:
+        """The owners of ``chunks`` send their gradients."""
+        if chunks:
+            self._carrier.expect(chunks, None)
 
     def send(self, chunk: CommTask, turn: int) -> None:
         """Sends the parameters of ``chunk``, which are updated, to all other ranks."""
-        self._send(chunk, turn, _parameters)
+        self._send(chunk, turn, _parameters, self.ownerships.rounded)
 
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._send(chunk, self.turn, part_of)
+        self._send(chunk, self.turn, part_of, None)
 
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
@@ -113,8 +118,14 @@ class Spreading:
             self._progress.notify()
 
     @torch.no_grad()
-    def _send(self, chunk: CommTask, turn: int, part_of: Callable[[Slice], torch.Tensor]) -> None:
-        memory, offset = self._carrier.stage(chunk), 0
+    def _send(
+        self,
+        chunk: CommTask,
+        turn: int,
+        part_of: Callable[[Slice], torch.Tensor],
+        dtype: torch.dtype | None,
+    ) -> None:
+        memory, offset = self._carrier.stage(chunk, dtype), 0
         for slice_ in self._plan.slices[chunk.index]:
             n = slice_.stop_at - slice_.start_at
             memory[offset : offset + n].copy_(part_of(slice_))

@@ -4,6 +4,7 @@ else that their owners want the others to have.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,18 +40,29 @@ class ShardedExchange(Exchange):
         self._tell_gathered = gathered
         #: what is sent of each owned chunk; and messages of phase two that are not over
         self._staged: dict[int, torch.Tensor] = {}
+        #: all of it, or what is rounded in it
+        self._leaving: dict[int, torch.Tensor] = {}
+        #: of each foreign chunk, what comes rounded
+        self._rounded: dict[int, deque[torch.Tensor]] = {}
         self._unspread = self._ungathered = 0
         super().__init__(*rest, **named)
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        """The owners of ``chunks``, which are others, send them next; front first."""
+    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None = None) -> None:
+        """The owners of ``chunks``, which are others, send them next; front first.
+
+        With a ``dtype``, rounded to that.
+        """
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         with self._changed:
             self._ungathered += len(listed)
         # At once: an owner may wait for these before it sends what is expected already.
+        if dtype is not None:
+            for chunk in listed:
+                memory = torch.empty_like(self._plan.buffers[chunk.index], dtype=dtype)
+                self._rounded.setdefault(chunk.index, deque()).append(memory)
         self._gathers.add(self._receive_from_owners(listed))
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
+    def stage(self, chunk: CommTask, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._unsent.get(chunk.index))
@@ -62,7 +74,11 @@ class ShardedExchange(Exchange):
             spare = self._incoming[chunk.index, self._peers[0]]
             fits = spare.dtype is buffer.dtype
             self._staged[chunk.index] = spare if fits else torch.empty_like(buffer)
-        return self._staged[chunk.index]
+        memory = self._staged[chunk.index]
+        if dtype is not None:
+            memory = memory.view(dtype)[: memory.numel()]
+        self._leaving[chunk.index] = memory
+        return memory
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         """Sends what was staged of ``chunk``, which is owned here, to all others.
@@ -91,12 +107,13 @@ class ShardedExchange(Exchange):
     def _gathered_memory(self, chunk: CommTask) -> torch.Tensor:
         if self._is_shared(chunk):
             return super()._gathered_memory(chunk)
-        return self._plan.buffers[chunk.index]
+        rounded = self._rounded.get(chunk.index)
+        return rounded[-1] if rounded else self._plan.buffers[chunk.index]
 
     def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
         if self._is_shared(chunk):
             return super()._spread_memory(chunk)
-        return self._staged[chunk.index]
+        return self._leaving[chunk.index]
 
     def _summed(self, chunk: CommTask) -> None:
         if self._is_shared(chunk):
@@ -129,5 +146,8 @@ class ShardedExchange(Exchange):
             return
         self._messages.wait(work, owner, task=chunk.name)
         with self._changed:
+            if rounded := self._rounded.get(chunk.index):
+                # Of two, the one that was sent first, whichever of them this thread has waited for.
+                self._plan.buffers[chunk.index].copy_(rounded.popleft())
             self._ungathered -= 1
         self._tell_gathered(chunk)
