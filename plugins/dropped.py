@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -22,6 +23,8 @@ _LAST_WAIT_S = 5.0
 
 #: those that have not ended yet, and whether each has deadlines of its own
 _under_way: dict[object, bool] = {}
+# A child has none of the threads that end something.
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def end_when_gone(subject: object, end: Callable[[], None]) -> weakref.finalize[..., Any]:

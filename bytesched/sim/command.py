@@ -37,7 +37,7 @@ MOST_RANKS = 4096
 _OPTIONS = {
     "ddp": ("bucket_mb",),
     "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
-    "split": ("partition_bytes", "credit_bytes", "policy", "order"),
+    "split": ("partition_bytes", "credit_bytes"),
 }
 EPILOG = """\
   bytesched sim --profile gpt --ranks 2,8,64 --bandwidth 10gbit
@@ -93,7 +93,7 @@ def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
     print()
     for case, of_case in zip(cases, found, strict=True):
-        print(verdict(case.model, case.fabric, of_case))
+        print(verdict(case, of_case))
     return [one.to_json() for of_case in found for one in of_case]
 
 
@@ -193,6 +193,9 @@ def _climate(options: argparse.Namespace) -> Climate:
     climate = Climate(jitter=options.jitter)
     if options.straggler:
         rank, late = options.straggler
+        fewest = AXES["ranks"].points[0] if options.curve == "ranks" else options.ranks[0]
+        if rank >= fewest:
+            raise ConfigError(f"--straggler {rank}: there is no such rank among {fewest:g}")
         climate = replace(climate, straggler=rank, late=1 + late)
     return climate
 

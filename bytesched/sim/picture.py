@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from bytesched.sim.verdict import SCHEDULED, gain
 __all__ = ["draw_map", "draw_sweep"]
 
 _MAP_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
-_MAP_ITERATIONS = 1
 #: gains that are drawn as no colour and as all of it
 _NOTHING, _MUCH = 1.0, 1.5
 
@@ -56,7 +54,6 @@ def draw_map(case: Case, path: Path) -> None:
     Raises as `draw_sweep` does.
     """
     bandwidths = AXES["bandwidth"].points
-    case = replace(case, alike=_MAP_ITERATIONS)
     gains = [
         [gain(case.with_ranks(ranks).with_bandwidth(gbit).predictions()) for gbit in bandwidths]
         for ranks in _MAP_RANKS

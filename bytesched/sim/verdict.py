@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytesched.link.fabric import Fabric
+from bytesched.sim.curve import Case
 from bytesched.sim.predict import Prediction
-from bytesched.sim.systems import Model
 
 __all__ = ["SCHEDULED", "gain", "rivals", "verdict"]
 
@@ -33,28 +32,28 @@ def gain(found: Sequence[Prediction]) -> float:
     return other.iteration_s / ours.iteration_s if ours and other else 1.0
 
 
-def verdict(model: Model, fabric: Fabric, found: Sequence[Prediction]) -> str:
+def verdict(case: Case, found: Sequence[Prediction]) -> str:
     """The sentence about one number of ranks."""
+    fabric = case.fabric
     ours, other = rivals(found)
     if ours is None or other is None:
         return ""
-    ratio = model.profile.nbytes / fabric.gradient_bytes_per_s / model.profile.compute_s
     possible = other.iteration_s / other.optimum_s
     times = gain(found)
     head = f"{fabric.ranks} ranks: "
     if possible < _WORTH_IT:
         return head + (
             f"no, {other.system} is within {100 * (possible - 1):.1f} % of what any schedule can "
-            f"reach ({_why(ratio)})."
+            f"reach ({_why(case.ratio)})."
         )
     if times < _WORTH_IT:
         return head + (
             f"no, {ours.system} takes {1 / times:.2f} times as long as {other.system}"
-            f"{_lost(fabric, ours)}."
+            f"{_lost(case, ours)}."
         )
     return head + (
         f"yes, {ours.system} is {times:.2f} times as fast as {other.system}, of "
-        f"{possible:.2f} that are possible: {_why(ratio)}{_lost(fabric, ours)}."
+        f"{possible:.2f} that are possible: {_why(case.ratio)}{_lost(case, ours)}."
     )
 
 
@@ -67,9 +66,16 @@ def _why(ratio: float) -> str:
     return text
 
 
-def _lost(fabric: Fabric, ours: Prediction) -> str:
+def _lost(case: Case, ours: Prediction) -> str:
     if ours.to_optimum < _NEAR:
         return ""
+    fabric = case.fabric
+    slowest = case.climate.slowest(fabric.ranks, case.iterations)
+    if slowest - 1 > (ours.to_optimum - 1) / 2:
+        return (
+            f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as all wait for the slowest "
+            f"rank, which computes {100 * (slowest - 1):.0f} % longer"
+        )
     start_up_ms = 1e3 * (fabric.start_up_s() or fabric.occupied_s(0))
     return (
         f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as each of its "

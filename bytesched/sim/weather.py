@@ -33,6 +33,11 @@ class Climate:
         """Whether all iterations are alike."""
         return not (self.jitter or self.bursts) and self.drift == 1.0
 
+    def slowest(self, ranks: int, iterations: int) -> float:
+        """How many times as long the slowest rank computes, on average."""
+        paces = [max(weather.pace) for weather in self.weather(ranks, iterations)]
+        return sum(paces) / len(paces)
+
     def weather(self, ranks: int, iterations: int) -> Iterator[Weather]:
         """That of so many iterations, the same each time it is asked for."""
         chance = random.Random(_SEED)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -53,6 +56,30 @@ def test_what_an_end_referred_to_is_gone_when_it_is_over() -> None:
     del subject
     dropped.wait_for_ends()
     assert let_go.is_set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(TIMEOUT_S)
+
+
+def test_a_forked_child_waits_for_no_end_of_its_parent() -> None:
+    goes_on = threading.Event()
+    dropped.end_beside(lambda: assert_set(goes_on))
+    child = os.fork()
+    if not child:
+        dropped.wait_for_ends()
+        os._exit(0)
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert ended == (child, 0)
+    finally:
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        goes_on.set()
+        dropped.wait_for_ends()
 
 
 def test_what_blocks_does_not_hold_the_process(

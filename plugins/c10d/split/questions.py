@@ -42,7 +42,8 @@ def kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[s
 
 def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether ``func`` makes one number of any tensor, whatever its shape."""
-    named = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    # 0 is a dimension, and a tensor one to write to.
+    named = {n: value for n, value in kwargs.items() if value is not None and value is not False}
     if func in REDUCTIONS:
         return not args and named.keys() <= {"dtype"}
     if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:

@@ -98,6 +98,13 @@ def test_numbers_by_hand_are_answered(kinds: list[Callable[[Tensor], Tensor]]) -
     "look",
     [
         lambda grad: (grad**2).sum(0),
+        lambda grad: grad.sum(dim=0),
+        lambda grad: grad.norm(dim=0),
+        lambda grad: torch.amax(grad, dim=0),
+        lambda grad: torch.norm(grad, out=torch.zeros(())),
+        lambda grad: torch.linalg.vector_norm(grad, out=torch.zeros(())),
+        lambda grad: torch.mul(grad, 2.0, out=torch.zeros(3, 4)),
+        lambda grad: torch.sum(grad, 0, out=torch.zeros(4)),
         lambda grad: grad.abs().item(),
         lambda grad: (grad * torch.ones(1)).sum(),
         lambda grad: (grad**2).tolist(),

@@ -30,6 +30,9 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--systems ddp:bucket_mb=0", "no size"),
         ("--jitter x", "a share"),
         ("--straggler x:3%", "a rank"),
+        ("--ranks 4,8 --straggler 4:3%", "no such rank among 4"),
+        ("--curve ranks --ranks 8 --straggler 4:3%", "no such rank among 2"),
+        ("--systems split:order=replay", "'order'"),
         ("--latency-us 0", "a positive number"),
         ("--bandwidth fast", "for example 1gbit"),
         ("--iterations 0", "at least 1"),
@@ -73,7 +76,8 @@ def test_it_does_not_pay_where_communication_is_hidden(capsys: pytest.CaptureFix
 def test_a_straggler_slows_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def times_s(arguments: str) -> list[float]:
         file = tmp_path / "found.json"
-        said(f"--ranks 3 --profile resnet --json {file} {arguments}", capsys)
+        text = said(f"--ranks 3 --profile resnet --json {file} {arguments}", capsys)
+        assert ("the slowest rank, which computes 30 % longer" in text) == bool(arguments)
         return [one["iteration_s"] for one in json.loads(file.read_text())["predictions"]]
 
     for even_s, late_s in zip(times_s(""), times_s("--straggler 1:30%"), strict=True):
