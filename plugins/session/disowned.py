@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
 from bytesched.errors import PluginError
 from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import hold, is_held, release
-from bytesched.plugins.session.lazy import give_back
+from bytesched.plugins.session.lazy import withhold
 
 __all__ = ["disown_gradients", "disown_updates"]
 
@@ -24,11 +26,11 @@ def disown_updates(plan: Plan) -> None:
         bundle.armed = bundle.held = False
 
 
-def disown_gradients(plan: Plan) -> None:
+def disown_gradients(plan: Plan, give_back: Callable[[Slot], None]) -> None:
     """Gradients are ordinary ones; those that were not reduced raise PluginError when read."""
     for slot in plan.slots:
         if slot.bundle.sending or slot.bundle.coming:
-            slot.lazy.synchronize = partial(_refuse, f"{slot.name}.grad")
+            withhold(slot, partial(_refuse, f"{slot.name}.grad"))
         else:
             slot.change()
             give_back(slot)

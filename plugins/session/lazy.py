@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from sys import getrefcount
 
+import torch
+
+from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import free, has_aliases, keep_apart, plain
 
-__all__ = ["give_back", "is_kept", "is_seen"]
+__all__ = ["give_back", "is_kept", "is_known", "is_seen", "withhold"]
 
 
 def _own_references() -> int:
@@ -33,6 +37,11 @@ def is_seen(slot: Slot) -> bool:
     return may_be and slot.parameter.grad is not slot.lazy and has_aliases(slot.lazy)
 
 
+def is_known(slot: Slot) -> bool:
+    """True if the script has the lazy gradient, or a view of it."""
+    return slot.parameter.grad is slot.lazy or is_kept(slot) or is_seen(slot)
+
+
 def give_back(slot: Slot) -> None:
     """Makes the gradient of ``slot`` an ordinary tensor, for good."""
     if is_kept(slot) or is_seen(slot):
@@ -40,3 +49,23 @@ def give_back(slot: Slot) -> None:
     if slot.parameter.grad is slot.lazy:
         slot.parameter.grad = plain(slot.lazy)
     free(slot.lazy)
+
+
+def withhold(slot: Slot, refuse: Callable[[], None]) -> None:
+    """The values of ``slot``'s gradient are not here and never will be: reads call ``refuse``.
+
+    It can be zeroed still.
+    """
+    if not lies_over(slot.lazy, slot.view):
+        # Of the script's own making.
+        give_back(slot)
+        return
+    if is_known(slot) and slot.view.device.type == "cpu":
+        # What reads it from C++ cannot be refused. (A forked child has no other devices.)
+        slot.view.fill_(torch.nan)
+    free(slot.lazy)
+    slot.lazy.synchronize, slot.lazy.is_taken = refuse, _true
+
+
+def _true() -> bool:
+    return True

@@ -104,5 +104,8 @@ class Phase(Life, Protocol):
     def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
         """What this rank has of the state of ``optimizer``, where the update is sharded."""
 
+    def bring(self) -> None:
+        """Gradients that no step has taken are in the memory of `p.grad`; after a flush."""
+
     def restore(self) -> None:
         """Optimizers have the state that those of a plain training would have; after a flush."""

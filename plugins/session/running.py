@@ -211,6 +211,10 @@ class Running:
     def synchronize_all(self) -> None:
         self._synchronizing.synchronize_all()
 
+    def bring(self) -> None:
+        if self._sharding is not None:
+            self._sharding.bring()
+
     def restore(self) -> None:
         if self._sharding is not None:
             self._sharding.restore()
@@ -236,7 +240,7 @@ class Running:
 
     def disown(self) -> None:
         disown_updates(self.plan)
-        disown_gradients(self.plan)
+        disown_gradients(self.plan, self._give_back)
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
@@ -248,4 +252,10 @@ class Running:
             if release_parameters:
                 if is_held(slot.parameter):
                     release(slot.parameter)
-                give_back(slot)
+                self._give_back(slot)
+
+    def _give_back(self, slot: Slot) -> None:
+        if self._sharding is None:
+            give_back(slot)
+        else:
+            self._sharding.give_back(slot)

@@ -242,6 +242,8 @@ class Session(HookedModel):
         if not self._rounds.incomplete:
             self.wait_reduced()
         super().flush()
+        if not self._rounds.incomplete:
+            self._rounds.phase.bring()
 
     def sharded_state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """See `bytesched.sharded_state`."""

@@ -196,6 +196,14 @@ class Sharding:
         """The gradient that the script has kept has memory of its own now."""
         self._wholes.withhold(slot)
 
+    def give_back(self, slot: Slot) -> None:
+        """See `Wholes.give_back`."""
+        self._wholes.give_back(slot)
+
+    def bring(self) -> None:
+        """See `Wholes.bring`."""
+        self._wholes.bring()
+
     def backward_ends(self) -> None:
         """Every gradient of the round is there."""
         self._carrier.backward_ends()

@@ -237,6 +237,9 @@ class WarmingUp:
     def state(self) -> str:
         return "warming up"
 
+    def bring(self) -> None:
+        pass
+
     def restore(self) -> None:
         pass
 

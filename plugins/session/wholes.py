@@ -17,6 +17,7 @@ from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import Ask, gathered, packed
+from bytesched.plugins.session.lazy import give_back, is_known, withhold
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.task import CommTask
@@ -123,14 +124,27 @@ class Wholes:
     def withhold(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory is used anew."""
         if slot.gone:
-            slot.lazy.synchronize = partial(self._refuse, slot.name)
+            slot.lazy.synchronize = self._refusal(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is an ordinary tensor, or one that raises, for good."""
+        if not slot.gone and (slot in self._whole or not self.ownerships.foreign(slot)):
+            give_back(slot)
+        else:
+            withhold(slot, self._refusal(slot))
+
+    def bring(self) -> None:
+        """What the script has of gradients that no step has taken is whole, with its changes."""
+        for slot in self._plan.slots:
+            if not slot.gone and not slot.taken and is_known(slot):
+                slot.lazy.synchronize()
 
     # -- reads of this rank ------------------------------------------------------------
 
     def complete(self, slot: Slot) -> None:
         """``slot`` is read; what can be summed here is. Raises PluginError if it is too late."""
         if slot.gone:
-            self._refuse(slot.name)
+            self._refusal(slot)()
         if slot.is_awaited:
             # A hook in backward sees what backward adds to, which came before it began.
             return
@@ -162,11 +176,8 @@ class Wholes:
                     change([self._owned_sum(slot)])
                 self._made[slot] = len(changes)
 
-    def _refuse(self, name: str) -> NoReturn:
-        raise PluginError(
-            f"{name}.grad was read after step() on rank {self._rank}, which has its parameter "
-            "alone: with shard=True, read gradients between backward() and step()"
-        )
+    def _refusal(self, slot: Slot) -> Callable[[], NoReturn]:
+        return partial(_refuse, slot.name, self._rank, is_gone=slot.gone)
 
     @torch.no_grad()
     def _fetch(self, slots: Sequence[Slot]) -> None:
@@ -269,3 +280,15 @@ class Wholes:
             return self._owned_sum(slot).clone(), self._made.get(slot, 0)
         value, made = kept
         return value.clone(), made
+
+
+def _refuse(name: str, rank: int, *, is_gone: bool) -> NoReturn:
+    if is_gone:
+        raise PluginError(
+            f"{name}.grad was read after step() on rank {rank}, which has its parameter "
+            "alone: with shard=True, read gradients between backward() and step()"
+        )
+    raise PluginError(
+        f"{name}.grad is with other ranks, and rank {rank} cannot ask them any more: with "
+        "shard=True, call bytesched.flush() before, between two backward passes"
+    )

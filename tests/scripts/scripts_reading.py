@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -305,33 +306,39 @@ def read_by_other_threads(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def in_child(look: Callable[[], Any]) -> Any:
+    """What ``look`` returns in a fork of this process, or a text of what it raises."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, pickle.dumps(look()))
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
+            os.write(writing, pickle.dumps(repr(error)))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pickle.loads(pipe.read())  # noqa: S301 (its own bytes)
+    os.waitpid(child, 0)
+    return found
+
+
 def read_by_forked_children(job: Job) -> None:
     """As workers of a DataLoader do: values, a forward pass, and a step of the child's own."""
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
 
-    def look(number: int) -> bytes:
+    def look(number: int) -> list[float]:
         values = [p.detach().sum() for p in model.parameters()]
         values += [p.grad.sum() for p in model.parameters() if p.grad is not None]
         if number % 2:
             optimizer.step()
         values += [model.module(job.inputs(100)).sum()]
-        return pickle.dumps([float(value) for value in values])
+        return [float(value) for value in values]
 
     def fork(step: int) -> None:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(writing, look(step))
-            except BaseException as error:  # noqa: BLE001 - the parent reports it
-                os.write(writing, pickle.dumps(repr(error)))
-            finally:
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            job.record("child", pickle.loads(pipe.read()))  # noqa: S301 (its own bytes)
-        os.waitpid(child, 0)
+        job.record("child", in_child(lambda: look(step)))
 
     train(job, model, optimizer, after_step=fork)
     train(job, model, optimizer, steps=3, before_step=fork)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from scripts_reading import in_child
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -70,19 +72,65 @@ def read_when_its_owner_has_gone_on(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def gradient_read_after_step() -> int:
-    """How many reads are refused on this rank, with a word about it."""
+def brought_by_flush(job: Job) -> None:
+    """What is read from C++, and in a forked child, is whole after a flush, with all changes."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def look(step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if step % 3 == 0:
+            job.record("child", in_child(lambda: [float(p.grad.sum()) for p in model.parameters()]))
+        elif step % 2 == job.rank:
+            if job.wrapped:
+                bytesched.flush(optimizer)
+            job.record("read", [torch.tensor(p.grad) for p in model.parameters()])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To copy construct from a tensor")
+        train(job, model, optimizer, before_step=look)
+    job.record_state(model, optimizer)
+
+
+def unwrapped_before_step(job: Job) -> None:
+    """The step that a plain optimizer takes is that of whole gradients."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=2)
+    optimizer.zero_grad()
+    model(job.inputs(2)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    job.unwrap(optimizer)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    optimizer.step()
+    train(job, model, optimizer, steps=1, first_step=3)
+    job.record_state(model, optimizer)
+
+
+def gradients_read_after_step() -> dict[str, tuple[int, int]]:
+    """How many reads are refused on this rank, with a word about it, and how many are of NaN."""
     job = Job(wrapped=True, shard=True)
-    refused = 0
     with contextlib.closing(job):
         model = job.ddp(mlp())
-        train(job, model, job.wrap(adamw(model), model), steps=2)
-        for parameter in model.parameters():
-            try:
-                parameter.grad.sum()
-            except bytesched.PluginError as error:
-                refused += "read after step()" in str(error)
-    return refused
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=2)
+
+        def look() -> tuple[int, int]:
+            refused = nans = 0
+            for parameter in model.parameters():
+                try:
+                    parameter.grad.sum()
+                except bytesched.PluginError as error:
+                    refused += "read after step()" in str(error)
+                    nans += bool(torch._C._VariableFunctions.tensor(parameter.grad).isnan().all())
+            return refused, nans
+
+        found = {"here": look(), "child": in_child(look)}
+        job.unwrap(optimizer)
+        found["unwrapped"] = look()
+        optimizer.zero_grad(set_to_none=False)
+        assert not any(p.grad.any() for p in model.parameters())
+    return found
 
 
 def gradients_not_zeroed() -> str:

@@ -82,6 +82,7 @@ class Job:
         """Take bytesched off, where it was on."""
         if optimizer in self._optimizers:
             self._optimizers.remove(optimizer)
+            self.stats = bytesched.stats(optimizer) | self.stats
             bytesched.unwrap(optimizer)
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ import bytesched
     optimizers.parameters_outside_the_model,
     shard.parameters_outside_the_optimizer,
     shard.read_when_its_owner_has_gone_on,
+    shard.brought_by_flush,
+    shard.unwrapped_before_step,
     untaken.zeroed_in_place,
     untaken.scaled_by_each_rank,
     untaken.changed_and_flushed,
@@ -100,10 +102,14 @@ def test_unwrapped_optimizers_have_all_state(two_ranks: Ranks) -> None:
 
 
 def test_gradients_of_others_are_not_read_after_step(two_ranks: Ranks) -> None:
-    refused = two_ranks.run(shard.gradient_read_after_step)
+    found = two_ranks.run(shard.gradients_read_after_step)
+    counts = [moments["here"][0] for moments in found]
     # No rank has the whole of two weights.
-    assert sum(refused) == 10
-    assert all(refused)
+    assert sum(counts) == 10
+    assert all(counts)
+    for moments, count in zip(found, counts, strict=True):
+        # What cannot be refused is no number, where it would be that of a parameter for ever.
+        assert moments["child"] == moments["unwrapped"] == (count, count)
 
 
 def test_backward_does_not_add_to_what_is_elsewhere(two_ranks: Ranks) -> None:
