@@ -88,7 +88,18 @@ class Holding:
         self._reading = threading.Lock()
 
     def introduce(self, deferred: Deferred) -> None:
-        """``deferred`` is one of the session's optimizers from now on."""
+        """``deferred`` is one of the session's optimizers from now on.
+
+        One that was let go of by now counts: ranks ask for states by number.
+        """
+        if deferred.is_alive:
+            self._hook(deferred)
+            self._drop_foreign(deferred)
+        with self._progress.changed:
+            self._histories.append(_History(deferred))
+            self._progress.notify()
+
+    def _hook(self, deferred: Deferred) -> None:
         optimizer = deferred.optimizer
         self._handles += [
             optimizer.register_state_dict_post_hook(
@@ -97,10 +108,6 @@ class Holding:
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self._is_replaced(deferred)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._is_loaded(deferred)),
         ]
-        self._drop_foreign(deferred)
-        with self._progress.changed:
-            self._histories.append(_History(deferred))
-            self._progress.notify()
 
     def close(self) -> None:
         """Takes its hooks off."""
@@ -208,6 +215,11 @@ class Holding:
                 rank=self._rank,
             )
         history = self._histories[index]
+        if not history.deferred.is_alive:
+            raise PluginError(
+                f"rank {self._rank} has let go of an optimizer whose state was asked for: keep it "
+                "on every rank, or on none"
+            )
         with self._reading:
             if history.begun > steps:
                 raise PluginError(

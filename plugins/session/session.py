@@ -101,7 +101,7 @@ class Session(HookedModel):
             static_graph=static_graph,
             phase=warming_up,
         )
-        self._stepping = Stepping(self._rounds, self._takeover, context)
+        self._stepping = Stepping(self._rounds, self._takeover, context, sharded=config.shard)
         try:
             self._hook(root)
         except BaseException:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.optimizer.late import LateGroups
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.takeover import Takeover
@@ -25,11 +26,18 @@ class Stepping:
     ``step()`` is redirected, in a pre-hook, to a copy of the optimizer that holds only what can
     be updated at once. The method itself is never replaced: learning-rate schedulers patch it.
     An optimizer is not kept alive, except by updates that are outstanding.
+
+    Args:
+        sharded: no step is ever the user's own over everything, and once it is taken no gradient
+            can be read: so it is taken after all hooks and the closure.
     """
 
-    def __init__(self, rounds: Rounds, takeover: Takeover, context: Context) -> None:
+    def __init__(
+        self, rounds: Rounds, takeover: Takeover, context: Context, *, sharded: bool
+    ) -> None:
         self._rounds = rounds
         self._takeover = takeover
+        self._sharded = sharded
         self._progress = context.progress
         self._meter = context.meter
         self._names = {id(slot.parameter): slot.name for slot in rounds.slots}
@@ -104,15 +112,19 @@ class Stepping:
         if deferred.is_outer():
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        why = "step(closure)" if closure is not None else ""
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
-        if hooked:
-            why = "a pre-hook of step() was registered after the wrap"
-        if closure is None or hooked or not deferred.cross or self._takeover.off:
+        is_last = self._sharded or (deferred.cross and not hooked)
+        if self._takeover.off or not is_last or (closure is None and not hooked):
+            why = "step(closure)" if closure is not None else ""
+            if hooked:
+                why = "a pre-hook of step() was registered after the wrap"
             eager = self._updates(deferred, whole_because=why)
             return None if eager is None else ((deferred.copy(eager), *args[1:]), kwargs)
         copied = deferred.copy([])
+        if closure is None:
+            copied.param_groups = LateGroups(partial(self._update_last, deferred, copied))
+            return (copied, *args[1:]), kwargs
         evaluate = partial(self._evaluate, closure, deferred, copied)
         if "closure" in kwargs:
             return (copied, *args[1:]), {**kwargs, "closure": evaluate}
@@ -126,11 +138,18 @@ class Stepping:
         The backward pass may be in here, so that what ``copied`` updates is known only then.
         """
         loss = closure()
+        self._update_last(deferred, copied)
+        return loss
+
+    def _update_last(
+        self, deferred: Deferred, copied: torch.optim.Optimizer
+    ) -> list[dict[str, Any]]:
+        """``step()`` of ``copied`` is about to update: these groups."""
         eager = self._updates(deferred, whole_because="")
         groups = deferred.optimizer.param_groups if eager is None else eager
-        # Not the groups alone: the closure may have loaded another state.
+        # Not the groups alone: the closure or a hook may have loaded another state.
         copied.__dict__.update(deferred.copy(groups).__dict__)
-        return loss
+        return groups
 
     def _updates(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """Gradients are complete; see `Phase.step`."""

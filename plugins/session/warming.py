@@ -202,6 +202,7 @@ class WarmingUp:
         numbers = {
             key: number
             for number, deferred in enumerate(self._deferred)
+            if deferred.is_alive
             for key in deferred.parameter_ids()
         }
         return [numbers.get(id(slot.parameter), -1) for slot in plan.slots]
@@ -211,7 +212,7 @@ class WarmingUp:
         keys = {
             key
             for deferred in self._deferred
-            if is_elementwise(deferred.kind)
+            if deferred.is_alive and is_elementwise(deferred.kind)
             for key in deferred.parameter_ids()
         }
         return [

@@ -107,6 +107,87 @@ def unwrapped_before_step(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def hooked_last(job: Job, crosses: bool = True) -> None:
+    """Hooks that are registered in front of a step, and so run after ours, change gradients."""
+    model = job.ddp(uneven())
+    optimizer = job.wrap(adamw(model), model, cross_barrier=crosses)
+    parameters = list(model.parameters())
+
+    def clip() -> None:
+        job.record("norm", nn.utils.clip_grad_norm_(parameters, 0.01))
+
+    def halve() -> None:
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
+
+    def replace() -> None:
+        for parameter in parameters[::2]:
+            parameter.grad = parameter.grad * 2
+        parameters[1].grad = None
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    def read() -> None:
+        if job.rank == 1:
+            job.record("gradients", [float(p.grad.numpy().sum()) for p in parameters])
+
+    for step, change in enumerate([clip, halve, replace, read, replace, clip]):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        hook = optimizer.register_step_pre_hook(lambda *_, change=change: change())
+        optimizer.step()
+        hook.remove()
+    job.record_state(model, optimizer)
+
+
+def all_in_closures(job: Job, crosses: bool = True) -> None:
+    """All of training is in closures, some of them after a hook that runs after ours."""
+    model = job.ddp(uneven())
+    optimizer = job.wrap(adamw(model), model, cross_barrier=crosses)
+
+    def evaluate(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(job.inputs(step)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(STEPS):
+        if step % 3 == 0:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        job.record("loss", optimizer.step(lambda step=step: evaluate(step)))
+    job.record_state(model, optimizer)
+
+
+def asked_between_steps(job: Job) -> None:
+    """Of two optimizers, rank 1 reads what one has updated before it steps the other."""
+    model = job.ddp(uneven())
+    front, *rest = model.module
+    one = job.wrap(adamw(front), model)
+    parameters = [p for part in rest for p in part.parameters()]
+    other = job.wrap(torch.optim.SGD(parameters, lr=0.1), model)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        one.step()
+        if job.rank == 1 and step % 2:
+            job.record("weight", front.weight)
+        elif job.rank == 1:
+            job.record("state", one.state_dict())
+        other.step()
+    job.record_state(model, one, other)
+
+
+def dropped_before_backward(job: Job) -> None:
+    """Other optimizers take the place of one that was wrapped and let go of."""
+    model = job.ddp(mlp())
+    job.wrap(sgd(model), model)
+    job.drop()
+    first, *rest = model.parameters()
+    one = job.wrap(torch.optim.AdamW([first], lr=0.01), model)
+    other = job.wrap(torch.optim.SGD(rest, lr=0.1, momentum=0.9), model)
+    train(job, model, one, after_step=lambda _: other.step(), zero_grad=model.zero_grad)
+    job.record_state(model, one, other)
+
+
 def gradients_read_after_step() -> dict[str, tuple[int, int]]:
     """How many reads are refused on this rank, with a word about it, and how many are of NaN."""
     job = Job(wrapped=True, shard=True)

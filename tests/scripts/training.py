@@ -78,6 +78,10 @@ class Job:
         for optimizer in optimizers:
             self.record("optimizer", optimizer.state_dict())
 
+    def drop(self) -> None:
+        """Lets go of all optimizers."""
+        self._optimizers.clear()
+
     def unwrap(self, optimizer: Optimizer) -> None:
         """Take bytesched off, where it was on."""
         if optimizer in self._optimizers:

@@ -86,7 +86,7 @@ class Exchange:
         }
         #: guards what follows, but for reads of single numbers; over it, outboxes and gathers have
         #: conditions of their own, so that a chunk wakes no thread that it does not concern
-        lock = threading.RLock()
+        self._lock = lock = threading.RLock()
         self._changed = threading.Condition(lock)
         #: rounds begun, and chunks of the current one that were submitted, are not summed here
         #: and not reduced
@@ -98,16 +98,7 @@ class Exchange:
         self._to_sum: deque[CommTask] = deque()
         #: of each owned chunk, the sends of its sum that have not ended
         self._unsent: dict[int, int] = {}
-        self._outboxes = {
-            peer: Outbox(
-                lock,
-                is_over=lambda: self._over,
-                window=self._window,
-                begin=partial(self._send, peer),
-                end=partial(self._sent, peer),
-            )
-            for peer in self._peers
-        }
+        self._outboxes = {peer: self._outbox_to(peer, lambda: False) for peer in self._peers}
         #: chunks whose receives are to begin, front first, round by round
         self._awaited: deque[list[CommTask]] = deque()
         self._sequence = 0
@@ -129,12 +120,25 @@ class Exchange:
         ]
         for peer, outbox in self._outboxes.items():
             threads.append((f"bytesched-send-{peer}", outbox.run))
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
-            for name, run in threads
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for name, run in threads:
+            self._begin_thread(name, run)
+
+    def _begin_thread(self, name: str, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _outbox_to(self, peer: int, is_held: Callable[[], bool]) -> Outbox:
+        return Outbox(
+            self._lock,
+            is_over=lambda: self._over,
+            window=self._window,
+            begin=partial(self._send, peer),
+            end=partial(self._sent, peer),
+            is_held=is_held,
+            emptied=partial(self._emptied, peer),
+        )
 
     @property
     def traffic(self) -> Traffic:
@@ -330,6 +334,9 @@ class Exchange:
         """How many messages there may be under way with the next one, which is of ``phase``."""
         is_urgent = phase == _TO_OWNER or len(self._submitted) == len(self._plan.chunks)
         return _WINDOW if is_urgent else 1
+
+    def _emptied(self, peer: int) -> None:
+        """Nothing waits to be sent to ``peer`` any more. Under the lock."""
 
     def _sent(self, peer: int, work: Any, chunk: CommTask) -> None:
         """Waits until a message has left; if it was the last of a sum, its memory is free."""

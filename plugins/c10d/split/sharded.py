@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from bytesched.errors import SchedulerClosed
 from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.c10d.split.lanes import Lanes
+from bytesched.plugins.c10d.split.outbox import Outbox
 from bytesched.task import CommTask
 
 __all__ = ["ShardedExchange"]
@@ -45,7 +48,11 @@ class ShardedExchange(Exchange):
         #: of each foreign chunk, what comes rounded
         self._rounded: dict[int, deque[torch.Tensor]] = {}
         self._unspread = self._ungathered = 0
+        #: of each other rank, what is sent to it in phase two
+        self._lanes: dict[int, Lanes] = {}
         super().__init__(*rest, **named)
+        for peer, outbox in self._outboxes.items():
+            self._lanes[peer] = Lanes(outbox, partial(self._lane_to, peer))
 
     def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None = None) -> None:
         """The owners of ``chunks``, which are others, send them next; front first.
@@ -88,8 +95,22 @@ class ShardedExchange(Exchange):
         with self._changed:
             self._unspread += 1
             self._unsent[chunk.index] = len(self._peers)
-            for outbox in self._outboxes.values():
-                outbox.put(turn, chunk.index, chunk)
+            for lanes in self._lanes.values():
+                lanes.put(turn, chunk.index, chunk)
+
+    def _lane_to(self, peer: int, is_held: Callable[[], bool]) -> Outbox:
+        outbox = self._outbox_to(peer, is_held)
+        self._begin_thread(f"bytesched-spread-{peer}", outbox.run)
+        return outbox
+
+    def _emptied(self, peer: int) -> None:
+        if peer in self._lanes:
+            self._lanes[peer].let_go()
+
+    def _wake_all(self) -> None:
+        super()._wake_all()
+        for lanes in self._lanes.values():
+            lanes.wake()
 
     def _is_idle(self) -> bool:
         return super()._is_idle() and not self._unspread and not self._ungathered

@@ -70,6 +70,10 @@ import bytesched
     shard.cut_by_kind,
     shard.cut_and_clipped,
     shard.cut_and_tied,
+    shard.hooked_last,
+    shard.all_in_closures,
+    shard.asked_between_steps,
+    shard.dropped_before_backward,
     optimizers.two_steps_in_a_row,
     optimizers.step_every_other_backward,
     optimizers.step_skipped,
@@ -81,6 +85,11 @@ import bytesched
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True)
+
+
+@named(shard.hooked_last, shard.all_in_closures)
+def test_updates_that_do_not_cross(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script, False, shard=True, mode="backward")
 
 
 def test_state_is_held_by_owners_alone(two_ranks: Ranks) -> None:
