@@ -31,19 +31,23 @@ def owners_of(
 ) -> list[int | None]:
     """The owner of each tensor, from their bytes in forward order; None for those of ``without``.
 
-    Neighbours go together in runs of at least ``run_bytes``, so that chunks stay large. Runs are
-    dealt from the first to the last to the rank that has least: so what is still to be sent at any
-    time of a backward pass is even over the ranks, and above all at its end, where norms wait.
+    Neighbours go together in runs, so that chunks stay large: of ``run_bytes``, and of less in
+    front, where one owner's run would keep the others' links idle, see `large_ones`. Runs are dealt
+    from the first to the last to the rank that has least: so what is still to be sent at any time
+    of a backward pass is even over the ranks, and above all at its end, where norms wait.
     """
     owners: list[int | None] = [None] * len(nbytes)
     loads = [0] * ranks
     run: list[int] = []
-    for index in range(len(nbytes)):
+    before_bytes = 0
+    for index, n in enumerate(nbytes):
         if index not in without:
             run.append(index)
-        if index in without or sum(nbytes[i] for i in run) >= run_bytes:
+        enough_bytes = min(_hidden_bytes(before_bytes, ranks, run_bytes), run_bytes)
+        if index in without or sum(nbytes[i] for i in run) >= enough_bytes:
             _deal(run, nbytes, owners, loads)
             run = []
+        before_bytes += n
     _deal(run, nbytes, owners, loads)
     return owners
 
@@ -72,13 +76,26 @@ def late_ones(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
     return late
 
 
-def large_ones(nbytes: Sequence[int], run_bytes: int) -> set[int]:
-    """Those that every rank of many had better own a part of.
+def large_ones(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
+    """Those that every rank of many had better own a part of, from bytes in forward order.
 
-    An owner takes n - 1 messages for each chunk and sends as many, one after the other over its
-    link, while most of the others idle; with a part for each rank, all links carry the n-th part.
+    An owner takes n - 1 times a tensor's bytes over its link, and sends as many, where each rank of
+    those that own a part takes and sends the n-th of that. The time is hidden if the other links
+    carry as much meanwhile: of what backward computes after it and the forward pass needs before
+    it, which must be n times as large.
     """
-    return {index for index, n in enumerate(nbytes) if n >= run_bytes}
+    large = set()
+    before_bytes = 0
+    for index, n in enumerate(nbytes):
+        if n > _hidden_bytes(before_bytes, ranks, run_bytes):
+            large.add(index)
+        before_bytes += n
+    return large
+
+
+def _hidden_bytes(before_bytes: int, ranks: int, run_bytes: int) -> int:
+    """How much one rank may own where so much is in front of it; never less than half a run."""
+    return max(before_bytes // ranks, run_bytes // 2)
 
 
 def whole_owners_of(

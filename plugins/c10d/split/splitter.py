@@ -88,7 +88,11 @@ class ExchangeSplitter:
         """What no rank sums alone: positions in the plan."""
         if self._ranks <= EXACT_PARTS:
             return late_ones(nbytes, self._ranks, run_bytes)
-        return {at for at in large_ones(nbytes, run_bytes) if self._has_parts(plan.slots[at])}
+        return {
+            at
+            for at in large_ones(nbytes, self._ranks, run_bytes)
+            if self._has_parts(plan.slots[at])
+        }
 
     def _has_parts(self, slot: Slot) -> bool:
         return has_parts(slot.view.numel(), self._ranks)

@@ -44,7 +44,15 @@ def test_on_two_ranks_what_is_computed_last_and_needed_first_comes_too_late_to_o
 def test_only_what_is_as_large_as_a_chunk_comes_too_late(
     sizes: list[int], ranks: int, run: int
 ) -> None:
-    assert late_ones(sizes, ranks, run) <= large_ones(sizes, run)
+    assert all(sizes[index] >= run for index in late_ones(sizes, ranks, run))
+
+
+def test_what_has_too_little_in_front_of_it_is_large() -> None:
+    sizes = [8, 2, 30, 10, 10, 200]
+    assert large_ones(sizes, 4, 8) == {0, 2, 5}
+    # One rank's link carries 10 in the time in which 60 cross those of four ranks.
+    assert large_ones([60, 10, 20], 4, 8) == {0, 2}
+    assert large_ones([60, 10, 20], 8, 8) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("place", [0, 6])
@@ -58,18 +66,18 @@ def test_what_one_of_four_ranks_would_receive_too_late(place: int) -> None:
 def test_what_is_left_out_has_no_owner_and_the_rest_is_even(
     sizes: list[int], ranks: int, run: int
 ) -> None:
-    large = large_ones(sizes, run)
+    large = large_ones(sizes, ranks, run)
     owners = owners_of(sizes, ranks, run, large)
     assert {index for index, owner in enumerate(owners) if owner is None} == large
     owned = [(n, owner) for n, owner in zip(sizes, owners, strict=True) if owner is not None]
     loads = [sum(n for n, owner in owned if owner == rank) for rank in range(ranks)]
-    assert max(loads) - min(loads) <= 2 * run
+    assert max(loads) - min(loads) <= run + max((n for n, _ in owned), default=0)
 
 
-def test_small_neighbours_go_together_and_ranks_take_turns_from_the_front() -> None:
-    owners = owners_of([10] * 12, 2, 30)
+def test_small_neighbours_go_together_in_runs_that_grow_and_ranks_take_turns() -> None:
+    owners = owners_of([10] * 20, 2, 40)
     runs = [(owner, len(list(members))) for owner, members in groupby(owners)]
-    assert runs == [(0, 3), (1, 3), (0, 3), (1, 3)]
+    assert runs == [(0, 2), (1, 2), (0, 3), (1, 4), (0, 4), (1, 4), (0, 1)]
 
 
 @given(SIZES, st.integers(2, 8), st.integers(1, 20_000), st.integers(1, 3))
