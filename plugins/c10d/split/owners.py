@@ -43,7 +43,7 @@ def owners_of(
     for index, n in enumerate(nbytes):
         if index not in without:
             run.append(index)
-        enough_bytes = min(_hidden_bytes(before_bytes, ranks, run_bytes), run_bytes)
+        enough_bytes = _alone_bytes(before_bytes, ranks, run_bytes)
         if index in without or sum(nbytes[i] for i in run) >= enough_bytes:
             _deal(run, nbytes, owners, loads)
             run = []
@@ -80,22 +80,24 @@ def large_ones(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:
     """Those that every rank of many had better own a part of, from bytes in forward order.
 
     An owner takes n - 1 times a tensor's bytes over its link, and sends as many, where each rank of
-    those that own a part takes and sends the n-th of that. The time is hidden if the other links
-    carry as much meanwhile: of what backward computes after it and the forward pass needs before
-    it, which must be n times as large.
+    those that own a part takes and sends the n-th of that.
     """
     large = set()
     before_bytes = 0
     for index, n in enumerate(nbytes):
-        if n > _hidden_bytes(before_bytes, ranks, run_bytes):
+        if n >= _alone_bytes(before_bytes, ranks, run_bytes):
             large.add(index)
         before_bytes += n
     return large
 
 
-def _hidden_bytes(before_bytes: int, ranks: int, run_bytes: int) -> int:
-    """How much one rank may own where so much is in front of it; never less than half a run."""
-    return max(before_bytes // ranks, run_bytes // 2)
+def _alone_bytes(before_bytes: int, ranks: int, run_bytes: int) -> int:
+    """How much one rank may own in one piece where so much is in front of it: a run.
+
+    Less if the other links could not carry as much meanwhile, of what backward computes after it
+    and the forward pass needs before it; but never less than half a run.
+    """
+    return min(max(before_bytes // ranks, run_bytes // 2), run_bytes)
 
 
 def whole_owners_of(

@@ -47,12 +47,8 @@ def test_only_what_is_as_large_as_a_chunk_comes_too_late(
     assert all(sizes[index] >= run for index in late_ones(sizes, ranks, run))
 
 
-def test_what_has_too_little_in_front_of_it_is_large() -> None:
-    sizes = [8, 2, 30, 10, 10, 200]
-    assert large_ones(sizes, 4, 8) == {0, 2, 5}
-    # One rank's link carries 10 in the time in which 60 cross those of four ranks.
-    assert large_ones([60, 10, 20], 4, 8) == {0, 2}
-    assert large_ones([60, 10, 20], 8, 8) == {0, 1, 2}
+def test_what_has_little_in_front_of_it_is_large_with_half_a_run() -> None:
+    assert large_ones([5, 2, 5, 30, 5, 7, 8], 4, 8) == {0, 2, 3, 6}
 
 
 @pytest.mark.parametrize("place", [0, 6])
