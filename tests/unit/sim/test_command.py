@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny import TINY_TO_SEND
 
 from bytesched.sim import command, picture
 
@@ -104,8 +105,8 @@ def test_a_curve_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_picture_of_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(picture, "_MAP_RANKS", (2, 4))
-    file = tmp_path / "map.png"
-    assert (
-        command.main(f"--profile vgg --ranks 2 --systems ddp,bytesched --png {file}".split()) == 0
-    )
+    file, profile = tmp_path / "map.png", tmp_path / "tiny.json"
+    profile.write_text(json.dumps(TINY_TO_SEND))
+    arguments = f"--profile {profile} --ranks 2 --systems ddp,bytesched --png {file}"
+    assert command.main(arguments.split()) == 0
     assert file.read_bytes().startswith(b"\x89PNG")

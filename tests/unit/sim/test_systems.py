@@ -72,6 +72,6 @@ def test_given_sizes_are_kept_and_others_follow_the_links() -> None:
 @pytest.mark.parametrize("clip", [False, True])
 def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
     systems = parse_systems("ddp-best,fsdp2,split" if clip else "ddp,bytesched", SYSTEMS)
-    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1)
+    case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1, alike=2)
     for one in case.predictions():
         assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)
