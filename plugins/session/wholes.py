@@ -158,8 +158,11 @@ class Wholes:
         """The script or a step in its thread may change what is owned here of these."""
         with self._lock, torch.no_grad():
             for slot in slots:
-                if slot not in self._kept:
-                    self._kept[slot] = self._owned_sum(slot).clone(), self._made.get(slot, 0)
+                self._keep(slot)
+
+    def _keep(self, slot: Slot) -> None:
+        if slot not in self._kept:
+            self._kept[slot] = self._owned_sum(slot).clone(), self._made.get(slot, 0)
 
     def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
         """These elements of ``slot``, which are owned here, as they were summed."""
@@ -172,6 +175,8 @@ class Wholes:
         """Makes changes that were noted of an owned gradient, for a step."""
         if changes:
             with self._lock, torch.no_grad():
+                # A rank that asks for it may not have come to these.
+                self._keep(slot)
                 for change in changes:
                     change([self._owned_sum(slot)])
                 self._made[slot] = len(changes)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
+from bytesched.plugins.session.wholes import Wholes
 
 
 def entries_held() -> set[int]:
@@ -69,6 +72,36 @@ def read_when_its_owner_has_gone_on(job: Job) -> None:
             optimizer.step()
         job.barrier()
         optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
+def read_before_changes_that_others_have_made(job: Job) -> None:
+    """Rank 0 has scaled gradients and stepped when rank 1 reads them, which then scales them."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    changed, change = threading.Event(), Wholes.change
+
+    def change_and_tell(*args: Any) -> None:
+        change(*args)
+        changed.set()
+
+    def scale(step: int) -> None:
+        if job.rank == 1:
+            job.barrier()
+            job.record("before", [p.grad for p in model.parameters()])
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        if job.rank == 1:
+            job.record("after", [p.grad for p in model.parameters()])
+
+    def go_on(step: int) -> None:
+        if job.rank == 0:
+            assert not job.wrapped or changed.wait(60)
+            changed.clear()
+            job.barrier()
+
+    with mock.patch.object(Wholes, "change", change_and_tell):
+        train(job, model, optimizer, steps=4, before_step=scale, after_step=go_on)
     job.record_state(model, optimizer)
 
 

@@ -56,6 +56,7 @@ import bytesched
     optimizers.parameters_outside_the_model,
     shard.parameters_outside_the_optimizer,
     shard.read_when_its_owner_has_gone_on,
+    shard.read_before_changes_that_others_have_made,
     shard.brought_by_flush,
     shard.unwrapped_before_step,
     untaken.zeroed_in_place,
