@@ -27,6 +27,7 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (torch.any, ()),
     (torch.Tensor.all, ()),
 ]
+NAMES = [f"{call.__name__}{args}" for call, args in CALLS]
 
 
 def places(*parts: int) -> tuple[Places, list[Any]]:
@@ -45,7 +46,7 @@ def combined(call: Any, args: tuple[Any, ...], values: Tensor, cuts: list[int]) 
     return float(found.combined(numbers, rule_of(call, args, {}, len(parts)))[1])
 
 
-@pytest.mark.parametrize(("call", "args"), CALLS, ids=str)
+@pytest.mark.parametrize(("call", "args"), CALLS, ids=NAMES)
 @pytest.mark.parametrize("special", [0.0, float("nan"), INF])
 def test_of_many_parts_it_is_that_of_the_whole_tensor(
     call: Any, args: tuple[Any, ...], special: float
@@ -58,7 +59,7 @@ def test_of_many_parts_it_is_that_of_the_whole_tensor(
     )
 
 
-@pytest.mark.parametrize(("call", "args"), CALLS, ids=str)
+@pytest.mark.parametrize(("call", "args"), CALLS, ids=NAMES)
 def test_of_two_parts_it_has_the_bits_of_the_whole_tensor_or_is_measured_there(
     call: Any, args: tuple[Any, ...]
 ) -> None:
@@ -68,7 +69,9 @@ def test_of_two_parts_it_has_the_bits_of_the_whole_tensor_or_is_measured_there(
 
 
 @pytest.mark.parametrize(
-    ("call", "args"), [(torch.mean, ()), (torch.linalg.vector_norm, (3.0,)), (torch.norm, (1,))]
+    ("call", "args"),
+    [(torch.mean, ()), (torch.linalg.vector_norm, (3.0,)), (torch.norm, (1,))],
+    ids=["mean", "norm of 3", "norm of 1"],
 )
 def test_all_else_is_measured_of_the_whole_tensor(call: Any, args: tuple[Any, ...]) -> None:
     assert rule_of(call, args, {}, 4) is Rule.NONE
