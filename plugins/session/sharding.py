@@ -220,6 +220,8 @@ class Sharding:
     def close(self) -> None:
         """Ends what carries rounds, when no other rank needs anything of this one any more."""
         if self._progress.error is None:
+            # This rank asks no norm any more: one that does looks at whole gradients.
+            self._carrier.end_round()
             left = self._carrier.part(self._rounds, self._timeout_s)
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)

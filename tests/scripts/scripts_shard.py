@@ -125,6 +125,19 @@ def brought_by_flush(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def norms_asked_when_another_has_ended(job: Job) -> None:
+    """Rank 1 unwraps while rank 0, which logs norms, waits for its answer."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model, timeout_s=20.0)
+    train(job, model, optimizer, steps=2)
+    optimizer.zero_grad()
+    model(job.inputs(2)).square().mean().backward()
+    if job.rank == 0:
+        job.record("norms", [float(p.grad.norm()) for p in model.parameters()])
+    job.unwrap(optimizer)
+    job.record("gradients", [p.grad for p in model.parameters()])
+
+
 def unwrapped_before_step(job: Job) -> None:
     """The step that a plain optimizer takes is that of whole gradients."""
     model = job.ddp(mlp())

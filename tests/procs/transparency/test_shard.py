@@ -59,6 +59,7 @@ import bytesched
     shard.read_before_changes_that_others_have_made,
     shard.brought_by_flush,
     shard.unwrapped_before_step,
+    shard.norms_asked_when_another_has_ended,
     untaken.zeroed_in_place,
     untaken.scaled_by_each_rank,
     untaken.changed_and_flushed,
