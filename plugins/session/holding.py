@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -82,6 +83,8 @@ class Holding:
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
         self.ask: Ask
+        #: called before a wait for other ranks' steps
+        self.waits_for_ranks: Callable[[], None]
         self._histories: list[_History] = []
         self._handles: list[RemovableHandle] = []
         #: held while entries are read for another rank, and when a step begins to change them
@@ -244,6 +247,7 @@ class Holding:
         }
         question = self._histories.index(history), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
+        self.waits_for_ranks()
         found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
         found[self._rank] = self._entries(deferred)
         return {

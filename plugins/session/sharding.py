@@ -165,6 +165,9 @@ class Sharding:
         for slot in parts.plan.slots:
             slot.use_desk(self._carrier.desk)
         holding.ask = wholes.ask = self._ask
+        # A rank that asks for norms before its step gets no answer of one that waits for that step.
+        holding.waits_for_ranks = self._carrier.end_round
+        parts.synchronizing.waits_for_ranks = self._carrier.end_round
         parts.synchronizing.complete = wholes.complete
         parts.synchronizing.is_whole = wholes.is_whole
         self.spreading = Spreading(

@@ -32,6 +32,8 @@ class Synchronizing:
         self._meter = meter
         #: called with the bundles that the forward pass has come to, while iterations are recorded
         self.passed: Callable[[Sequence[Bundle]], None] | None = None
+        #: called before a wait for what other ranks' steps send
+        self.waits_for_ranks: Callable[[], None] = lambda: None
         #: makes what has arrived of a gradient all of it, where ranks own gradients
         self.complete: Callable[[Slot], None] | None = None
         #: whether that was done
@@ -65,6 +67,8 @@ class Synchronizing:
     def _wait_applied(self, bundle: Bundle, by: str) -> None:
         if not bundle.armed:
             return
+        if bundle.coming:
+            self.waits_for_ranks()
         began_ns = perf_counter_ns()
         with waiting(), span("bytesched::wait"):
             self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")

@@ -222,6 +222,27 @@ def asked_between_steps(job: Job) -> None:
     job.record_state(model, one, other)
 
 
+def norm_of_one_before_its_step(job: Job, crosses: bool = True) -> None:
+    """Rank 1 asks for a norm alone, and rank 0 for what rank 1 has to update after that."""
+    model = job.ddp(uneven())
+    front, *rest = model.module
+    one = job.wrap(adamw(front), model, cross_barrier=crosses)
+    parameters = [p for part in rest for p in part.parameters()]
+    other = job.wrap(torch.optim.SGD(parameters, lr=0.1), model, cross_barrier=crosses)
+    for step in range(4):
+        model.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        if job.rank == 1:
+            job.record("norm", front.weight.grad.norm())
+        one.step()
+        if job.rank == 0 and step % 2:
+            job.record("weight", front.weight)
+        elif job.rank == 0:
+            job.record("state", one.state_dict())
+        other.step()
+    job.record_state(model, one, other)
+
+
 def dropped_before_backward(job: Job) -> None:
     """Other optimizers take the place of one that was wrapped and let go of."""
     model = job.ddp(mlp())

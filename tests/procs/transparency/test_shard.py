@@ -75,6 +75,7 @@ import bytesched
     shard.hooked_last,
     shard.all_in_closures,
     shard.asked_between_steps,
+    shard.norm_of_one_before_its_step,
     shard.dropped_before_backward,
     optimizers.two_steps_in_a_row,
     optimizers.step_every_other_backward,
@@ -89,7 +90,7 @@ def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True)
 
 
-@named(shard.hooked_last, shard.all_in_closures)
+@named(shard.hooked_last, shard.all_in_closures, shard.norm_of_one_before_its_step)
 def test_updates_that_do_not_cross(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, False, shard=True, mode="backward")
 
