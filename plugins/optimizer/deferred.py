@@ -65,6 +65,8 @@ class Deferred:
         self._synchronize = synchronize
         #: parameter by its alias
         self._real: dict[nn.Parameter, nn.Parameter] = {}
+        self._ids: set[int] = set()
+        self.parameter_ids()
         own: Any = type(optimizer).step
         #: of the ``step()`` around that of ``kind``, if there is one
         self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
@@ -123,8 +125,13 @@ class Deferred:
         return sys._getframe(3).f_code is not self._outer_code
 
     def parameter_ids(self) -> set[int]:
-        """The ids of all its parameters."""
-        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        """The ids of all its parameters; of one that is gone, as they were when last asked for.
+
+        When it goes is the collector's choice, and differs between ranks.
+        """
+        if self.is_alive:
+            self._ids = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return self._ids
 
     def know(self, slot: Aliased) -> None:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""

@@ -30,7 +30,7 @@ def disown_gradients(plan: Plan, give_back: Callable[[Slot], None]) -> None:
     """Gradients are ordinary ones; those that were not reduced raise PluginError when read."""
     for slot in plan.slots:
         if slot.bundle.sending or slot.bundle.coming:
-            withhold(slot, partial(_refuse, f"{slot.name}.grad"))
+            withhold(slot, partial(_refuse, f"{slot.name}.grad"), in_child=True)
         else:
             slot.change()
             give_back(slot)

@@ -51,17 +51,25 @@ def give_back(slot: Slot) -> None:
     free(slot.lazy)
 
 
-def withhold(slot: Slot, refuse: Callable[[], None]) -> None:
+def withhold(slot: Slot, refuse: Callable[[], None], *, in_child: bool = False) -> None:
     """The values of ``slot``'s gradient are not here and never will be: reads call ``refuse``.
 
     It can be zeroed still.
+
+    Args:
+        in_child: in a forked child, which has no devices, and no threads for kernels.
     """
     if not lies_over(slot.lazy, slot.view):
         # Of the script's own making.
         give_back(slot)
         return
-    if is_known(slot) and slot.view.device.type == "cpu":
-        # What reads it from C++ cannot be refused. (A forked child has no other devices.)
+    if in_child:
+        # No kernel over its memory: the threads that share it out are the parent's, and so are the
+        # pages.
+        with torch._C.DisableTorchFunctionSubclass():
+            slot.lazy.data = torch.full((), torch.nan, dtype=slot.view.dtype).expand_as(slot.view)
+    elif is_known(slot) and slot.view.device.type == "cpu":
+        # What reads it from C++ cannot be refused.
         slot.view.fill_(torch.nan)
     free(slot.lazy)
     slot.lazy.synchronize, slot.lazy.is_taken = refuse, _true

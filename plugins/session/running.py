@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,7 +241,7 @@ class Running:
 
     def disown(self) -> None:
         disown_updates(self.plan)
-        disown_gradients(self.plan, self._give_back)
+        disown_gradients(self.plan, partial(self._give_back, in_child=True))
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
@@ -254,8 +255,8 @@ class Running:
                     release(slot.parameter)
                 self._give_back(slot)
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: Slot, *, in_child: bool = False) -> None:
         if self._sharding is None:
             give_back(slot)
         else:
-            self._sharding.give_back(slot)
+            self._sharding.give_back(slot, in_child=in_child)

@@ -199,9 +199,9 @@ class Sharding:
         """The gradient that the script has kept has memory of its own now."""
         self._wholes.withhold(slot)
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """See `Wholes.give_back`."""
-        self._wholes.give_back(slot)
+        self._wholes.give_back(slot, in_child=in_child)
 
     def bring(self) -> None:
         """See `Wholes.bring`."""

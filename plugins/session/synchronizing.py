@@ -102,6 +102,8 @@ class Synchronizing:
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
         if self._progress.outstanding:
+            if any(bundle.coming for bundle in self._plan.bundles):
+                self.waits_for_ranks()
             began_ns = perf_counter_ns()
             self._progress.wait(lambda: not self._progress.outstanding, "all gradients")
             self._meter.waited("step", began_ns, None)

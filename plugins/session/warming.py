@@ -202,22 +202,17 @@ class WarmingUp:
         numbers = {
             key: number
             for number, deferred in enumerate(self._deferred)
-            if deferred.is_alive
             for key in deferred.parameter_ids()
         }
         return [numbers.get(id(slot.parameter), -1) for slot in plan.slots]
 
     def _may_cut(self, plan: Plan) -> list[bool]:
         """Whether any part of each parameter can be updated alone."""
-        keys = {
-            key
-            for deferred in self._deferred
-            if deferred.is_alive and is_elementwise(deferred.kind)
-            for key in deferred.parameter_ids()
-        }
         return [
-            id(slot.parameter) in keys and slot.parameter.stride() == slot.view.stride()
-            for slot in plan.slots
+            number >= 0
+            and is_elementwise(self._deferred[number].kind)
+            and slot.parameter.stride() == slot.view.stride()
+            for slot, number in zip(plan.slots, self._kinds(plan), strict=True)
         ]
 
     def wait_reduced(self) -> None:

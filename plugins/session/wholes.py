@@ -126,12 +126,12 @@ class Wholes:
         if slot.gone:
             slot.lazy.synchronize = self._refusal(slot)
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """The gradient of ``slot`` is an ordinary tensor, or one that raises, for good."""
         if not slot.gone and (slot in self._whole or not self.ownerships.foreign(slot)):
             give_back(slot)
         else:
-            withhold(slot, self._refusal(slot))
+            withhold(slot, self._refusal(slot), in_child=in_child)
 
     def bring(self) -> None:
         """What the script has of gradients that no step has taken is whole, with its changes."""

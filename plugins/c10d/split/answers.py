@@ -131,8 +131,9 @@ class Answers:
                 for rank in found
             }
             return any(
-                self._ended.get(peer, 0) >= self._round
-                or answered.get(peer, signature) != signature
+                answered[peer] != signature
+                if peer in answered
+                else self._ended.get(peer, 0) >= self._round
                 for peer in self._peers
             )
 

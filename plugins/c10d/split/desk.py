@@ -203,8 +203,6 @@ class Desk:
         self._questions += 1
         if number >= _MOST_QUESTIONS:
             return None
-        if rule is Rule.NONE and self._cut and self._assembled is None:
-            return None
         # What was read whole may have been changed out of sight.
         read = [
             index

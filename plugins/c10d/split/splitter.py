@@ -61,11 +61,10 @@ class ExchangeSplitter:
     def cut(self, plan: Plan, partition_bytes: int) -> None:
         partition_bytes = self._chunk_bytes(partition_bytes)
         nbytes = [slot.view.nbytes for slot in plan.slots]
-        by_all = self._by_all(plan, nbytes, partition_bytes)
-        owners = owners_of(nbytes, self._ranks, partition_bytes, by_all)
-        # A norm has the bits of plain training if it is taken of the whole tensor.
-        in_parts = by_all if self._ranks > EXACT_PARTS else set()
-        self._cut(plan, partition_bytes, owners, in_parts)
+        late = late_ones(nbytes, self._ranks, partition_bytes)
+        owners = owners_of(nbytes, self._ranks, partition_bytes, late)
+        # No parts: whoever takes a norm, of all ranks or of one that asks alone, has the same bits.
+        self._cut(plan, partition_bytes, owners, ())
 
     def cut_for_owners(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]

@@ -93,9 +93,7 @@ def test_norms_of_three_ranks(three_ranks: Ranks, kind: float) -> None:
     split.two_optimizers,
     gradients.clip_value,
 )
-def test_of_three_ranks_each_sums_its_parts(
-    three_ranks: Ranks, script: Callable[..., None]
-) -> None:
+def test_script_of_three_ranks(three_ranks: Ranks, script: Callable[..., None]) -> None:
     check_split(three_ranks, script, rtol=1e-5)
 
 
