@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bytesched.errors import PluginError
 from bytesched.plugins.layout.memory import is_laid_out_as
+from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.session.lazy import withhold
 from bytesched.testing import Loopback
 
 
@@ -54,3 +57,20 @@ def test_converted_to_channels_last(
     assert all(map(torch.equal, plain, ours))
     # A stride means nothing where there is one element.
     assert all(map(is_laid_out_as, plain, ours))
+
+
+def test_in_a_forked_child_no_memory_of_a_withheld_gradient_is_touched() -> None:
+    slot = Slot("p", nn.Parameter(torch.zeros(3, 4)))
+    slot.view = torch.ones(3, 4)
+
+    def refuse() -> None:
+        raise PluginError("not here")
+
+    slot.make_lazy(refuse)
+    slot.parameter.grad = slot.lazy
+    withhold(slot, refuse, in_child=True)
+    assert torch.equal(slot.view, torch.ones(3, 4))
+    with pytest.raises(PluginError, match="not here"):
+        slot.lazy.sum()
+    slot.lazy.zero_()
+    assert torch.equal(slot.lazy, torch.zeros(3, 4))
