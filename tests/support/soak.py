@@ -115,7 +115,9 @@ class Soak:
             for what, numbers in (("threads", threads), ("descriptors", descriptors)):
                 if numbers[-1] > numbers[0]:
                     found.append(f"rank {rank}: {what} {numbers[0]} -> {numbers[-1]}")
-            growth = resident[-1] - resident[len(resident) // 4]
+            # It goes up and down with what a turn happened to draw.
+            quarter = max(1, len(resident) // 4)
+            growth = min(resident[-quarter:]) - max(resident[: 2 * quarter])
             if growth > _GROWTH_KIB:
                 found.append(f"rank {rank}: {growth} KiB more")
         return found
