@@ -28,7 +28,6 @@ from bytesched.plugins.c10d.split.requests import Requests
 from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
-from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
@@ -72,29 +71,18 @@ class ExchangeSplitter:
         partition_bytes = self._chunk_bytes(partition_bytes)
         nbytes = [slot.view.nbytes for slot in plan.slots]
         may_cut = [
-            may and self._has_parts(slot) for may, slot in zip(may_cut, plan.slots, strict=True)
+            may and has_parts(slot.view.numel(), self._ranks)
+            for may, slot in zip(may_cut, plan.slots, strict=True)
         ]
-        cut = {at for at in self._by_all(plan, nbytes, partition_bytes) if may_cut[at]}
+        unfit = late_ones if self._ranks <= EXACT_PARTS else large_ones
+        cut = {at for at in unfit(nbytes, self._ranks, partition_bytes) if may_cut[at]}
         owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes, cut)
-        in_parts = {position for position, owner in enumerate(owners) if owner is None}
+        in_parts = [position for position, owner in enumerate(owners) if owner is None]
         self._cut(plan, partition_bytes, owners, in_parts, kinds)
 
     def _chunk_bytes(self, partition_bytes: int) -> int:
         """What its owner's link carries in the time that an all-reduce of a partition takes."""
         return max(1, 2 * partition_bytes // self._ranks)
-
-    def _by_all(self, plan: Plan, nbytes: Sequence[int], run_bytes: int) -> set[int]:
-        """What no rank sums alone: positions in the plan."""
-        if self._ranks <= EXACT_PARTS:
-            return late_ones(nbytes, self._ranks, run_bytes)
-        return {
-            at
-            for at in large_ones(nbytes, self._ranks, run_bytes)
-            if self._has_parts(plan.slots[at])
-        }
-
-    def _has_parts(self, slot: Slot) -> bool:
-        return has_parts(slot.view.numel(), self._ranks)
 
     def _cut(
         self,
