@@ -193,7 +193,9 @@ def _climate(options: argparse.Namespace) -> Climate:
     climate = Climate(jitter=options.jitter)
     if options.straggler:
         rank, late = options.straggler
-        fewest = AXES["ranks"].points[0] if options.curve == "ranks" else options.ranks[0]
+        # A map is drawn over all ranks, too.
+        over_ranks = options.curve == "ranks" or (options.png and not options.curve)
+        fewest = AXES["ranks"].points[0] if over_ranks else options.ranks[0]
         if rank >= fewest:
             raise ConfigError(f"--straggler {rank}: there is no such rank among {fewest:g}")
         climate = replace(climate, straggler=rank, late=1 + late)
