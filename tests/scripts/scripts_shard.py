@@ -203,13 +203,18 @@ def all_in_closures(job: Job, crosses: bool = True) -> None:
     job.record_state(model, optimizer)
 
 
-def asked_between_steps(job: Job) -> None:
-    """Of two optimizers, rank 1 reads what one has updated before it steps the other."""
+def front_and_rest(job: Job, **fields: Any) -> tuple[Any, Any, Any, Any]:
+    """A model, its first layer, and an optimizer for that and one for the rest."""
     model = job.ddp(uneven())
     front, *rest = model.module
-    one = job.wrap(adamw(front), model)
+    one = job.wrap(adamw(front), model, **fields)
     parameters = [p for part in rest for p in part.parameters()]
-    other = job.wrap(torch.optim.SGD(parameters, lr=0.1), model)
+    return model, front, one, job.wrap(torch.optim.SGD(parameters, lr=0.1), model, **fields)
+
+
+def asked_between_steps(job: Job) -> None:
+    """Of two optimizers, rank 1 reads what one has updated before it steps the other."""
+    model, front, one, other = front_and_rest(job)
     for step in range(STEPS):
         model.zero_grad()
         model(job.inputs(step)).square().mean().backward()
@@ -224,11 +229,7 @@ def asked_between_steps(job: Job) -> None:
 
 def norm_of_one_before_its_step(job: Job, crosses: bool = True) -> None:
     """Rank 1 asks for a norm alone, and rank 0 for what rank 1 has to update after that."""
-    model = job.ddp(uneven())
-    front, *rest = model.module
-    one = job.wrap(adamw(front), model, cross_barrier=crosses)
-    parameters = [p for part in rest for p in part.parameters()]
-    other = job.wrap(torch.optim.SGD(parameters, lr=0.1), model, cross_barrier=crosses)
+    model, front, one, other = front_and_rest(job, cross_barrier=crosses)
     for step in range(4):
         model.zero_grad()
         model(job.inputs(step)).square().mean().backward()
