@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bytesched.table import aligned
+from bytesched.values import parse_flag
 
 
 def add_figures(result: dict[str, Any]) -> None:
@@ -35,6 +36,8 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
         "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
+    if _is_sharded(name):
+        figures["to_sharded_optimum"] = median / compute["sharded_optimum_ms"]
     for key in ("peak_bytes", "state_bytes"):
         if all(key in turn for turn in systems[name]["rounds"]):
             figures[key] = statistics.median(turn[key] for turn in systems[name]["rounds"])
@@ -69,6 +72,11 @@ def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
         plain, best = "horovod", min(rivals, key=lambda other: _median(systems[other]), default="")
     return plain if plain in systems else "", best if best in systems else ""
+
+
+def _is_sharded(name: str) -> bool:
+    options = (pair.partition("=") for pair in name.partition(":")[2].split("+"))
+    return any(option == "shard" and parse_flag(value) for option, _, value in options)
 
 
 def _uses_horovod(name: str) -> bool:
@@ -237,8 +245,14 @@ def _own(system: dict[str, Any]) -> str:
         f"mode {stats['mode']}, order {stats['order']}{levels}, partition "
         f"{stats['partition_bytes'] / 1e6:.2f} MB, credit {stats['credit_bytes'] / 1e6:.2f} MB, "
         f"barrier crossed by {stats['barrier_crossed_pct']:.0f}% of the bytes, waited for "
-        f"communication {stats['exposed_comm_ms']:.1f} ms per step"
+        f"communication {stats['exposed_comm_ms']:.1f} ms per step{_to_sharded(system)}"
     )
+
+
+def _to_sharded(system: dict[str, Any]) -> str:
+    """How a system whose parameters leave after ``step()`` compares with the best of those."""
+    found = system["figures"].get("to_sharded_optimum")
+    return f", {found:.3f} x T* of a sharded update" if found is not None else ""
 
 
 def _row(name: str, system: dict[str, Any]) -> list[str]:

@@ -120,6 +120,25 @@ def split_optimum_s(work: Sequence[Gradient], compute_s: float, bytes_per_s: flo
     return optimum_s(halves, compute_s, bytes_per_s)
 
 
+def sharded_optimum_s(
+    work: Sequence[Gradient], compute_s: float, bytes_per_s: float, *, is_clipped: bool
+) -> float:
+    """As `optimum_s`, where owners update: parameters take the place of the sums of an all-gather.
+
+    They cannot leave before ``step()`` is called, after all of backward, and with a norm of all
+    gradients not before the last reduce-scatter has ended. So of the two jobs of every gradient in
+    `split_optimum_s` the second is released then. Its link carries half of an all-reduce behind
+    backward, whatever crossed before.
+    """
+    halves = [Gradient(one.release_s, one.tail_s, one.nbytes / 2) for one in work]
+    step_s = max((one.release_s for one in work), default=0.0)
+    if is_clipped:
+        _check_bandwidth(bytes_per_s)
+        step_s = max([step_s, *_jackson(halves, bytes_per_s)])
+    rest = [Gradient(step_s, one.tail_s, one.nbytes / 2) for one in work]
+    return optimum_s([*halves, *rest], compute_s, bytes_per_s)
+
+
 def _longest_tail_s(work: Sequence[Gradient]) -> float:
     return max((one.tail_s for one in work), default=0.0)
 

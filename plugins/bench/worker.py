@@ -20,7 +20,7 @@ from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
-from bytesched.link.bound import gradients, optimum_s, split_optimum_s
+from bytesched.link.bound import gradients, optimum_s, sharded_optimum_s, split_optimum_s
 from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
@@ -208,12 +208,16 @@ class Bench:
         )
         bound_s = split_optimum_s if self.spec.clip else optimum_s
         best_s = bound_s(work, compute_s, self.link.bytes_per_s)
+        sharded_s = sharded_optimum_s(
+            work, compute_s, self.link.bytes_per_s, is_clipped=bool(self.spec.clip)
+        )
         self.compute_samples.append(
             {
                 "compute_ms": self.mean(1e3 * compute_s),
                 "compute_alone_ms": self.mean(1e3 * alone.compute_s),
                 "update_ms": self.mean(1e3 * update_s),
                 "optimum_ms": self.mean(1e3 * best_s),
+                "sharded_optimum_ms": self.mean(1e3 * sharded_s),
             }
         )
 

@@ -141,6 +141,20 @@ class Plan:
         owner = self.owner(slot)
         return [] if owner is None else [Share(owner, 0, whole)]
 
+    def measurer(self, slot: Slot) -> int | None:
+        """Of several ranks that own a part of ``slot``, the one that measures all of it; by turns.
+
+        None if there are not several.
+        """
+        shares = self.shares(slot)
+        return shares[self._position[slot] % len(shares)].rank if len(shares) > 1 else None
+
+    def measurer_of(self, chunk: CommTask) -> int | None:
+        """The rank that measures a tensor in ``chunk``, if that is not the owner of the chunk."""
+        owner = self.owners[chunk.index]
+        ranks = (self.measurer(slice_.slot) for slice_ in self.slices[chunk.index])
+        return next((rank for rank in ranks if rank not in (None, owner)), None)
+
     def _owner_at(self, slice_: Slice) -> int | None:
         shares = self.shares(slice_.slot)
         return next((s.rank for s in shares if s.start_at <= slice_.start_at < s.stop_at), None)

@@ -19,6 +19,7 @@ from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import packed_error, unpacked
+from bytesched.plugins.session.ballot import Ballot
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
@@ -40,6 +41,7 @@ __all__ = ["Listener", "ShardedCarrier", "ShardedSplitter", "Sharding"]
 log = logging.getLogger("bytesched")
 
 _ENTRY: Final = "to shard the update"
+_VOTE: Final = "who sends sums to whom"
 
 
 class Listener(Protocol):
@@ -69,6 +71,16 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
 
     def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
         """What another rank answers. Not in the user's thread: it cannot be interrupted."""
+
+    @property
+    def may_tell(self) -> bool:
+        """Whether any rank measures what others own; the same on all ranks."""
+
+    def tell_measurers(self, tells: bool) -> None:
+        """Whether owners send their sums to who measures them, in rounds from the next one on."""
+
+    def was_measured_whole(self) -> bool:
+        """Whether that would have saved a question, since the last call."""
 
     def part(self, rounds: int, limit_s: float) -> list[int]:
         """Says that no more rounds follow, and waits until all other ranks have said so.
@@ -173,6 +185,7 @@ class Sharding:
         self.spreading = Spreading(
             parts.plan, context.progress, self.ownerships, self._carrier, updater
         )
+        self._ballot = Ballot(context, _VOTE, here.device)
         self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes)
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
@@ -182,12 +195,17 @@ class Sharding:
         self._wholes.check()
         self._rounds += 1
         self._complain_of_ended()
+        if (tells := self._ballot.outcome()) is not None:
+            self._carrier.tell_measurers(tells)
         return self._carrier
 
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing of it is on the wire."""
         self._wholes.begin_round()
         self._carrier.begin_round()
+        # The first round asked nobody.
+        if self._carrier.may_tell and self._rounds > 2 and Ballot.is_due(self._rounds - 1):
+            self._ballot.cast(yes=self._carrier.was_measured_whole())
 
     def complete_kept(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory will be used anew."""
@@ -229,6 +247,7 @@ class Sharding:
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)
         self._holding.close()
+        self._ballot.close()
         self._carrier.close()
 
     def restore(self) -> None:

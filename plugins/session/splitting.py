@@ -4,8 +4,7 @@ that splits."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.pending import Desk
+from bytesched.plugins.session.ballot import Ballot
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.expressions import Asked, derived, slots_in
@@ -27,9 +27,6 @@ from bytesched.tunable import Setting
 __all__ = ["SplitCarrier", "Splitter", "Splitting"]
 
 log = logging.getLogger("bytesched")
-
-#: The ranks vote in rounds 1, 2, 4, 8, ..., and from here on at equal distances.
-_VOTES_EVERY: Final = 256
 
 _VOTE: Final = "split or whole"
 _ENTRY: Final = "to split all-reduces"
@@ -122,8 +119,7 @@ class Splitting:
         self._asked = Asked(parts.plan.slots)
         #: the backward pass of this round has not ended
         self._is_backward = False
-        #: a vote under way: its sum, and the work
-        self._vote: tuple[torch.Tensor, Any] | None = None
+        self._ballot = Ballot(context, _VOTE, self._device)
         self._use_desk(self._watch)
 
     def carrier(self) -> Carrier:
@@ -138,13 +134,8 @@ class Splitting:
         if self._mode == "on":
             if not is_split:
                 self._change(wanted=True)
-        elif self._vote is not None:
-            # Every rank cast its own before it reduced the last round.
-            votes, work = self._vote
-            self._vote = None
-            with self._failing():
-                self._context.backend.wait(work, task=_VOTE)
-            self._change(wanted=int(votes) == self._context.backend.size)
+        elif (wanted := self._ballot.outcome()) is not None:
+            self._change(wanted=wanted)
         return self._parts.carrier if self._split is None else self._split
 
     def begin_round(self) -> None:
@@ -153,10 +144,8 @@ class Splitting:
         self._is_backward = True
         if self._split is not None:
             self._split.begin_round()
-        if self._mode == "auto" and _is_due(self._rounds):
-            votes = torch.tensor([int(self._was_asked_before)], device=self._device)
-            with self._failing():
-                self._vote = votes, self._context.backend.sum(votes, _VOTE)
+        if self._mode == "auto" and Ballot.is_due(self._rounds):
+            self._ballot.cast(yes=self._was_asked_before)
             self._was_asked_before = False
 
     def backward_ends(self) -> None:
@@ -177,8 +166,7 @@ class Splitting:
 
     def close(self) -> None:
         """Ends what carries split rounds."""
-        # What is under way holds the connections.
-        self._vote = None
+        self._ballot.close()
         if self._split is not None:
             self._split.close()
 
@@ -188,19 +176,14 @@ class Splitting:
         self._parts.synchronizing.wait_reduced()
         self._parts.synchronizing.synchronize_all()
         if self._split is None:
-            with self._failing():
+            try:
                 self._split = self._entered()
+            except BaseException as error:
+                # The other ranks learn of it, as they take part in it.
+                self._context.progress.fail(error)
+                raise
         else:
             self._leave(self._split)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """The other ranks learn of what is raised inside, as they take part in it."""
-        try:
-            yield
-        except BaseException as error:
-            self._context.progress.fail(error)
-            raise
 
     def _entered(self) -> SplitCarrier:
         parts, context = self._parts, self._context
@@ -256,7 +239,3 @@ class Splitting:
             self._asked.add(slots_in(args))
             return NotImplemented
         return derived(func, args, kwargs)
-
-
-def _is_due(rounds: int) -> bool:
-    return rounds % _VOTES_EVERY == 0 or (rounds < _VOTES_EVERY and rounds & (rounds - 1) == 0)

@@ -441,6 +441,46 @@ def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
     job.record_state(model, optimizer)
 
 
+def sums_asked_for() -> list[int]:
+    """How often, in each step of `cut_and_clipped`, this rank asks another one for its sums."""
+    asked: list[int] = []
+    counts = [0]
+    assembled = Wholes.assembled
+
+    def count(*args: Any) -> Any:
+        counts[0] += 1
+        return assembled(*args)
+
+    def clip(step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        asked.append(counts[0])
+        counts[0] = 0
+
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job), mock.patch.object(Wholes, "assembled", count):
+        model = job.ddp(uneven())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, before_step=clip)
+    return asked
+
+
+def cut_and_asked_now_and_then(job: Job) -> None:
+    """Norms of a tensor that has several owners, in turn by all ranks, by one, and by none."""
+    model = job.ddp(uneven())
+    optimizer = job.wrap(adamw(model), model)
+
+    def clip(step: int) -> None:
+        if step < 6 or (step % 4 == 3 and job.rank == 1):
+            job.record(f"norm {step}", [p.grad.norm() for p in model.parameters()])
+        if step % 4 == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if step % 5 == 2 and job.rank == 0:
+            job.record(f"sum {step}", [p.grad.sum() for p in model.parameters()])
+
+    train(job, model, optimizer, steps=20, before_step=clip)
+    job.record_state(model, optimizer)
+
+
 class Tied(nn.Module):
     """One large tensor is used at both ends; a layer is frozen, one is used now and then."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from bytesched.plugins.c10d.split.questions import (
     question_of,
 )
 from bytesched.plugins.layout.packing import elements
-from bytesched.plugins.layout.plan import Plan, Share
+from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.expressions import Asked, Expression, derived, expression_of
 from bytesched.plugins.session.meter import Meter
@@ -70,11 +70,15 @@ class Desk:
         *,
         is_whole: Callable[[], bool],
         assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
+        are_sums_told: Callable[[], bool],
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
         self._assembled = assembled
+        self._are_sums_told = are_sums_told
+        #: something was asked that needed all of a tensor that has several owners
+        self.measured_whole = False
         #: with what ranks own of each
         self._cut = {s: shares for s in plan.slots if len(shares := plan.shares(s)) > 1}
         self._most_parts = max(map(len, self._cut.values()), default=0)
@@ -214,8 +218,7 @@ class Desk:
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
         own = torch.zeros(self._places.count, dtype=torch.float64, device="cpu")
         mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
-        at = [self._places.of(slot) for slot in mine]
-        self._measure(own, at, [slot.changed() for slot in mine], measure)
+        self._measure(own, self._at(mine), [slot.changed() for slot in mine], measure)
         self._measure_cut(own, measure, rule)
         self._answers.give(number, signature, own)
         total: torch.Tensor | None = None
@@ -264,11 +267,13 @@ class Desk:
     ) -> None:
         """Tensors of several owners: each measures its part, or one of them the whole."""
         if rule is Rule.NONE:
-            mine = [s for s, shares in self._cut.items() if self._measurer(s, shares) == self._rank]
-            if mine:
+            self.measured_whole = self.measured_whole or bool(self._cut)
+            mine = [slot for slot in self._cut if self._plan.measurer(slot) == self._rank]
+            here = [slot for slot in mine if self._are_sums_told() and not _is_read(slot)]
+            self._measure(into, self._at(here), [slot.changed() for slot in here], measure)
+            if others := [slot for slot in mine if slot not in here]:
                 assert self._assembled is not None
-                at = [self._places.of(slot) for slot in mine]
-                self._measure(into, at, self._assembled(mine), measure)
+                self._measure(into, self._at(others), self._assembled(others), measure)
             return
         at, gradients = [], []
         for slot, shares in self._cut.items():
@@ -282,8 +287,8 @@ class Desk:
                     gradients.append(part)
         self._measure(into, at, gradients, measure)
 
-    def _measurer(self, slot: Slot, shares: Sequence[Share]) -> int:
-        return shares[self._index[slot] % len(shares)].rank
+    def _at(self, slots: Iterable[Slot]) -> list[int]:
+        return [self._places.of(slot) for slot in slots]
 
     # -- changes -----------------------------------------------------------------------
 
@@ -360,3 +365,8 @@ class Desk:
                 return None
             found.append(expression)
         return found
+
+
+def _is_read(slot: Slot) -> bool:
+    """Whether something else than what was summed may be in the memory of the gradient."""
+    return slot.is_read or slot.taken or slot.gone

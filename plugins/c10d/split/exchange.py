@@ -20,7 +20,7 @@ from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.c10d.split.gathers import Gathers
+from bytesched.plugins.c10d.split.gathers import Gather, Gathers
 from bytesched.plugins.c10d.split.outbox import Outbox
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
@@ -28,14 +28,14 @@ from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.task import CommTask
 
-__all__ = ["Exchange"]
+__all__ = ["FROM_OWNER", "TO_MEASURER", "TO_OWNER", "Exchange"]
 
 #: messages to one rank that are under way: one on the wire, one that follows it. One of phase two
 #: is alone while backward computes: what is to be summed must not wait for more than one.
 _WINDOW: Final = 2
 
-_TO_OWNER: Final = 0
-_FROM_OWNER: Final = 1
+#: what messages have: gradients, sums on their way to all ranks, and to one that measures them
+TO_OWNER, FROM_OWNER, TO_MEASURER = range(3)
 
 
 class Exchange:
@@ -111,7 +111,6 @@ class Exchange:
             is_over=lambda: self._over,
             has_begun=lambda: bool(self._awaited),
             receive=self._receive_foreign,
-            arrived=self._arrived,
         )
         threads: list[tuple[str, Callable[[], None]]] = [
             ("bytesched-sums", self._sum_owned),
@@ -146,7 +145,7 @@ class Exchange:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sums of this round that this rank owns are in the arena."""
+        """Whether the sums of this round that this rank measures are in the arena."""
         return self._unsummed == 0
 
     def lost(self) -> BaseException | None:
@@ -161,7 +160,7 @@ class Exchange:
                 raise SchedulerClosed(f"{chunk!r} was submitted after close")
             if not self._submitted:
                 self._round += 1
-                self._unsummed = len(self._owned)
+                self._unsummed = self._sums_here()
                 self._left = len(self._plan.chunks)
                 self._busy_since_ns = now_ns
                 self._changed.notify_all()
@@ -175,7 +174,7 @@ class Exchange:
                 self._to_sum.append(chunk)
                 self._changed.notify_all()
             else:
-                self._outboxes[owner].put(_TO_OWNER, self._next(), chunk)
+                self._outboxes[owner].put(TO_OWNER, self._next(), chunk)
         if self._observers:
             self._observers.on_flow("s", chunk.index, "backward", now_ns)
 
@@ -242,7 +241,7 @@ class Exchange:
         number = 0
         while self._begun(number := number + 1):
             works = {
-                key: self._receive(memory, key[1], key[0], _TO_OWNER)
+                key: self._receive(memory, key[1], key[0], TO_OWNER)
                 for key, memory in self._incoming.items()
             }
             for _ in self._owned:
@@ -274,12 +273,12 @@ class Exchange:
         self._packer.receive(chunk)
 
     def _summed(self, chunk: CommTask) -> None:
-        first = _TO_OWNER if chunk.index in self._plan.shared else _FROM_OWNER
+        first = TO_OWNER if chunk.index in self._plan.shared else FROM_OWNER
         with self._changed:
             self._unsummed -= 1
             self._unsent[chunk.index] = len(self._peers)
             for outbox in self._outboxes.values():
-                place = self._next() if first == _TO_OWNER else chunk.index
+                place = self._next() if first == TO_OWNER else chunk.index
                 outbox.put(first, place, chunk)
             is_last = not self._unsummed
         if is_last:
@@ -297,23 +296,27 @@ class Exchange:
     def _owned_by_others(self) -> list[CommTask]:
         return [chunk for chunk in self._foreign if chunk.index not in self._plan.shared]
 
-    def _receive_foreign(self) -> list[tuple[CommTask, int, Any]]:
+    def _sums_here(self) -> int:
+        """How many sums of a round this rank measures."""
+        return len(self._owned)
+
+    def _receive_foreign(self) -> list[Gather]:
         """Phase two: receives what other owners send in this round."""
         with self._changed:
             chunks = self._awaited.popleft()
-        return self._receive_from_owners(chunks)
+        return [self._gather(c, FROM_OWNER, self._packer.memory(c), self._arrived) for c in chunks]
 
-    def _receive_from_owners(self, chunks: list[CommTask]) -> list[tuple[CommTask, int, Any]]:
-        # An owner sends after it has all that this rank sends from the same memory.
-        return [
-            (chunk, owner, self._receive(self._gathered_memory(chunk), owner, chunk.index, 1))
-            for chunk in chunks
-            for owner in [self._plan.owners[chunk.index]]
-        ]
-
-    def _gathered_memory(self, chunk: CommTask) -> torch.Tensor:
-        """What an owner's message is received in."""
-        return self._packer.memory(chunk)
+    def _gather(
+        self,
+        chunk: CommTask,
+        kind: int,
+        memory: torch.Tensor,
+        arrived: Callable[[CommTask, int, Any], None],
+    ) -> Gather:
+        """Begins to receive what its owner sends of ``chunk``."""
+        # It sends after it has all that this rank sends from the same memory.
+        owner = self._plan.owners[chunk.index]
+        return partial(arrived, chunk, owner, self._receive(memory, owner, chunk.index, kind))
 
     def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
         """What is sent of a chunk that is owned here."""
@@ -327,12 +330,16 @@ class Exchange:
         is_sum = self._plan.owners[chunk.index] == self._group.rank
         with span("bytesched::send"):
             memory = self._spread_memory(chunk) if is_sum else self._packer.pack(chunk)
-            tag = _tag(chunk.index, _FROM_OWNER if is_sum else _TO_OWNER)
+            tag = _tag(chunk.index, self._kind_of_sum(chunk) if is_sum else TO_OWNER)
             return self._group.backend.send([memory], peer, tag)
+
+    def _kind_of_sum(self, chunk: CommTask) -> int:
+        """Of the message that is sent of a chunk that is owned here."""
+        return FROM_OWNER
 
     def _window(self, phase: int) -> int:
         """How many messages there may be under way with the next one, which is of ``phase``."""
-        is_urgent = phase == _TO_OWNER or len(self._submitted) == len(self._plan.chunks)
+        is_urgent = phase == TO_OWNER or len(self._submitted) == len(self._plan.chunks)
         return _WINDOW if is_urgent else 1
 
     def _emptied(self, peer: int) -> None:
@@ -378,8 +385,8 @@ class Exchange:
             self._observers.on_span("send", chunk.name, began_ns, now_ns, args)
         self._reduced(chunk)
 
-    def _receive(self, memory: torch.Tensor, peer: int, index: int, phase: int) -> Any:
-        return self._group.backend.recv([memory], peer, _tag(index, phase))
+    def _receive(self, memory: torch.Tensor, peer: int, index: int, kind: int) -> Any:
+        return self._group.backend.recv([memory], peer, _tag(index, kind))
 
     def _next(self) -> int:
         self._sequence += 1
@@ -389,5 +396,5 @@ class Exchange:
         return f"<Exchange rank {self._group.rank} of {self._group.size}, {self.story()}>"
 
 
-def _tag(index: int, phase: int) -> int:
-    return 2 * index + phase
+def _tag(index: int, kind: int) -> int:
+    return 3 * index + kind

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
-from bytesched.task import CommTask
+__all__ = ["Gather", "Gathers"]
 
-__all__ = ["Gathers"]
-
-#: a chunk, who sends it, and the receive
-_Gather = tuple[CommTask, int, Any]
+#: waits for the end of a receive, and does what follows
+Gather: TypeAlias = Callable[[], None]
 
 
 class Gathers:
@@ -25,8 +23,7 @@ class Gathers:
         lock: guards this.
         is_over: whether nothing comes any more; called under the lock.
         has_begun: whether a round has begun whose chunks are to be received; under the lock.
-        receive: begins to receive these chunks, which are given front first.
-        arrived: waits for the end of such a receive, and does what follows.
+        receive: begins to receive these chunks; returns what is to follow, front first.
     """
 
     def __init__(
@@ -35,21 +32,29 @@ class Gathers:
         *,
         is_over: Callable[[], bool],
         has_begun: Callable[[], bool],
-        receive: Callable[[], Iterable[_Gather]],
-        arrived: Callable[[CommTask, int, Any], None],
+        receive: Callable[[], Iterable[Gather]],
     ) -> None:
         self._changed = threading.Condition(lock)
         self._is_over = is_over
         self._has_begun = has_begun
         self._receive = receive
-        self._arrived = arrived
         #: nobody waits for them yet
-        self._waiting: deque[_Gather] = deque()
+        self._waiting: deque[Gather] = deque()
 
-    def add(self, gathers: Iterable[_Gather]) -> None:
+    def add(self, gathers: Iterable[Gather]) -> None:
         """These are being received, front first."""
         with self._changed:
             self._waiting.extend(gathers)
+            self._changed.notify_all()
+
+    def _add_first(self, gathers: Sequence[Gather]) -> None:
+        """This thread waits for nothing else before these.
+
+        Others may have been added by now that depend on them: a rank that waits for a norm of such
+        a sum sends no parameters.
+        """
+        with self._changed:
+            self._waiting.extendleft(reversed(gathers))
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -67,7 +72,7 @@ class Gathers:
                     return
                 begins = self._has_begun()
             if begins:
-                self.add(tuple(self._receive()))
+                self._add_first(tuple(self._receive()))
             else:
                 self._take(self._waiting.popleft)
 
@@ -80,13 +85,13 @@ class Gathers:
                     return
             self._take(self._waiting.pop)
 
-    def _take(self, take: Callable[[], _Gather]) -> None:
+    def _take(self, take: Callable[[], Gather]) -> None:
         """Waits for one of them, unless another thread waits for the last."""
         with self._changed:
             if not self._waiting:
                 return
             gather = take()
-        self._arrived(*gather)
+        gather()
 
     def __repr__(self) -> str:
         return f"<Gathers {len(self._waiting)} not waited for>"

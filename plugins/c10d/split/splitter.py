@@ -122,7 +122,15 @@ class ExchangeSplitter:
 
         rank = group.rank
         desk = Desk(
-            plan, rank, exchange, answers, progress, meter, is_whole=is_whole, assembled=None
+            plan,
+            rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=is_whole,
+            assembled=None,
+            are_sums_told=_never,
         )
         return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
 
@@ -161,6 +169,7 @@ class ExchangeSplitter:
             meter,
             is_whole=_never,
             assembled=owners.assembled,
+            are_sums_told=lambda: exchange.tells,
         )
         groups = [group, others, asked]
         return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
@@ -283,6 +292,17 @@ class ShardedCarrier(ExchangeCarrier):
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         self._exchange.spread(chunk, turn)
+
+    @property
+    def may_tell(self) -> bool:
+        return self._exchange.may_tell
+
+    def tell_measurers(self, tells: bool) -> None:
+        self._exchange.tell_measurers(tells)
+
+    def was_measured_whole(self) -> bool:
+        was, self.desk.measured_whole = self.desk.measured_whole, False
+        return was
 
     def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
         return self._requests.ask(rank, question, task=task)

@@ -71,6 +71,7 @@ import bytesched
     shard.loaded_elsewhere,
     shard.cut_by_kind,
     shard.cut_and_clipped,
+    shard.cut_and_asked_now_and_then,
     shard.cut_and_tied,
     shard.hooked_last,
     shard.all_in_closures,
@@ -107,6 +108,13 @@ def test_memory_is_that_of_a_share(two_ranks: Ranks, three_ranks: Ranks) -> None
     for ranks in (two_ranks, three_ranks):
         for held, whole in ranks.run(shard.bytes_held):
             assert held <= 1.05 * whole / ranks.world_size
+
+
+def test_sums_come_to_who_measures_by_themselves(two_ranks: Ranks) -> None:
+    # The first round is reduced as a whole, the second shows what is asked, the third votes.
+    for asked in two_ranks.run(shard.sums_asked_for):
+        assert asked[3:] == [0, 0, 0, 0]
+        assert sum(asked) <= 2
 
 
 def test_unwrapped_optimizers_have_all_state(two_ranks: Ranks) -> None:

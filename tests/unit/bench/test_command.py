@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,7 @@ def a_result() -> dict[str, Any]:
             "compute_alone_ms": 81.0,
             "communication_ms": 100.0,
             "optimum_ms": 120.0,
+            "sharded_optimum_ms": 136.0,
             "update_ms": 4.0,
         },
         "systems": {
@@ -299,6 +301,26 @@ def test_figures_compare_within_rounds() -> None:
     assert ours["bus_mb_per_s"] == pytest.approx(10 / 0.136)
     assert "share_of_possible_gain" not in result["systems"]["ddp"]["figures"]
     assert result["compute"]["communication_to_compute"] == 1.25
+
+
+def test_sharded_updates_are_compared_with_the_best_of_their_kind() -> None:
+    result = a_result()
+    result["systems"]["bytesched:policy=fifo+shard=yes"] = copy.deepcopy(
+        result["systems"]["bytesched"]
+    )
+    for system in result["systems"].values():
+        system["rounds"][-1]["stats"] = {
+            "mode": "cross",
+            "order": "exchange",
+            "partition_bytes": 1e6,
+            "credit_bytes": 1e6,
+            "barrier_crossed_pct": 50.0,
+            "exposed_comm_ms": 1.0,
+        }
+    add_figures(result)
+    (line,) = (line for line in table(result).splitlines() if "sharded update" in line)
+    assert line.startswith("bytesched:policy=fifo+shard=yes: mode cross")
+    assert line.endswith(", 1.000 x T* of a sharded update")
 
 
 def test_the_table_says_whether_the_losses_agree() -> None:

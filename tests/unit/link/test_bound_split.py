@@ -12,6 +12,7 @@ from bytesched.link.bound import (
     clipped_optimum_s,
     gradients,
     optimum_s,
+    sharded_optimum_s,
     split_optimum_s,
 )
 
@@ -39,8 +40,14 @@ def all_sent_s(work: list[Gradient], bytes_per_s: float, share: float) -> float:
     return now_s
 
 
-def tiny_slices(layers: list[Layer], bytes_per_s: float, slice_s: float) -> float:
-    """First halves before second ones, front layers first, in slices of time."""
+def tiny_slices(
+    layers: list[Layer], bytes_per_s: float, slice_s: float, waits: str = "for nothing"
+) -> float:
+    """First halves before second ones, front layers first, in slices of time.
+
+    Second ones wait for the end of backward, of it and all first ones, or for nothing.
+    """
+    backward_s = sum(layer.backward_s for layer in layers)
     work = gradients(layers)
     left_s = [[one.nbytes / 2 / bytes_per_s for one in work] for _ in range(2)]
     ends_s = [[0.0] * len(work) for _ in range(2)]
@@ -53,13 +60,16 @@ def tiny_slices(layers: list[Layer], bytes_per_s: float, slice_s: float) -> floa
             if left_s[half][index] > 0
             and one.release_s <= now_s
             and (half == 0 or left_s[0][index] <= 0)
+            and (half == 0 or waits == "for nothing" or now_s >= backward_s)
+            and (half == 0 or waits != "for all" or max(left_s[0]) <= 0)
         ]
         now_s += slice_s
         if ready:
-            half, index = ready[0]
+            # Without a norm, a second half in front is as urgent as a first one.
+            half, index = min(ready, key=lambda one: one[1]) if waits == "for step" else ready[0]
             left_s[half][index] -= slice_s
             ends_s[half][index] = now_s
-    forward_s = max(sum(layer.backward_s for layer in layers), max(ends_s[0]))
+    forward_s = backward_s if waits == "for step" else max(backward_s, *ends_s[0])
     for layer, end_s in zip(layers, ends_s[1], strict=True):
         forward_s = max(forward_s, end_s) + layer.forward_s
     return forward_s
@@ -72,6 +82,20 @@ def test_split_is_what_tiny_slices_come_to(seed: int) -> None:
     found_s = tiny_slices(layers, bytes_per_s, 1e-3)
     assert best_s <= found_s + 1e-9
     assert found_s <= best_s + 1e-3 * (3 * len(layers) + 2)
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sharded_is_what_tiny_slices_come_to(seed: int, is_clipped: bool) -> None:
+    layers, bytes_per_s = chain(seed)
+    work, total_s = gradients(layers), compute_s(layers)
+    best_s = sharded_optimum_s(work, total_s, bytes_per_s, is_clipped=is_clipped)
+    waits = "for all" if is_clipped else "for step"
+    found_s = tiny_slices(layers, bytes_per_s, 1e-3, waits)
+    assert best_s <= found_s + 1e-9
+    assert found_s <= best_s + 1e-3 * (3 * len(layers) + 2)
+    whole_s = split_optimum_s(work, total_s, bytes_per_s) if is_clipped else 0.0
+    assert best_s >= max(whole_s, optimum_s(work, total_s, bytes_per_s)) - 1e-9
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -97,4 +121,5 @@ def test_split_lies_between_the_other_two(seed: int) -> None:
 
 
 def test_no_gradient_is_no_communication() -> None:
+    assert sharded_optimum_s([], 2.0, 1.0, is_clipped=True) == 2.0
     assert split_optimum_s([], 2.0, 1.0) == clipped_optimum_s([], 2.0, 1.0) == 2.0
