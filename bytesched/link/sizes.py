@@ -38,11 +38,10 @@ _LARGEST_BYTES = 32 * MIB
 _FULL = 0.93
 #: the partition over the smallest one that fills the link
 _MARGIN = 1.5
-#: of the CPU time that a chunk costs, the process sees about half; the rest is the kernel's
-_UNSEEN = 2.0
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
-#: chunks in flight when the cores are busy: threads wake up late, and the wire must not wait
+#: chunks in flight where the model always computes: threads wake up late, and the wire must not
+#: wait
 _BUSY_WINDOW = 4
 
 
@@ -94,8 +93,8 @@ RULES: Final = MappingProxyType(
         "all-reduce": Rule(
             formula="max(1.5 x the smallest that fills the link, sqrt(θBS/(k + 1)))",
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
-            "CPU time of a chunk, as far as the model computes on the same cores; k grows from 2 "
-            "to 4 with that, because threads wake up late.",
+            "CPU time of a chunk, as far as the model computes on the same cores; where it always "
+            "does, k is 4 in place of 2, because threads wake up late.",
             smallest_bytes=1,
             largest_bytes=_LARGEST_BYTES,
         ),
@@ -197,7 +196,7 @@ def chosen_sizes(
     best_bytes = 0.0
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
-        overhead_s = _UNSEEN * probes[0].cpu_s * busy
+        overhead_s = probes[0].cpu_s * busy
         if not hides_overhead:
             # What a probe takes has its CPU time in it.
             overhead_s = max(overhead_s, _startup_s(probes))
@@ -205,9 +204,7 @@ def chosen_sizes(
         if hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
             best_bytes = max(best_bytes, _MARGIN * fills)
-    window = rule.window
-    if hides_overhead:
-        window += round((_BUSY_WINDOW - PROBE_WINDOW) * busy)
+    window = _BUSY_WINDOW if hides_overhead and busy >= 1.0 else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from math import inf
 from time import monotonic
 from typing import Final
 
@@ -52,11 +53,16 @@ class Progress:
             # Without what earlier raises added: their frames keep batches and outputs alive.
             raise self.error.with_traceback(None)
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
+    def wait(self, done: Callable[[], bool], what: str, *, until: float = inf) -> bool:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout.
+
+        False at the moment ``until`` of the clock, if that is before all of these.
+        """
         deadline = monotonic() + self._timeout_s
-        while not self.done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
+        while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):
             self.check()
+            if monotonic() >= until:
+                return False
             if monotonic() < deadline:
                 error = self.look()
             else:
@@ -67,6 +73,7 @@ class Progress:
                 self.fail(error)
                 self.is_error_seen = True
                 raise error
+        return True
 
     def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
         """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.

@@ -66,6 +66,19 @@ def norm_logged_by_rank_0(job: Job) -> None:
     _train(job, log)
 
 
+def norm_logged_by_rank_0_before_a_barrier(job: Job) -> None:
+    """The other ranks wait for it before they step."""
+
+    def log(model: nn.Module, step: int) -> None:
+        norm = torch.zeros(())
+        if job.rank == 0 and step > 1:
+            norm = nn.utils.get_total_norm(_gradients(model))
+        job.record("norm", norm)
+        job.barrier()
+
+    _train(job, log)
+
+
 def logged_by_rank_0_before_changes(job: Job) -> None:
     """Rank 0 asks once more than others, before what all of them change."""
 

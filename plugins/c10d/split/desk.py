@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter_ns
+from math import inf
+from time import monotonic, perf_counter_ns
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,10 @@ __all__ = ["Desk"]
 #: A script that asks more than this in a round gets whole gradients: a norm after each change is
 #: a message for every tensor.
 _MOST_QUESTIONS: Final = 8
+
+#: A rank that asks alone waits so long for answers: the others may be waiting for it, in a barrier
+#: of the script, before they step.
+_PATIENCE_S: Final = 1.0
 
 _Change = Callable[[list[torch.Tensor]], None]
 
@@ -221,16 +226,7 @@ class Desk:
         self._measure(own, self._at(mine), [slot.changed() for slot in mine], measure)
         self._measure_cut(own, measure, rule)
         self._answers.give(number, signature, own)
-        total: torch.Tensor | None = None
-
-        def has_come() -> bool:
-            nonlocal total
-            # In this order: a rank that has ended the round may have answered before.
-            is_missing = self._answers.is_missing(number, signature)
-            total = self._answers.total(number, signature, own)
-            return total is not None or is_missing or self._is_whole()
-
-        self._wait(has_come, "the norms of other ranks' gradients")
+        total = self._total(number, signature, own)
         if total is None:
             return None
         numbers = self._places.combined(total, rule)
@@ -240,9 +236,25 @@ class Desk:
         self._measure(numbers, at, [slot.changed() for slot in shared], measure)
         return numbers
 
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
+    def _total(self, number: int, signature: int, own: torch.Tensor) -> torch.Tensor | None:
+        """The answers of all ranks, added up; None if one gives none, or may not before long."""
+        total: torch.Tensor | None = None
+
+        def has_come() -> bool:
+            nonlocal total
+            # In this order: a rank that has ended the round may have answered before.
+            is_missing = self._answers.is_missing(number, signature)
+            total = self._answers.total(number, signature, own)
+            return total is not None or is_missing or self._is_whole()
+
+        # Where all gradients come here, that ends it.
+        until = inf if self._assembled is None else monotonic() + _PATIENCE_S
+        self._wait(has_come, "the norms of other ranks' gradients", until)
+        return total
+
+    def _wait(self, done: Callable[[], bool], what: str, until: float = inf) -> None:
         began_ns = perf_counter_ns()
-        self._progress.wait(done, what)
+        self._progress.wait(done, what, until=until)
         self._meter.waited("norm of all gradients", began_ns, None)
         self._meter.causes.asked(perf_counter_ns() - began_ns)
 

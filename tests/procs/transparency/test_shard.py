@@ -23,6 +23,7 @@ import bytesched
 @named(
     split.norm_only_logged,
     split.norm_logged_by_rank_0,
+    split.norm_logged_by_rank_0_before_a_barrier,
     split.different_norms,
     split.logged_by_rank_0_before_changes,
     split.norms_of_rows,

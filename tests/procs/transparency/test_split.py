@@ -21,6 +21,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
 @named(
     split.norm_only_logged,
     split.norm_logged_by_rank_0,
+    split.norm_logged_by_rank_0_before_a_barrier,
     split.different_norms,
     split.logged_by_rank_0_before_changes,
     split.changed_out_of_sight,

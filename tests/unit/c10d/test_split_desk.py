@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ def wait() -> None:
     raise Waited
 
 
-def at_once(done: Callable[[], bool], what: str) -> None:
+def at_once(done: Callable[[], bool], what: str, *, until: float = inf) -> None:
     assert done(), what
 
 
