@@ -95,7 +95,7 @@ RULES: Final = MappingProxyType(
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
             "CPU time of a chunk, as far as the model computes on the same cores; where it always "
             "does, k is 4 in place of 2, because threads wake up late.",
-            smallest_bytes=1,
+            smallest_bytes=2 * _SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
         "negotiated": Rule(

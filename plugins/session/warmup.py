@@ -178,17 +178,18 @@ class WarmUp:
 
     def _probe(self, nbytes: int) -> Probe:
         """All-reduces of ``nbytes``, with the same answer on every rank."""
-        cpu_s = process_time()
-        best_s = min(self._timed(nbytes) for _ in range(_TRIES))
-        cpu_s = (process_time() - cpu_s) / (_TRIES * _COUNT)
-        bytes_per_s, cpu_ns = self._from_leader([int(_COUNT * nbytes / best_s), int(1e9 * cpu_s)])
+        tries = [self._timed(nbytes) for _ in range(_TRIES)]
+        best_s, least_cpu_s = (min(values) for values in zip(*tries, strict=True))
+        found = [int(_COUNT * nbytes / best_s), int(1e9 * least_cpu_s / _COUNT)]
+        bytes_per_s, cpu_ns = self._from_leader(found)
         return Probe(nbytes, float(bytes_per_s), cpu_ns / 1e9)
 
-    def _timed(self, nbytes: int) -> float:
+    def _timed(self, nbytes: int) -> tuple[float, float]:
+        """Seconds, and of CPU time of this process."""
         buffers = [torch.zeros(nbytes // 4, device=self._device) for _ in range(PROBE_WINDOW)]
         self._add_up(buffers[0][:1])
         self._synchronize()
-        began = perf_counter()
+        began_s, began_cpu_s = perf_counter(), process_time()
         works: deque[Any] = deque()
         for index in range(_COUNT):
             if len(works) == PROBE_WINDOW:
@@ -198,7 +199,7 @@ class WarmUp:
         while works:
             self._backend.wait(works.popleft(), task=_TASK)
         self._synchronize()
-        return perf_counter() - began
+        return perf_counter() - began_s, process_time() - began_cpu_s
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
