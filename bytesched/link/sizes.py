@@ -40,6 +40,8 @@ _FULL = 0.93
 _MARGIN = 1.5
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
+#: of that, what a measurement of it may fall short
+_ALWAYS = 0.9
 #: chunks in flight where the model always computes: threads wake up late, and the wire must not
 #: wait
 _BUSY_WINDOW = 4
@@ -204,7 +206,7 @@ def chosen_sizes(
         if hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
             best_bytes = max(best_bytes, _MARGIN * fills)
-    window = _BUSY_WINDOW if hides_overhead and busy >= 1.0 else rule.window
+    window = _BUSY_WINDOW if hides_overhead and busy > _ALWAYS else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
 

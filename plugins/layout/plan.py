@@ -147,7 +147,10 @@ class Plan:
         None if there are not several.
         """
         shares = self.shares(slot)
-        return shares[self._position[slot] % len(shares)].rank if len(shares) > 1 else None
+        if self._ownership is None or len(shares) < 2:
+            return None
+        turn = sorted(self._ownership.bounds).index(self._position[slot])
+        return shares[turn % len(shares)].rank
 
     def measurer_of(self, chunk: CommTask) -> int | None:
         """The rank that measures a tensor in ``chunk``, if that is not the owner of the chunk."""

@@ -79,8 +79,9 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
     def tell_measurers(self, tells: bool) -> None:
         """Whether owners send their sums to who measures them, in rounds from the next one on."""
 
-    def was_measured_whole(self) -> bool:
-        """Whether that would have saved a question, since the last call."""
+    @property
+    def measured_whole(self) -> bool:
+        """Whether anything of the last round was asked for which that saves a question."""
 
     def part(self, rounds: int, limit_s: float) -> list[int]:
         """Says that no more rounds follow, and waits until all other ranks have said so.
@@ -186,6 +187,8 @@ class Sharding:
             parts.plan, context.progress, self.ownerships, self._carrier, updater
         )
         self._ballot = Ballot(context, _VOTE, here.device)
+        #: rounds since the last vote, and those that measured something whole
+        self._seen = self._measured_whole = 0
         self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes)
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
@@ -202,10 +205,14 @@ class Sharding:
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing of it is on the wire."""
         self._wholes.begin_round()
+        # The first round was not carried here: nothing of it is known.
+        if self._carrier.may_tell and self._rounds > 2:
+            self._seen += 1
+            self._measured_whole += self._carrier.measured_whole
+            if Ballot.is_due(self._rounds - 1):
+                self._ballot.cast(yes=2 * self._measured_whole > self._seen)
+                self._seen = self._measured_whole = 0
         self._carrier.begin_round()
-        # The first round asked nobody.
-        if self._carrier.may_tell and self._rounds > 2 and Ballot.is_due(self._rounds - 1):
-            self._ballot.cast(yes=self._carrier.was_measured_whole())
 
     def complete_kept(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory will be used anew."""

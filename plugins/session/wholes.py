@@ -152,7 +152,8 @@ class Wholes:
             self.keep([slot])
         if self.ownerships.foreign(slot) and slot not in self._whole:
             others = [s for s in self._plan.slots if s.used and not s.apart and not s.is_awaited]
-            self._fetch([slot] if slot.apart else others)
+            # One that got no gradient in this round may have that of an earlier one.
+            self._fetch([slot] if slot.apart else list(dict.fromkeys([*others, slot])))
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """The script or a step in its thread may change what is owned here of these."""

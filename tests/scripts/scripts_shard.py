@@ -481,6 +481,32 @@ def cut_and_asked_now_and_then(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def held_and_read_when_unused(job: Job) -> None:
+    """What a layer got in an earlier backward pass is read after one that has not used it."""
+    torch.manual_seed(4)
+    both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = both
+
+        def forward(self, x: torch.Tensor, *, of: int) -> torch.Tensor:
+            for layer in self.layers[:of]:
+                x = layer(x)
+            return x
+
+    model = job.ddp(Some(), find_unused_parameters=True)
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for of in (3, 1 + step % 3):
+            model(job.inputs(step)[:, :8], of=of).square().mean().backward()
+        job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
 class Tied(nn.Module):
     """One large tensor is used at both ends; a layer is frozen, one is used now and then."""
 

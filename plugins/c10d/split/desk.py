@@ -40,8 +40,8 @@ __all__ = ["Desk"]
 #: a message for every tensor.
 _MOST_QUESTIONS: Final = 8
 
-#: A rank that asks alone waits so long for answers: the others may be waiting for it, in a barrier
-#: of the script, before they step.
+#: A rank that asks alone waits little longer for answers: the others may be waiting for it, in a
+#: barrier of the script, before they step.
 _PATIENCE_S: Final = 1.0
 
 _Change = Callable[[list[torch.Tensor]], None]
@@ -62,6 +62,8 @@ class Desk:
         is_whole: whether all gradients have come: no answer is needed then.
         assembled: asks for the gradients of tensors that have several owners; None: every gradient
             comes to every rank, so that it may be looked at then.
+        is_told: whether the end of phase one includes what others own of a tensor that is measured
+            here.
     """
 
     def __init__(
@@ -75,15 +77,18 @@ class Desk:
         *,
         is_whole: Callable[[], bool],
         assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
-        are_sums_told: Callable[[], bool],
+        is_told: Callable[[Slot], bool],
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
         self._assembled = assembled
-        self._are_sums_told = are_sums_told
-        #: something was asked that needed all of a tensor that has several owners
+        self._is_told = is_told
+        #: something was asked in this round that needed all of a tensor that has several owners
         self.measured_whole = False
+        #: other ranks gave no answer in time
+        self._gave_up = False
+        self._began_s = monotonic()
         #: with what ranks own of each
         self._cut = {s: shares for s in plan.slots if len(shares := plan.shares(s)) > 1}
         self._most_parts = max(map(len, self._cut.values()), default=0)
@@ -110,6 +115,8 @@ class Desk:
         self._is_backward = True
         self._known.clear()
         self._questions = self._changes = 0
+        self.measured_whole = self._gave_up = False
+        self._began_s = monotonic()
         self._asked.clear()
         self._answers.begin_round()
 
@@ -210,7 +217,7 @@ class Desk:
     ) -> torch.Tensor | None:
         number = self._questions
         self._questions += 1
-        if number >= _MOST_QUESTIONS:
+        if number >= _MOST_QUESTIONS or self._gave_up:
             return None
         # What was read whole may have been changed out of sight.
         read = [
@@ -248,8 +255,12 @@ class Desk:
             return total is not None or is_missing or self._is_whole()
 
         # Where all gradients come here, that ends it.
-        until = inf if self._assembled is None else monotonic() + _PATIENCE_S
+        until = inf
+        if self._assembled is not None:
+            # Another rank may still be told sums, which takes less than what was sent until now.
+            until = monotonic() + _PATIENCE_S + 2 * (monotonic() - self._began_s)
         self._wait(has_come, "the norms of other ranks' gradients", until)
+        self._gave_up = monotonic() >= until
         return total
 
     def _wait(self, done: Callable[[], bool], what: str, until: float = inf) -> None:
@@ -281,7 +292,7 @@ class Desk:
         if rule is Rule.NONE:
             self.measured_whole = self.measured_whole or bool(self._cut)
             mine = [slot for slot in self._cut if self._plan.measurer(slot) == self._rank]
-            here = [slot for slot in mine if self._are_sums_told() and not _is_read(slot)]
+            here = [slot for slot in mine if self._is_told(slot) and not _may_be_other(slot)]
             self._measure(into, self._at(here), [slot.changed() for slot in here], measure)
             if others := [slot for slot in mine if slot not in here]:
                 assert self._assembled is not None
@@ -379,6 +390,6 @@ class Desk:
         return found
 
 
-def _is_read(slot: Slot) -> bool:
+def _may_be_other(slot: Slot) -> bool:
     """Whether something else than what was summed may be in the memory of the gradient."""
     return slot.is_read or slot.taken or slot.gone

@@ -16,6 +16,7 @@ from bytesched.plugins.c10d.split.exchange import FROM_OWNER, TO_MEASURER, TO_OW
 from bytesched.plugins.c10d.split.gathers import Gather
 from bytesched.plugins.c10d.split.lanes import Lanes
 from bytesched.plugins.c10d.split.outbox import Outbox
+from bytesched.plugins.layout.slots import Slot
 from bytesched.task import CommTask
 
 __all__ = ["ShardedExchange"]
@@ -78,13 +79,15 @@ class ShardedExchange(Exchange):
         """Whether any rank measures what others own; the same on all ranks."""
         return bool(self._measurers)
 
-    @property
-    def tells(self) -> bool:
-        """Whether sums of this round come to who measures them."""
-        return self._tells
+    def is_told(self, slot: Slot) -> bool:
+        """Whether the sums of this round that others own of ``slot`` come here in phase one."""
+        foreign = [c for c in slot.chunks if self._plan.owners[c.index] != self._group.rank]
+        return self._tells and all(
+            self._measurers.get(chunk.index) == self._group.rank for chunk in foreign
+        )
 
     def tell_measurers(self, tells: bool) -> None:
-        """From this round on; on all ranks before it begins."""
+        """From the round on that begins next; on all ranks."""
         with self._changed:
             self._tells = tells
 
@@ -186,6 +189,8 @@ class ShardedExchange(Exchange):
         if self._is_shared(chunk):
             super()._summed(chunk)
             return
+        # Before its chunk is over: at the last one another round may begin.
+        self._count_sum()
         measurer = self._measurers.get(chunk.index) if self._tells else None
         if measurer is None:
             self._finish_phase(chunk)
@@ -194,7 +199,6 @@ class ShardedExchange(Exchange):
                 self._telling.add(chunk.index)
                 self._unsent[chunk.index] = 1
                 self._outboxes[measurer].put(TO_OWNER, self._next(), chunk)
-        self._count_sum()
 
     def _count_sum(self) -> None:
         with self._changed:

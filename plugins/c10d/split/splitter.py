@@ -130,7 +130,7 @@ class ExchangeSplitter:
             meter,
             is_whole=is_whole,
             assembled=None,
-            are_sums_told=_never,
+            is_told=lambda _: False,
         )
         return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
 
@@ -169,7 +169,7 @@ class ExchangeSplitter:
             meter,
             is_whole=_never,
             assembled=owners.assembled,
-            are_sums_told=lambda: exchange.tells,
+            is_told=exchange.is_told,
         )
         groups = [group, others, asked]
         return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
@@ -300,9 +300,9 @@ class ShardedCarrier(ExchangeCarrier):
     def tell_measurers(self, tells: bool) -> None:
         self._exchange.tell_measurers(tells)
 
-    def was_measured_whole(self) -> bool:
-        was, self.desk.measured_whole = self.desk.measured_whole, False
-        return was
+    @property
+    def measured_whole(self) -> bool:
+        return self.desk.measured_whole
 
     def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
         return self._requests.ask(rank, question, task=task)

@@ -74,6 +74,7 @@ import bytesched
     shard.cut_and_clipped,
     shard.cut_and_asked_now_and_then,
     shard.cut_and_tied,
+    shard.held_and_read_when_unused,
     shard.hooked_last,
     shard.all_in_closures,
     shard.asked_between_steps,

@@ -44,6 +44,16 @@ def test_a_chunk_occupies_a_link_as_long_as_one_of_an_all_reduce(ranks: int) -> 
     assert most_bytes <= 1.5 * 2 * PARTITION_BYTES / ranks
 
 
+def test_tensors_with_several_owners_are_measured_by_turns() -> None:
+    found = plan()
+    splitter(3).cut_for_owners(found, PARTITION_BYTES, [0] * 8, [True] * 8)
+    cut = [slot for slot in found.slots if len(found.shares(slot)) > 1]
+    assert [found.measurer(slot) for slot in cut] == [n % 3 for n in range(len(cut))]
+    assert {found.measurer(slot) for slot in found.slots if slot not in cut} == {None}
+    for chunk in found.chunks:
+        assert found.measurer_of(chunk) != found.owners[chunk.index]
+
+
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_of_many_ranks_each_updates_a_part_of_what_is_large(ranks: int) -> None:
     found = plan()
