@@ -40,8 +40,8 @@ DEFAULT_RATE = "1gbit"
 BUSY_LOAD = 1.0
 TERMINATED = 143
 EPILOG = """\
-Further systems: zero1, horovod, horovod-best (swept), horovod-autotune, bytesched-horovod; through
-parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
+Further systems: zero1, deepspeed, horovod, horovod-best (swept), horovod-autotune,
+bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
 A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
 horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
 kv-p3:slice=50000, kv-plain:transfer=one-sided; those of bytesched-horovod and bytesched-kv are

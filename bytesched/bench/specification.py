@@ -135,8 +135,9 @@ def specification(options: Namespace, view: RankView) -> Specification:
     systems = parse_systems(options.systems)
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
-    if options.clip and systems[0].kind in KVSTORE_SYSTEMS:
-        raise ConfigError(f"--clip is not for {', '.join(KVSTORE_SYSTEMS)}")
+    unclipped = (*KVSTORE_SYSTEMS, "deepspeed")
+    if options.clip and any(system.kind in unclipped for system in systems):
+        raise ConfigError(f"--clip is not for {', '.join(unclipped)}")
     own = {*HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS}
     if options.ranks_per_host > 1 and any(system.kind in own for system in systems):
         raise ConfigError("--ranks-per-host is for systems over torch.distributed")

@@ -12,7 +12,7 @@ from bytesched.values import nearest
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
-FURTHER_SYSTEMS = ("zero1",)
+FURTHER_SYSTEMS = ("zero1", "deepspeed")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (

@@ -52,6 +52,7 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--batch 4,8", "several sizes is for --record"),
         ("--batch 4,8 --record b.json --emulate gpt", "several sizes is for --record"),
         ("--json nowhere/there.json", "no such folder"),
+        ("--emulate gpt --clip 1 --systems ddp,deepspeed", "--clip is not for"),
     ],
 )
 def test_wrong_arguments_are_refused(
