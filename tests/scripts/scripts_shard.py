@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
+from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.session.wholes import Wholes
 
 
@@ -462,6 +463,24 @@ def sums_asked_for() -> list[int]:
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, before_step=clip)
     return asked
+
+
+def sums_missing_at_the_end() -> list[int]:
+    """Of each round, how many sums were not counted yet when its last chunk was over."""
+    missing: list[int] = []
+    finish = ShardedExchange._finish
+
+    def look(self: ShardedExchange, *args: Any, **named: Any) -> None:
+        with self._changed:
+            if self._left == 1:
+                missing.append(self._unsummed)
+        finish(self, *args, **named)
+
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job), mock.patch.object(ShardedExchange, "_finish", look):
+        model = job.ddp(uneven())
+        train(job, model, job.wrap(adamw(model), model))
+    return missing
 
 
 def cut_and_asked_now_and_then(job: Job) -> None:
