@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 from bytesched.plugins.bench.systems.data_parallel import MIB
 
-__all__ = ["Link", "all_reduces_s"]
+__all__ = ["Link", "all_reduces_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
+#: how far two measurements may be apart that say the same, and how often it is looked for them
+STEADY = 0.05
+SETTLING_PROBES = 8
 
 
 def all_reduces_s(nbytes: int, tries: int) -> list[float]:
@@ -30,6 +34,17 @@ def all_reduces_s(nbytes: int, tries: int) -> list[float]:
         dist.all_reduce(buffer)
         found.append(time.perf_counter() - began_s)
     return found
+
+
+def settled(measure: Callable[[], float]) -> list[float]:
+    """The first two measurements in a row that say about the same, or the last two of a few."""
+    found = [measure(), measure()]
+    while len(found) < SETTLING_PROBES:
+        before, after = found[-2:]
+        if abs(after - before) <= STEADY * max(before, after):
+            break
+        found.append(measure())
+    return found[-2:]
 
 
 class Link:
@@ -50,12 +65,22 @@ class Link:
         self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
         self._samples: list[float] = []
 
+    def settle(self) -> None:
+        """Probe until two measurements in a row agree, and keep those alone.
+
+        What a run is scaled by hangs on them, and the first ones of a new link can be far off.
+        """
+        self._samples += settled(lambda: self._measured(1)[0])
+
     def probe(self) -> None:
         """Time large all-reduces; keep what every rank agrees on."""
-        found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, PROBES)]
+        self._samples += self._measured(PROBES)
+
+    def _measured(self, tries: int) -> list[float]:
+        found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, tries)]
         everywhere = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(everywhere)
-        self._samples += (everywhere / self._world_size).tolist()
+        return [float(rate) for rate in everywhere / self._world_size]
 
     @property
     def bytes_per_s(self) -> float:

@@ -62,7 +62,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
-        self.link.probe()
+        self.link.settle()
         if self.spec.kind == "emulate":
             self.content = self.scaled_profile().to_json()
         model = self.describe()

@@ -30,9 +30,12 @@ WARM_UP = "warm-up"
 
 _TASK = "the first iteration"
 
-#: all-reduces per measurement, and measurements per size: the best one counts
+#: all-reduces per measurement, and measurements per size: the best one counts. A moment in which a
+#: core was away costs a short one most, and would make chunks several times too large.
 _COUNT = 6
 _TRIES = 2
+_SHORT_TRIES = 5
+_SHORT_BYTES = 2**19
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +181,8 @@ class WarmUp:
 
     def _probe(self, nbytes: int) -> Probe:
         """All-reduces of ``nbytes``, with the same answer on every rank."""
-        tries = [self._timed(nbytes) for _ in range(_TRIES)]
+        count = _SHORT_TRIES if nbytes <= _SHORT_BYTES else _TRIES
+        tries = [self._timed(nbytes) for _ in range(count)]
         best_s, least_cpu_s = (min(values) for values in zip(*tries, strict=True))
         found = [int(_COUNT * nbytes / best_s), int(1e9 * least_cpu_s / _COUNT)]
         bytes_per_s, cpu_ns = self._from_leader(found)
