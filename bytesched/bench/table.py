@@ -121,6 +121,8 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     return "identical" if same_weights else "equal, weights not"
 
 
+#: of the cores' busy time; more is told
+MOST_STOLEN = 0.02
 #: threads that use less are not listed
 LEAST_CPU_MS = 0.1
 BUS = "bus MB/s"
@@ -220,6 +222,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     """The measured times that T* is made of."""
     compute = result["compute"]
     beside = "" if result["emulated"] else " beside traffic"
+    stolen = result.get("stolen_share", 0.0)
     return [
         f"link {result['gradient_bytes_per_s'] / 1e6:.1f} MB/s of gradients: communication "
         f"{compute['communication_ms']:.1f} ms, {compute['communication_to_compute']:.2f} x "
@@ -227,6 +230,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"compute {compute['compute_ms']:.1f} ms{beside} "
         f"({compute['compute_alone_ms']:.1f} alone); "
         f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
+        *(
+            [f"{100 * stolen:.0f}% of the cores' busy time went to other virtual machines: noise"]
+            if stolen > MOST_STOLEN
+            else []
+        ),
     ]
 
 

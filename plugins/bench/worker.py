@@ -25,6 +25,7 @@ from bytesched.plugins.bench.block import SEED, train
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
 from bytesched.plugins.bench.memory import reset_peak
+from bytesched.plugins.bench.stolen import core_times, stolen_share
 from bytesched.plugins.bench.systems.data_parallel import make_optimizer, set_up
 from bytesched.plugins.bench.systems.processes import OwnProcesses
 from bytesched.plugins.bench.workloads.compute import (
@@ -62,6 +63,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
+        began = core_times()
         self.link.settle()
         if self.spec.kind == "emulate":
             self.content = self.scaled_profile().to_json()
@@ -89,6 +91,7 @@ class Bench:
             "world_size": self.world_size,
             "ranks_per_host": self.spec.ranks_per_host,
             "torch": torch.__version__,
+            "stolen_share": max(self.gather(stolen_share(began, core_times()))),
             **self.link.facts(),
             "compute": compute | model,
             **self.sweeps_ms,
