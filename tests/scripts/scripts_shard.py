@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from scripts_reading import in_child
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -463,6 +464,63 @@ def sums_asked_for() -> list[int]:
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, before_step=clip)
     return asked
+
+
+def rounds_told(norms_every: int) -> list[bool]:
+    """Of each round, whether owners send sums to who measures; norms come every so many rounds."""
+    told: list[bool] = []
+    tell = ShardedExchange.tell_measurers
+    tells = [False]
+
+    def look(self: ShardedExchange, now: bool) -> None:
+        tells[0] = now
+        tell(self, now)
+
+    def clip(step: int) -> None:
+        told.append(tells[0])
+        if step % norms_every == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job), mock.patch.object(ShardedExchange, "tell_measurers", look):
+        model = job.ddp(uneven())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=24, before_step=clip)
+    return told
+
+
+class BesideComplex(nn.Module):
+    """Two large tensors, one of them of complex numbers, which are not rounded on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = uneven()
+        self.waves = nn.Parameter(torch.randn(67, 53, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y * (self.waves * (1 + 2j)).real.sum() + self.waves.abs().mean()
+
+
+def rounded_beside_complex(job: Job) -> None:
+    """Two tensors that have two owners each, of which one is rounded on its way."""
+
+    # DDP wants no annotation, or its own.
+    def compress(state: Any, bucket):  # type: ignore[no-untyped-def]
+        is_complex = any(p.is_complex() for p in bucket.parameters())
+        hook = default_hooks.allreduce_hook if is_complex else default_hooks.fp16_compress_hook
+        return hook(state, bucket)
+
+    model = job.ddp(BesideComplex())
+    if not job.wrapped:
+        model.register_comm_hook(None, compress)
+    optimizer = job.wrap(sgd(model), model, compression="fp16")
+
+    def clip(step: int) -> None:
+        job.record(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+    train(job, model, optimizer, steps=10, before_step=clip)
+    job.record_state(model, optimizer)
 
 
 def sums_missing_at_the_end() -> list[int]:

@@ -73,6 +73,7 @@ import bytesched
     shard.cut_by_kind,
     shard.cut_and_clipped,
     shard.cut_and_asked_now_and_then,
+    shard.rounded_beside_complex,
     shard.cut_and_tied,
     shard.held_and_read_when_unused,
     shard.hooked_last,
@@ -117,6 +118,14 @@ def test_sums_come_to_who_measures_by_themselves(two_ranks: Ranks) -> None:
     for asked in two_ranks.run(shard.sums_asked_for):
         assert asked[3:] == [0, 0, 0, 0]
         assert sum(asked) <= 2
+
+
+@pytest.mark.parametrize("norms_every", [1, 4])
+def test_sums_are_told_while_most_rounds_ask_for_norms(two_ranks: Ranks, norms_every: int) -> None:
+    for told in two_ranks.run(shard.rounds_told, norms_every):
+        # After the votes of rounds 2, 4, 8 and 16.
+        assert not any(told[:3])
+        assert told[20:] == [norms_every == 1] * 4
 
 
 def test_no_round_is_over_before_its_sums_are_counted(two_ranks: Ranks) -> None:
