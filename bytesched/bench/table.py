@@ -231,7 +231,10 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"({compute['compute_alone_ms']:.1f} alone); "
         f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
         *(
-            [f"{100 * stolen:.0f}% of the cores' busy time went to other virtual machines: noise"]
+            [
+                f"{100 * stolen:.0f}% of the time in which the cores had work was withheld by the "
+                "host (steal): compare systems of this run only"
+            ]
             if stolen > MOST_STOLEN
             else []
         ),

@@ -18,7 +18,7 @@ __all__ = ["Link", "all_reduces_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
-#: how far two measurements may be apart that say the same, and how often it is looked for them
+#: how far apart two measurements may be that agree, and after how many the search for them ends
 STEADY = 0.05
 SETTLING_PROBES = 8
 
@@ -37,14 +37,16 @@ def all_reduces_s(nbytes: int, tries: int) -> list[float]:
 
 
 def settled(measure: Callable[[], float]) -> list[float]:
-    """The first two measurements in a row that say about the same, or the last two of a few."""
+    """The first two measurements in a row that agree, or the last two of a few."""
     found = [measure(), measure()]
-    while len(found) < SETTLING_PROBES:
-        before, after = found[-2:]
-        if abs(after - before) <= STEADY * max(before, after):
-            break
+    while len(found) < SETTLING_PROBES and not agree(*found[-2:]):
         found.append(measure())
     return found[-2:]
+
+
+def agree(before: float, after: float) -> bool:
+    """Whether two measurements say about the same."""
+    return abs(after - before) <= STEADY * max(before, after)
 
 
 class Link:
@@ -65,12 +67,13 @@ class Link:
         self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
         self._samples: list[float] = []
 
-    def settle(self) -> None:
-        """Probe until two measurements in a row agree, and keep those alone.
+    def settle(self) -> bool:
+        """Probe until two measurements in a row agree, and keep those alone; false if none do.
 
         What a run is scaled by hangs on them, and the first ones of a new link can be far off.
         """
-        self._samples += settled(lambda: self._measured(1)[0])
+        self._samples = settled(lambda: self._measured(1)[0])
+        return agree(*self._samples)
 
     def probe(self) -> None:
         """Time large all-reduces; keep what every rank agrees on."""

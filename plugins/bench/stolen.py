@@ -1,4 +1,4 @@
-"""How much of its cores' time a virtual machine did not get, because its host gave it to others."""
+"""How much of its cores' time a virtual machine did not get from its host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 __all__ = ["core_times", "stolen_share"]
 
 _STAT: Final = Path("/proc/stat")
-#: of the columns of its first line (proc(5)): those behind are in the first two already
+#: of the columns of its first line (proc(5)); guest times, behind these, are in the first two
 _COLUMNS: Final = 8
 _IDLE, _WAITING, _STOLEN = 3, 4, 7
 
@@ -27,4 +27,5 @@ def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
     """Of the time in which the cores had something to do, what was stolen; 0 if it is unknown."""
     spent = [now - then for then, now in zip(before, after, strict=True)]
     busy = sum(spent) - spent[_IDLE] - spent[_WAITING] if spent else 0
-    return spent[_STOLEN] / busy if busy > 0 else 0.0
+    # Some kernels count backwards now and then.
+    return max(0, spent[_STOLEN]) / busy if busy > 0 else 0.0

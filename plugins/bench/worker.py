@@ -64,7 +64,10 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
         began = core_times()
-        self.link.settle()
+        if not self.link.settle() and self.spec.comm_ratio:
+            self.say(
+                "the link does not keep a rate: compute will be off what --comm-ratio asks for"
+            )
         if self.spec.kind == "emulate":
             self.content = self.scaled_profile().to_json()
         model = self.describe()

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import perf_counter, process_time
 from typing import Any
 
@@ -35,7 +36,7 @@ _TASK = "the first iteration"
 _COUNT = 6
 _TRIES = 2
 _SHORT_TRIES = 5
-_SHORT_BYTES = 2**19
+_SHORT_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,8 @@ class WarmUp:
         self._device = slots[0].parameter.device
         # A model on a GPU does not compute on the cores that chunks cost time on.
         self._cpu_load = cpu_load if self._device.type == "cpu" else 0.0
+        #: what the last probe has shown, the same on all ranks
+        self._bytes_per_s = inf
 
     def reduce(self, order: Sequence[int], *, find_unused: bool | None) -> WarmedUp:
         """The plan, with all gradients averaged in its arenas; collective.
@@ -181,12 +184,13 @@ class WarmUp:
 
     def _probe(self, nbytes: int) -> Probe:
         """All-reduces of ``nbytes``, with the same answer on every rank."""
-        count = _SHORT_TRIES if nbytes <= _SHORT_BYTES else _TRIES
-        tries = [self._timed(nbytes) for _ in range(count)]
+        is_short = _COUNT * nbytes < _SHORT_S * self._bytes_per_s
+        tries = [self._timed(nbytes) for _ in range(_SHORT_TRIES if is_short else _TRIES)]
         best_s, least_cpu_s = (min(values) for values in zip(*tries, strict=True))
         found = [int(_COUNT * nbytes / best_s), int(1e9 * least_cpu_s / _COUNT)]
         bytes_per_s, cpu_ns = self._from_leader(found)
-        return Probe(nbytes, float(bytes_per_s), cpu_ns / 1e9)
+        self._bytes_per_s = float(bytes_per_s)
+        return Probe(nbytes, self._bytes_per_s, cpu_ns / 1e9)
 
     def _timed(self, nbytes: int) -> tuple[float, float]:
         """Seconds, and of CPU time of this process."""

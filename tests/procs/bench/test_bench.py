@@ -48,6 +48,7 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "out.json").read_text())
     assert list(result["systems"]) == list(SYSTEMS)
     assert result["world_size"] == 2
+    assert 0 <= result["stolen_share"] <= 1
     assert result["workload"] == "tiny (emulated compute)"
     assert result["command"].startswith("bytesched bench --emulate")
     assert result["compute"]["optimum_ms"] >= result["compute"]["compute_ms"] == 10.5

@@ -304,12 +304,12 @@ def test_figures_compare_within_rounds() -> None:
     assert result["compute"]["communication_to_compute"] == 1.25
 
 
-def test_time_that_other_machines_had_is_told() -> None:
+def test_time_that_the_host_withheld_is_told() -> None:
     result = a_result() | {"stolen_share": 0.124}
     add_figures(result)
-    assert "12% of the cores' busy time went to other virtual machines: noise" in table(result)
+    assert "12% of the time in which the cores had work was withheld" in table(result)
     result["stolen_share"] = 0.01
-    assert "virtual machines" not in table(result)
+    assert "withheld" not in table(result)
 
 
 def test_sharded_updates_are_compared_with_the_best_of_their_kind() -> None:

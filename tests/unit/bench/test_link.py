@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bytesched.plugins.bench.link import SETTLING_PROBES, settled
+from bytesched.plugins.bench.link import SETTLING_PROBES, agree, settled
 
 
 def test_a_link_whose_first_measurements_are_off_is_measured_until_two_agree() -> None:
@@ -17,5 +17,7 @@ def test_a_link_whose_first_measurements_are_off_is_measured_until_two_agree() -
 def test_a_link_that_never_settles_is_measured_a_few_times() -> None:
     rates = iter([50e6, 100e6] * SETTLING_PROBES)
 
-    assert settled(lambda: next(rates)) == [50e6, 100e6]
+    last = settled(lambda: next(rates))
+    assert last == [50e6, 100e6]
+    assert not agree(*last)
     assert len(list(rates)) == SETTLING_PROBES
