@@ -91,7 +91,7 @@ class Config:
     """How ranks come to one order: rank 0 leads (`leader`), or all repeat one that is planned of
     what every rank has measured (`replay`); `auto`: `leader` up to 8 ranks, `replay` from 9 on."""
     compression: str = "none"
-    """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks."""
+    """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks; of real numbers."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
     split: str = "auto"

@@ -219,26 +219,24 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """The measured times that T* is made of."""
+    """The measured times that T* is made of, and what makes them noise."""
     compute = result["compute"]
     beside = "" if result["emulated"] else " beside traffic"
     stolen = result.get("stolen_share", 0.0)
-    return [
+    lines = [
         f"link {result['gradient_bytes_per_s'] / 1e6:.1f} MB/s of gradients: communication "
         f"{compute['communication_ms']:.1f} ms, {compute['communication_to_compute']:.2f} x "
         f"compute",
         f"compute {compute['compute_ms']:.1f} ms{beside} "
         f"({compute['compute_alone_ms']:.1f} alone); "
         f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
-        *(
-            [
-                f"{100 * stolen:.0f}% of the time in which the cores had work was withheld by the "
-                "host (steal): compare systems of this run only"
-            ]
-            if stolen > MOST_STOLEN
-            else []
-        ),
     ]
+    if stolen > MOST_STOLEN:
+        lines.append(
+            f"{100 * stolen:.0f}% of the time in which the cores had work was withheld by the host "
+            "(steal): compare systems of this run only"
+        )
+    return lines
 
 
 def _own(system: dict[str, Any]) -> str:

@@ -31,12 +31,12 @@ WARM_UP = "warm-up"
 
 _TASK = "the first iteration"
 
-#: all-reduces per measurement, and measurements per size: the best one counts. A moment in which a
-#: core was away costs a short one most, and would make chunks several times too large.
+#: all-reduces per measurement, and measurements per size: the best one counts
 _COUNT = 6
 _TRIES = 2
-_SHORT_TRIES = 5
-_SHORT_S = 0.05
+#: the same for measurements shorter than that: a moment in which a core was away costs them most,
+#: and would make chunks several times too large
+_SHORT_TRIES, _SHORT_S = 5, 0.05
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,23 +135,21 @@ def test_moments_without_a_core_do_not_make_chunks_larger(monkeypatch: pytest.Mo
     now_s = 0.0
     begun: dict[int, int] = {}
 
-    class Disturbed(LoopbackBackend):
-        def sum(self, tensor: torch.Tensor, name: str) -> Any:
-            nonlocal now_s
-            if name.startswith("probe"):
-                nbytes = tensor.numel() * tensor.element_size()
-                begun[nbytes] = begun.get(nbytes, 0) + 1
-                is_disturbed = begun[nbytes] <= 3 * 6 and nbytes < MIB // 2
-                now_s += nbytes / 118e6 * (10 if is_disturbed else 1)
-            return super().sum(tensor, name)
+    add_up = LoopbackBackend.sum
 
-    monkeypatch.setattr(warmup, "perf_counter", lambda: now_s)
-    loopback = Loopback(1, timeout_s=TIMEOUT_S)
-    try:
-        backend = loopback.backends[0]
-        backend.__class__ = Disturbed
+    def disturbed(backend: LoopbackBackend, tensor: torch.Tensor, name: str) -> Any:
+        nonlocal now_s
+        if name.startswith("probe"):
+            begun[tensor.nbytes] = begun.get(tensor.nbytes, 0) + 1
+            is_disturbed = begun[tensor.nbytes] <= 3 * 6 and tensor.nbytes < MIB // 2
+            now_s += tensor.nbytes / 118e6 * (10 if is_disturbed else 1)
+        return add_up(backend, tensor, name)
+
+    def reduce(backend: LoopbackBackend) -> WarmedUp:
         warm = WarmUp(backend, Config(), slots_of(0), cpu_load=0.0)
-        setting = loopback.run(lambda rank: warm.reduce(ORDER, find_unused=None))[0]
-    finally:
-        loopback.close()
-    assert setting.decision.setting.partition_bytes == MIB // 4
+        return warm.reduce(ORDER, find_unused=None)
+
+    monkeypatch.setattr(LoopbackBackend, "sum", disturbed)
+    monkeypatch.setattr(warmup, "perf_counter", lambda: now_s)
+    [warm] = on_ranks(reduce, ranks=1)
+    assert warm.decision.setting.partition_bytes == MIB // 4
