@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, NamedTuple
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "rank_view",
     "seen_variables",
     "set_variables",
+    "user_cache_folder",
 ]
 
 PREFIX = "BYTESCHED_"
@@ -118,6 +120,12 @@ def child_environment(changes: Mapping[str, str | None] | None = None) -> dict[s
         else:
             environment[name] = value
     return environment
+
+
+def user_cache_folder() -> Path:
+    """Return the folder in which programs of this user keep what they can find again."""
+    named = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return Path(named) if os.path.isabs(named) else Path.home() / ".cache"
 
 
 def horovod_variable(name: str) -> str:

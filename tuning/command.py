@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from bytesched.errors import ConfigError
 from bytesched.table import aligned
 from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile
+from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
 from bytesched.tuning.progress import Progress, progress_for
 
@@ -28,7 +30,8 @@ GRACE_S = 15.0
 #: steps of a bench beyond those of its tuning
 _MORE_STEPS = 10
 _EPILOG = """\
-The training's own script must call bytesched.wrap, or be started by 'bytesched run':
+The command is the one that starts the training. Its script need not call
+bytesched.wrap: it is run by 'bytesched run', where it can be found in the command.
 
   bytesched tune -- torchrun --nproc-per-node 2 train.py
   bytesched tune --save mine.json --steps 200 -- torchrun ... train.py
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = _command(options, rest, config.tune_steps)
     if not command:
         parser.error("nothing to run: bytesched tune -- torchrun ... train.py, or --bench MODEL")
-    return _tune(command, config, stop=options.stop or bool(options.bench))
+    return _tune(_wrapping(command), config, stop=options.stop or bool(options.bench))
 
 
 def _command(options: argparse.Namespace, rest: list[str], tune_steps: int) -> list[str]:
@@ -74,6 +77,24 @@ def _command(options: argparse.Namespace, rest: list[str], tune_steps: int) -> l
         sys.executable, "-m", "bytesched", "bench", f"--{kind or 'model'}", name, "--systems",
         "bytesched", "--rounds", "1", "--warmup", "2", "--iterations", steps, *rest,
     ]  # fmt: skip
+
+
+def _wrapping(command: list[str]) -> list[str]:
+    """The command under which the script's optimizers are wrapped; says what that is."""
+    if runs_bytesched(command):
+        return command
+    changed = under_run(command)
+    if changed is not None:
+        print(f"tune: runs {shlex.join(changed)}", file=sys.stderr, flush=True)
+        return changed
+    print(
+        f"tune: no Python script was found in {shlex.join(command)!r}, so nothing is tuned unless "
+        "the script calls bytesched.wrap. If it does not, put 'bytesched run' before it where it "
+        "is started: torchrun ... -m bytesched run train.py",
+        file=sys.stderr,
+        flush=True,
+    )
+    return command
 
 
 def _tune(command: list[str], config: Config, *, stop: bool) -> int:
@@ -200,8 +221,8 @@ def _unfinished(tuning: TuningFile | None, code: int) -> str:
     ended = f"the command ended (exit code {code})"
     if tuning is None:
         return (
-            f"tune: {ended} and nothing was tuned: does the script call bytesched.wrap, on more "
-            "than one rank? Is the cluster's rank 0 on this machine?"
+            f"tune: {ended} and nothing was tuned: did it train on more than one rank, with a "
+            "DistributedDataParallel, Horovod or bytesched.wrap, and with rank 0 on this machine?"
         )
     return f"tune: {ended} before the tuning did, after {tuning.steps} steps: let it train longer"
 

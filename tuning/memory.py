@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bytesched.errors import ConfigError
+from bytesched.environment import user_cache_folder
 from bytesched.files import locked, write_text
 from bytesched.tuning.file import Fingerprint, TuningFile
 
@@ -24,12 +24,8 @@ _LOCK_TIMEOUT_S = 10.0
 
 
 def cache_folder() -> Path:
-    """Where tunings lie if no file is named. ConfigError if platformdirs is not installed."""
-    try:
-        from platformdirs import user_cache_path
-    except ImportError as error:
-        raise ConfigError("tuning needs platformdirs: pip install 'bytesched[tune]'") from error
-    return user_cache_path("bytesched") / "tuning"
+    """Where tunings lie if no file is named."""
+    return user_cache_folder() / "bytesched" / "tuning"
 
 
 class Memory:

@@ -28,7 +28,7 @@ __all__ = ["OnlineTuner", "tuner_of"]
 
 log = logging.getLogger("bytesched")
 
-_NEEDED = ("numpy", "skopt", "platformdirs")
+_NEEDED = ("numpy", "skopt")
 _SEED = 0
 #: the most promising settings of the model, which are tried before those of the search
 _FIRST_TRIALS = 3

@@ -17,8 +17,10 @@ from bytesched.config import Config, set_on_command_line
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.policy import named_policy
+from bytesched.run.after_import import Action
 from bytesched.run.copies import watch_copies
 from bytesched.run.script import compiled, run_file, run_module
+from bytesched.run.untuned import watch_steps
 from bytesched.run.watch import noticed_something, watch
 
 CANNOT_START = 2
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         parser.exit(CANNOT_START, f"bytesched run: can't open {program!r}: {error}\n")
     if config.enabled:
-        _watch(program, is_module=arguments.is_module)
+        _watch(program, is_module=arguments.is_module, tunes=config.tune)
         # Registered before anything of the script, so called after it.
         atexit.register(_say_if_nothing)
     _run(program, code, rest)
@@ -66,12 +68,17 @@ def run_copy(argv: Sequence[str]) -> None:
     is_module = argv[0] == "-m"
     program, *rest = argv[is_module:]
     code = None if is_module else compiled(program)
-    _watch(program, is_module=is_module)
+    _watch(program, is_module=is_module, tunes=Config.load().tune)
     _run(program, code, rest)
 
 
-def _watch(program: str, *, is_module: bool) -> None:
-    watch({"subprocess": partial(watch_copies, program=program, is_module=is_module)})
+def _watch(program: str, *, is_module: bool, tunes: bool) -> None:
+    also: dict[str, Action] = {
+        "subprocess": partial(watch_copies, program=program, is_module=is_module)
+    }
+    if tunes:
+        also["torch.optim.optimizer"] = watch_steps
+    watch(also)
 
 
 def _run(program: str, code: CodeType | None, arguments: Sequence[str]) -> None:

@@ -232,3 +232,48 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "x.json").write_text("[]")
     assert cli.main(["report", "tuning", str(tmp_path / "x.json"), "-o", str(page)]) == 1
     assert "not the memory of a tuning" in capsys.readouterr().err
+
+
+def test_what_is_known_is_shown_without_what_a_search_needs(cache: Path) -> None:
+    Memory(folder=cache).save(DONE)
+    only_the_standard_library = (
+        "import sys; sys.modules.update(dict.fromkeys("
+        "['numpy', 'skopt', 'platformdirs', 'rich', 'torch']))\n"
+        "from bytesched import cli; sys.exit(cli.main(['tune', '--show']))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", only_the_standard_library],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "9.1 % gained" in shown.stdout
+
+
+WITHOUT_WRAP = """
+import sys
+from bytesched.environment import own_variables
+assert "bytesched.run.command" in sys.modules, "this is not bytesched run"
+assert own_variables()["BYTESCHED_TUNE"] == "1"
+"""
+
+
+def test_a_script_that_does_not_wrap_is_run_by_bytesched_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT_WRAP)
+    assert cli.main(["tune", "--", sys.executable, "train.py"]) == 1
+    out, err = capfd.readouterr()
+    assert "Error" not in out
+    assert f"tune: runs {sys.executable} -m bytesched run train.py" in err
+
+
+def test_where_no_script_is_found_that_is_said_before_it_runs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["tune", "--", "sh", "-c", "echo trained >&2"]) == 1
+    out, err = capfd.readouterr()
+    assert err.startswith("tune: no Python script was found in ")
+    assert "trained" in out

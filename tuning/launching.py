@@ -1,0 +1,82 @@
+"""The command line of a training, changed so that its script runs under `bytesched run`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+__all__ = ["runs_bytesched", "under_run"]
+
+_PYTHON: Final = re.compile(r"python(\d+(\.\d+)*)?")
+#: launchers that start `-m MODULE` on every rank as Python does
+_LAUNCHERS: Final = frozenset({"torchrun", "accelerate", "deepspeed"})
+#: the same, started by `python -m`
+_LAUNCHER_MODULES: Final = frozenset(
+    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+)
+_MODULE_OPTIONS: Final = ("-m", "--module")
+#: options of the interpreter that take a value of their own
+_WITH_VALUE: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
+
+
+def runs_bytesched(command: Sequence[str]) -> bool:
+    """Whether the command itself starts bytesched: `run`, `bench` or another of its commands."""
+    started = pairwise(command)
+    return Path(command[0]).name == "bytesched" or any(
+        option in _MODULE_OPTIONS and module.partition(".")[0] == "bytesched"
+        for option, module in started
+    )
+
+
+def under_run(command: Sequence[str]) -> list[str] | None:
+    """The same command with its script under `bytesched run`; None if no script is found in it.
+
+    What stands before `python`, torchrun or another launcher (mpirun, horovodrun, srun, env, …) is
+    kept as it is.
+    """
+    for at, word in enumerate(command):
+        name = Path(word).name
+        if name in _LAUNCHERS:
+            return _launched(command, at + 1)
+        if _PYTHON.fullmatch(name):
+            return _interpreted(command, at + 1)
+    return None
+
+
+def _interpreted(command: Sequence[str], at: int) -> list[str] | None:
+    """The same; options of the interpreter begin at `at`."""
+    while at < len(command):
+        word = command[at]
+        if word == "-m":
+            if command[at + 1 : at + 2] and command[at + 1] in _LAUNCHER_MODULES:
+                return _launched(command, at + 2)
+            return _inserted(command, at)
+        if word in ("-", "-c") or not word.startswith("-"):
+            return None if word.startswith("-") else _inserted(command, at)
+        at += 2 if word in _WITH_VALUE else 1
+    return None
+
+
+def _launched(command: Sequence[str], at: int) -> list[str] | None:
+    """The same; options of a launcher begin at `at`, and not all of them are known here."""
+    for index in range(at, len(command)):
+        word = command[index]
+        if word in _MODULE_OPTIONS:
+            following = command[index + 1 : index + 2]
+            # An option stands between it and its module: which word that is, is not known.
+            return None if not following or following[0][:1] == "-" else _inserted(command, index)
+        if word.endswith(".py"):
+            return _inserted(command, index)
+        if _PYTHON.fullmatch(Path(word).name):
+            return _interpreted(command, index + 1)
+    return None
+
+
+def _inserted(command: Sequence[str], at: int) -> list[str]:
+    program = list(command[at:])
+    if program[0] in _MODULE_OPTIONS:
+        program[0] = "-m"
+    return [*command[:at], "-m", "bytesched", "run", *program]
