@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bytesched.config import LEAST_TUNE_STEPS, Config
@@ -22,6 +23,7 @@ from bytesched.tuning.file import TuningFile
 from bytesched.tuning.launching import runs_bytesched, under_run
 from bytesched.tuning.memory import Memory, cache_folder
 from bytesched.tuning.progress import Progress, progress_for
+from bytesched.tuning.unfinished import best_so_far
 
 #: the exit code after a signal is this and its number
 KILLED = 128
@@ -105,6 +107,9 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
     # A file of its own: it always tunes, whatever is known, and replaces that when it is done.
     file = folder / f"running-{os.getpid()}.json"
     file.unlink(missing_ok=True)
+    begun = _read(Path(config.tune_file)) if config.tune_file else None
+    if begun is not None and begun.setting is None:
+        Memory(file).save(begun)
     environment = child_environment(
         {
             "BYTESCHED_TUNE": "1",
@@ -126,10 +131,10 @@ def _tune(command: list[str], config: Config, *, stop: bool) -> int:
         tuning = _read(file)
         file.unlink(missing_ok=True)
         file.with_name(f".{file.name}.lock").unlink(missing_ok=True)
-        if tuning is not None and tuning.setting is not None:
+        if tuning is not None and tuning.trials:
             saved = Memory(config.tune_file).save(tuning)
     if tuning is None or tuning.setting is None:
-        print(_unfinished(tuning, code), file=sys.stderr)
+        print(_unfinished(tuning, code, saved), file=sys.stderr)
         return code or 1
     _report(tuning, saved)
     return 0 if stop else code
@@ -217,14 +222,28 @@ def _read(file: Path) -> TuningFile | None:
         return None
 
 
-def _unfinished(tuning: TuningFile | None, code: int) -> str:
+def _unfinished(tuning: TuningFile | None, code: int, saved: Path | None) -> str:
     ended = f"the command ended (exit code {code})"
     if tuning is None:
         return (
             f"tune: {ended} and nothing was tuned: did it train on more than one rank, with a "
             "DistributedDataParallel, Horovod or bytesched.wrap, and with rank 0 on this machine?"
         )
-    return f"tune: {ended} before the tuning did, after {tuning.steps} steps: let it train longer"
+    lines = [f"tune: {ended} before the tuning did, after {tuning.steps} steps"]
+    if found := best_so_far(tuning):
+        best, gain_pct = found
+        lines.append(f"best so far: {best}, {gain_pct:.1f} % gained; not compared in turns yet")
+        lines.append(f"to use it: {replace(tuning, setting=best).paste()}")
+    if saved is not None:
+        lines.append(_kept(saved))
+    return "\n".join(lines)
+
+
+def _kept(file: Path) -> str:
+    known = _read(file)
+    if known is not None and known.setting is not None:
+        return f"{file} holds a finished tuning and stays as it was: to begin anew, remove it"
+    return f"kept in {file}: the same command goes on from there, or let it train longer"
 
 
 def _report(tuning: TuningFile, file: Path | None) -> None:

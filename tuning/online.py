@@ -22,6 +22,7 @@ from bytesched.tuning.memory import Memory
 from bytesched.tuning.model import IterationModel, median_recording, seed_bytes, seeded_space
 from bytesched.tuning.search import BayesianSearch, Searcher
 from bytesched.tuning.space import Limits
+from bytesched.tuning.unfinished import Unfinished
 from bytesched.version import __version__
 
 __all__ = ["OnlineTuner", "tuner_of"]
@@ -101,7 +102,8 @@ class OnlineTuner:
         self._facts = facts
         self._link = fit_probes(facts.probes)
         fingerprint = _fingerprint(facts, self._link)
-        self._logbook = Logbook(self._memory, fingerprint, facts.untuned)
+        unfinished = self._unfinished(fingerprint)
+        self._logbook = Logbook(self._memory, fingerprint, facts.untuned, unfinished)
         self._limits = self._limits.within(facts.knobs)
         known, known_step_s = self._known(fingerprint)
         self._controller = Controller(
@@ -114,6 +116,7 @@ class OnlineTuner:
             report=self._reported,
             known=known,
             known_step_s=known_step_s,
+            unfinished=None if unfinished is None else Unfinished.of(unfinished),
         )
         return self._decision()
 
@@ -188,6 +191,21 @@ class OnlineTuner:
             return self._facts.untuned, math.nan
         log.info("tuning: at most %d steps; the link has %s", self._pace.budget, self._link)
         return None, math.nan
+
+    def _unfinished(self, fingerprint: Fingerprint) -> TuningFile | None:
+        """The tuning of this case that an earlier run has begun, if all of it can be used here."""
+        found = self._memory.unfinished(fingerprint)
+        if found is None or found.untuned != self._facts.untuned:
+            return None
+        tried = {trial.setting for trial in found.trials if trial.phase == "search"}
+        if not tried or not all(self._limits.allow(setting) for setting in tried):
+            return None
+        log.info(
+            "tuning: goes on where an earlier run ended: %d steps, %d settings tried",
+            found.steps,
+            len(tried),
+        )
+        return found
 
     def _is_usable(self, tuning: TuningFile) -> bool:
         """Whether the setting of a file can be used, which may be from anyone; else it is named."""
