@@ -20,7 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bytesched report", description="Draw what was measured.")
     pictures = parser.add_subparsers(dest="picture", required=True, metavar="PICTURE")
     for name, picture in PICTURES.items():
-        one = pictures.add_parser(name, help=picture.line)
+        one = pictures.add_parser(
+            name,
+            help=picture.line,
+            epilog=picture.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         picture.add_arguments(one)
         one.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.png")
     options = parser.parse_args(argv)
@@ -28,13 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         PICTURES[options.picture].draw(options)
     except (OSError, ValueError) as error:
         print(f"bytesched report: {error}", file=sys.stderr)
+        if PICTURES[options.picture].epilog:
+            how = f"bytesched report {options.picture} --help says how to get its files"
+            print(f"bytesched report: {how}", file=sys.stderr)
         return 1
     print(options.output)
     return 0
 
 
+_TWO_TRACES = """\
+How to get the two traces of a script: run it twice under bytesched, first so that it sends in the
+order of backward and updates everything at once, as DDP does, and then as it is.
+
+  BYTESCHED_TIMELINE=runs/before BYTESCHED_POLICY=fifo BYTESCHED_CROSS_BARRIER=0 \\
+      torchrun --nproc-per-node 2 -m bytesched run train.py
+  BYTESCHED_TIMELINE=runs/after torchrun --nproc-per-node 2 -m bytesched run train.py
+  bytesched report iteration runs/before/rank0.trace.json runs/after/rank0.trace.json -o both.png
+"""
+
+
 def _iteration_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, metavar="BEFORE.json", help="trace of plain DDP")
+    parser.add_argument("before", type=Path, metavar="BEFORE.json", help="trace of a run as DDP's")
     parser.add_argument("after", type=Path, metavar="AFTER.json", help="trace of bytesched")
     parser.add_argument("--title", default="An iteration and the forward pass after it")
 
@@ -54,6 +73,9 @@ def _draw_timeline(options: Namespace) -> None:
 
 
 PICTURES["iteration"] = Picture(
-    "one iteration of two runs, above each other", _iteration_arguments, _draw_iteration
+    "one iteration of two runs, above each other",
+    _iteration_arguments,
+    _draw_iteration,
+    _TWO_TRACES,
 )
 PICTURES["timeline"] = Picture("one iteration of all ranks", _timeline_arguments, _draw_timeline)

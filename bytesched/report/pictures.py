@@ -17,6 +17,8 @@ class Picture(NamedTuple):
     add_arguments: Callable[[ArgumentParser], None]
     #: raises ``OSError`` or ``ValueError`` for a file that cannot be used
     draw: Callable[[Namespace], None]
+    #: how to get the files that it is drawn of, where its arguments do not say that
+    epilog: str = ""
 
 
 PICTURES: dict[str, Picture] = {}

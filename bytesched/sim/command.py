@@ -23,7 +23,7 @@ from bytesched.sim.measure import Links, measured_links
 from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.recorded import recorded_jitter
 from bytesched.sim.systems import SYSTEMS, Costs, Model
-from bytesched.sim.table import rows
+from bytesched.sim.table import LEGEND, rows
 from bytesched.sim.verdict import gain, verdict
 from bytesched.sim.weather import Climate
 from bytesched.table import aligned
@@ -91,7 +91,7 @@ def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Print the systems of every case, and the sentences."""
     found = [case.predictions() for case in cases]
     print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
-    print()
+    print(f"{LEGEND}\n")
     for case, of_case in zip(cases, found, strict=True):
         print(verdict(case, of_case))
     return [one.to_json() for of_case in found for one in of_case]
@@ -255,7 +255,8 @@ def _positive(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bytesched sim",
-        description="Tell what systems would take on a cluster: real decisions, modelled links.",
+        description="Predict the time of an iteration of DDP, FSDP2 and bytesched on a cluster:\n"
+        "the decisions are those of the real code, the links are a model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

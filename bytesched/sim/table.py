@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from bytesched.sim.predict import Prediction
 from bytesched.sim.verdict import rivals
 
-__all__ = ["rows"]
+__all__ = ["LEGEND", "rows"]
 
 _TITLES = (
     *("ranks", "system", "size", "iteration ms", "x T*", "vs best", "collectives"),
     *("words", "of rank 0", "KB", "replayed"),
 )
+
+
+#: what the columns are, for beneath them
+LEGEND = """
+size: of DDP's buckets, or of chunks. x T*: over what no schedule can beat.
+vs best: how many times as fast as the fastest of the systems that are not bytesched's.
+collectives: all-reduces, or their halves, of an iteration.
+words, of rank 0, KB: messages that carry the order of an iteration, those that rank 0 sends, and
+their size. replayed: share of the iterations in which ranks repeat an order and send no words."""
 
 
 def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:

@@ -7,10 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from bytesched.files import write_text
 from bytesched.table import aligned
-from bytesched.trace.reading import merge_traces, read_traces
+from bytesched.trace.reading import Iteration, merge_traces, read_traces
 from bytesched.trace.timeline import trace_name
 
 __all__ = ["main"]
@@ -18,17 +19,31 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `bytesched trace`; return the exit code, 1 if there was nothing to use."""
-    parser = argparse.ArgumentParser(prog="bytesched trace", description="Read timelines.")
+    parser = argparse.ArgumentParser(
+        prog="bytesched trace", description="Merge timelines, or sum them up."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="put all ranks into one file, on one clock")
     merge.add_argument("paths", nargs="+", type=Path, metavar="DIR|FILE")
     merge.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.json")
     merge.set_defaults(run=_merge)
-    summary = commands.add_parser("summary", help="print a table of the iterations")
+    summary = commands.add_parser(
+        "summary", help="print the means of each rank, and the slowest steps"
+    )
     summary.add_argument("path", type=Path, metavar="FILE", help="of one rank, or merged")
+    summary.add_argument(
+        "--slowest", type=_count, default=5, metavar="N", help="how many (%(default)s)"
+    )
+    summary.add_argument("--all", action="store_true", help="print every step of every rank")
     summary.set_defaults(run=_summary)
     options = parser.parse_args(argv)
     return int(options.run(options))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 0 or more")
+    return int(text)
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -61,20 +76,41 @@ def _summary(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         _complain(str(error))
         return 1
-    found = False
-    for trace in traces:
-        rows: list[tuple[str, ...]] = [
-            ("step", "step_ms", "link_busy_ms", "exposed_wait_ms", "crossed")
-        ]
-        for iteration in trace.iterations():
-            found = True
-            times = (iteration.step_ms, iteration.link_busy_ms, iteration.exposed_wait_ms)
-            crossed = f"yes, {iteration.crossed_ms:.1f} ms" if iteration.crossed_ms else "no"
-            rows.append((str(iteration.step), *(f"{value:.2f}" for value in times), crossed))
-        print(f"rank {trace.rank}", *aligned(rows, ">>>><"), sep="\n")
+    iterations = {trace.rank: trace.iterations() for trace in traces}
+    found = [(rank, one) for rank, of_rank in iterations.items() for one in of_rank]
     if not found:
         _complain(f"{options.path}: holds no whole iteration, which takes two steps")
-    return 0 if found else 1
+        return 1
+    if options.all:
+        _print("every step", found)
+        return 0
+    means = [(str(rank), f"{len(ones)} steps", *_means(ones)) for rank, ones in iterations.items()]
+    print("means of each rank")
+    print(*aligned([_TITLES, *means], _SIDES), sep="\n")
+    slowest = sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]
+    if slowest:
+        print()
+        _print("the slowest steps", slowest)
+    print(_LEGEND)
+    return 0
+
+
+_TITLES = ("rank", "step", "step ms", "link busy ms", "exposed wait ms", "crossed ms")
+_SIDES = ">>>>>>"
+_LEGEND = """
+link busy: something was being sent. exposed wait: training waited for the link.
+crossed: the link was busy before backward began, with gradients of the step before."""
+
+
+def _print(title: str, steps: Sequence[tuple[int, Iteration]]) -> None:
+    rows = [(str(rank), str(one.step), *_means([one])) for rank, one in steps]
+    print(title, *aligned([_TITLES, *rows], _SIDES), sep="\n")
+
+
+def _means(ones: Sequence[Iteration]) -> list[str]:
+    """Means of the times of some iterations, as text; nothing if there are none."""
+    times = [(one.step_ms, one.link_busy_ms, one.exposed_wait_ms, one.crossed_ms) for one in ones]
+    return [f"{fmean(column):.2f}" for column in zip(*times, strict=True)] or [""] * 4
 
 
 def _complain(line: str) -> None:

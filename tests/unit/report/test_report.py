@@ -268,9 +268,10 @@ def test_command(
     assert cli.main(["report", "bench", str(result), str(result), "-o", out]) == 0
     assert is_png(Path(out))
     assert cli.main(["report", "iteration", str(result), str(runs[0]), "-o", out]) == 1
+    assert "report iteration --help says how to get its files" in capsys.readouterr().err
     assert cli.main(["report", "bench", str(tmp_path / "no.json"), "-o", out]) == 1
     assert cli.main(["report", "bench", str(result), "-o", str(tmp_path / "no" / "out.png")]) == 1
-    assert capsys.readouterr().err.count("bytesched report: ") == 3
+    assert capsys.readouterr().err.count("bytesched report: ") == 2
 
 
 def test_waits_that_were_recorded_are_believed() -> None:
@@ -309,3 +310,11 @@ def test_timeline_has_a_row_for_every_wave(tmp_path: Path) -> None:
     assert kinds == {
         (f"{kind} {wave}", kind) for kind in ("forward", "backward") for wave in (0, 1)
     }
+
+
+def test_help_says_how_to_get_the_two_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["report", "iteration", "--help"])
+    shown = capsys.readouterr().out
+    assert "BYTESCHED_TIMELINE=runs/before" in shown
+    assert "torchrun --nproc-per-node 2 -m bytesched run train.py" in shown

@@ -61,6 +61,11 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
     )
     assert "2 ranks: yes, bytesched is" in text
     assert "assumed: 0.95 Gbit/s" in text
+    titles = next(line for line in text.splitlines() if line.lstrip().startswith("ranks  system"))
+    explained = text.partition(titles)[2]
+    for title in ("size", "x T*", "vs best", "collectives", "words", "of rank 0", "KB", "replayed"):
+        assert title in titles
+        assert title in explained, title
     predictions = json.loads(file.read_text())["predictions"]
     assert [one["ranks"] for one in predictions] == [2] * 3 + [16] * 3
     by_system = {one["system"]: one for one in predictions[:3]}

@@ -570,7 +570,7 @@ def test_merged_order_of_ranks_is_by_number(tmp_path: Path) -> None:
     assert list(dict.fromkeys(event["pid"] for event in merged)) == [9, 10]
 
 
-def test_summary_tells_whether_the_barrier_was_crossed(
+def test_summary_prints_means_and_the_slowest_steps(
     two_ranks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, crossing = (read_traces(two_ranks / f"rank{rank}.trace.json")[0] for rank in (0, 1))
@@ -581,16 +581,22 @@ def test_summary_tells_whether_the_barrier_was_crossed(
         assert iteration.crossed_ms == 0
     for iteration in crossing.iterations():
         assert iteration.crossed_ms == pytest.approx(20)
-    assert main(["summary", str(two_ranks / "rank0.trace.json")]) == 0
-    assert capsys.readouterr().out.count(" no\n") == 3
     merged = str(two_ranks / "all.json")
     assert main(["merge", str(two_ranks), "-o", merged]) == 0
     capsys.readouterr()
-    assert main(["summary", merged]) == 0
-    table = capsys.readouterr().out
-    assert "rank 0" in table
-    assert "rank 1" in table
-    assert table.count("yes, 20.0 ms") == 3
+    assert main(["summary", merged, "--slowest", "2"]) == 0
+    means, slowest = capsys.readouterr().out.split("\n\n")[:2]
+    _, titles, *rows = (line.split() for line in means.splitlines())
+    assert titles[:4] == ["rank", "step", "step", "ms"]
+    assert [row[:3] for row in rows] == [["0", "3", "steps"], ["1", "3", "steps"]]
+    assert [row[3] for row in rows] == ["60.00", "60.00"]
+    assert rows[0][-1] == "0.00"
+    assert rows[1][-1] == "20.00"
+    assert len(slowest.splitlines()) == 2 + 2
+    assert main(["summary", merged, "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 3
+    assert main(["summary", merged, "--slowest", "0"]) == 0
+    assert "slowest" not in capsys.readouterr().out
 
 
 def test_summary_of_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
