@@ -302,11 +302,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--save", metavar="FILE", help="instead of the user's cache folder")
-    add("--steps", metavar="N", help=f"most steps ({LEAST_TUNE_STEPS} or more; 150)")
-    add("--space", metavar="TEXT", help='such as "partition_bytes=64KiB..4MiB"')
-    add("--bench", default="", metavar="MODEL", help="train a model of the bench, or emulate:MODEL")
+    add("--save", metavar="FILE", help="keep what is found in FILE, not in the user's cache folder")
+    add(
+        "--steps",
+        metavar="N",
+        help=f"most steps of a search (at least {LEAST_TUNE_STEPS}; default 150)",
+    )
+    add("--space", metavar="TEXT", help='where to look, such as "partition_bytes=64KiB..4MiB"')
+    add(
+        "--bench",
+        default="",
+        metavar="MODEL",
+        help="train a model of the bench; emulate:MODEL emulates its compute",
+    )
     add("--stop", action="store_true", help="end the command when a setting is adopted")
-    add("--show", action="store_true", help="list what is known")
-    add("--forget", default="", metavar="NAME", help="forget one of these, or all")
+    add("--show", action="store_true", help="list the tunings that are kept, finished or not")
+    add("--forget", default="", metavar="NAME", help="remove one of these, or all")
     return parser

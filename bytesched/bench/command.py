@@ -80,19 +80,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             servers=spec.servers or 0,
             ranks_per_host=spec.ranks_per_host,
         )
-        if launched:
-            network = run_own(spec, start, view)
-        else:
-            rate = (options.rate or DEFAULT_RATE) if options.lab else None
-            hosts = options.lab or options.workers or 2
-            network = run_all(spec, start, hosts, rate, Path(folder))
-        if view.rank == 0:
+        rate = (options.rate or DEFAULT_RATE) if options.lab else None
+        stopped: BaseException | None = None
+        try:
+            if launched:
+                network = run_own(spec, start, view)
+            else:
+                hosts = options.lab or options.workers or 2
+                network = run_all(spec, start, hosts, rate, Path(folder))
+        except (KeyboardInterrupt, SystemExit) as error:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            stopped = error
+            network = f"links of {rate}" if rate else "links as they are"
+        measured = stopped is None or Path(start.result).exists()
+        if stopped is not None and view.rank == 0:
+            how_far = "what was measured until then:" if measured else "nothing was measured yet"
+            print(f"\nstopped before the end; {how_far}", flush=True)
+        if view.rank == 0 and measured:
             if any(system.kind in HOROVOD_SYSTEMS for system in spec.systems):
                 network += f", Horovod over {CONTROLLERS[spec.controller]}"
             if spec.servers is not None:
                 network += f", a store over MPI, served by {spec.servers or 'every'} rank"
                 network += "s" if spec.servers > 1 else ""
-            _report(spec, start.result, options, argv, {"network": network, "load_before": load})
+            _report(
+                spec,
+                start.result,
+                options,
+                argv,
+                {
+                    "network": network,
+                    "load_before": load,
+                    "stopped": stopped is not None,
+                },
+            )
+    if stopped is not None:
+        raise stopped
     return 0
 
 
@@ -143,45 +166,91 @@ def _batches(text: str) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bytesched bench",
-        description="Measure data-parallel systems in turn on the same work.",
+        description="Measure data-parallel systems in turn on the same work. Says first how long that\n"
+        "will take; when it is stopped (ctrl-C, SIGTERM) it prints the table of what was measured.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--systems", default=",".join(SYSTEMS), metavar="LIST", help="default: %(default)s")
+    add(
+        "--systems", default=",".join(SYSTEMS), metavar="LIST", help="what to measure (%(default)s)"
+    )
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)} or module:function (default gpt)")
     shipped = ", ".join(shipped_profiles())
     add("--emulate", metavar="PROFILE", help=f"emulate the compute of {shipped} or FILE.json")
-    add("--lab", type=int, metavar="N", help="N emulated hosts on this machine")
-    add("--ranks-per-host", type=int, default=1, metavar="N", help="on emulated ones (%(default)s)")
+    add("--lab", type=int, metavar="N", help="start ranks on N hosts emulated on this machine")
+    add(
+        "--ranks-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks on each emulated host (%(default)s)",
+    )
     add("--rate", metavar="RATE", help=f"link of each emulated host (default {DEFAULT_RATE})")
-    add("--workers", type=int, metavar="N", help="N processes on loopback (default 2)")
-    add("--iterations", type=int, default=20, metavar="N", help="timed, per round (%(default)s)")
-    add("--rounds", type=int, default=3, metavar="N", help="turns of every system (%(default)s)")
-    add("--warmup", type=int, default=5, metavar="N", help="untimed, per round (%(default)s)")
-    add("--sweep-iterations", type=int, default=8, metavar="N", help="per setting (%(default)s)")
+    add("--workers", type=int, metavar="N", help="start N ranks here, over loopback (default 2)")
+    add(
+        "--iterations",
+        type=int,
+        default=20,
+        metavar="N",
+        help="timed iterations per round (%(default)s)",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rounds, in each of which every system has a turn (%(default)s)",
+    )
+    add(
+        "--warmup",
+        type=int,
+        default=5,
+        metavar="N",
+        help="untimed iterations per round (%(default)s)",
+    )
+    add(
+        "--sweep-iterations",
+        type=int,
+        default=8,
+        metavar="N",
+        help="timed iterations per swept setting (%(default)s)",
+    )
     add("--servers", type=int, metavar="N", help="ranks that serve; 0: all do (default 1)")
-    add("--controller", choices=CONTROLLERS, help=f"of Horovod (default {DEFAULT_CONTROLLER})")
+    add(
+        "--controller",
+        choices=CONTROLLERS,
+        help=f"controller of Horovod (default {DEFAULT_CONTROLLER})",
+    )
     add(
         "--autotune-iterations",
         type=int,
         default=100,
         metavar="N",
-        help="for Horovod's autotuner to converge (%(default)s)",
+        help="iterations in which Horovod's autotuner may converge (%(default)s)",
     )
     add(
         "--batch",
         type=_batches,
         default=[0],
         metavar="N",
-        help="of each rank, real models only; several for --record, systems get the largest",
+        help="batch size of each rank, of real models; several of them for --record, of which "
+        "systems get the largest",
     )
-    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="default %(default)s")
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip by the norm of all gradients")
     add("--compute-scale", type=float, default=1.0, metavar="X", help="emulate a device X x slower")
     add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
-    add("--threads", type=int, default=1, metavar="N", help="of torch per rank; 0: as torch likes")
-    add("--timeout-s", type=float, default=300.0, metavar="S", help="for one collective")
+    add(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads of torch per rank; 0: as many as torch chooses",
+    )
+    add(
+        "--timeout-s", type=float, default=300.0, metavar="S", help="longest time of one collective"
+    )
     add("--cpu", action="store_true", help="print what each thread of rank 0 used")
     add("--json", metavar="FILE", help="write every figure")
     add("--png", metavar="FILE", help="write a chart")

@@ -47,12 +47,13 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     plain, best = opponents(name, systems)
     for key, other in (("plain", plain), ("best", best)):
         if other:
-            pairs = zip(_round_medians(systems[other]), medians, strict=True)
+            # Of a bench that was stopped, the one may have been measured in more rounds.
+            pairs = zip(_round_medians(systems[other]), medians, strict=False)
             figures[f"speedup_over_{key}"] = statistics.median(a / b for a, b in pairs)
     if best and not _is_plain(name):
         theirs = _round_medians(systems[best])
         possible_ms = statistics.median(theirs) - optimum_ms
-        gain_ms = statistics.median(a - b for a, b in zip(theirs, medians, strict=True))
+        gain_ms = statistics.median(a - b for a, b in zip(theirs, medians, strict=False))
         if possible_ms > 0:
             figures["share_of_possible_gain"] = gain_ms / possible_ms
     return figures

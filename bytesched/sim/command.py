@@ -262,11 +262,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Any = parser.add_argument
     shipped = ", ".join(shipped_profiles())
-    add("--profile", default="gpt", metavar="PROFILE", help=f"{shipped} or FILE.json")
-    add("--ranks", type=_ranks, default=[2, 8, 64], metavar="LIST", help="default 2,8,64")
-    add("--bandwidth", default="10gbit", metavar="RATE", help="of each rank's link (%(default)s)")
-    add("--latency-us", type=_positive, default=30.0, metavar="US", help="a message (%(default)s)")
-    add("--algorithm", choices=ALGORITHMS, default="ring", help="of an all-reduce (default ring)")
+    add("--profile", default="gpt", metavar="PROFILE", help=f"the model: {shipped} or FILE.json")
+    add(
+        "--ranks", type=_ranks, default=[2, 8, 64], metavar="LIST", help="numbers of ranks (2,8,64)"
+    )
+    add(
+        "--bandwidth",
+        default="10gbit",
+        metavar="RATE",
+        help="bandwidth of each rank's link (%(default)s)",
+    )
+    add(
+        "--latency-us",
+        type=_positive,
+        default=30.0,
+        metavar="US",
+        help="latency of one message (%(default)s)",
+    )
+    add(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="ring",
+        help="how an all-reduce runs (default ring)",
+    )
     add(
         "--backend",
         choices=("gloo", "nccl"),
@@ -279,9 +297,20 @@ def _parser() -> argparse.ArgumentParser:
         help="take bandwidth and latency from all-reduces among the ranks that a launcher has "
         "started, or two processes here",
     )
-    add("--systems", default=",".join(SYSTEMS[:-1]), metavar="LIST", help="default: %(default)s")
+    add(
+        "--systems",
+        default=",".join(SYSTEMS[:-1]),
+        metavar="LIST",
+        help="what to predict (%(default)s)",
+    )
     add("--clip", action="store_true", help="the script clips by the norm of all gradients")
-    add("--compute-scale", type=_positive, default=1.0, metavar="X", help="a device X x slower")
+    add(
+        "--compute-scale",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="a device that is X times as slow",
+    )
     add(
         "--update-gb-per-s",
         type=_positive,
@@ -294,10 +323,21 @@ def _parser() -> argparse.ArgumentParser:
         type=jitter,
         default=0.0,
         metavar="X%|TRACE",
-        help="of each rank and iteration; of a trace file: what that has recorded",
+        help="how much a rank's compute varies between iterations, or what a trace recorded",
     )
-    add("--straggler", type=_straggler, metavar="RANK:X%", help="a rank that is always so late")
-    add("--iterations", type=int, default=40, metavar="N", help="with jitter (default %(default)s)")
+    add(
+        "--straggler",
+        type=_straggler,
+        metavar="RANK:X%",
+        help="a rank whose compute always takes so much longer",
+    )
+    add(
+        "--iterations",
+        type=int,
+        default=40,
+        metavar="N",
+        help="how many to simulate (default %(default)s)",
+    )
     add("--curve", choices=AXES, help="go along an axis, from the first of --ranks")
     add("--json", metavar="FILE", help="write every figure")
     add("--png", metavar="FILE", help="draw where it pays over bandwidth and ranks, or the curve")

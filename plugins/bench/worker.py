@@ -19,9 +19,16 @@ from bytesched.bench.profile import Profile, parse_profile
 from bytesched.bench.specification import Specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
+from bytesched.files import write_text
 from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s, sharded_optimum_s, split_optimum_s
 from bytesched.plugins.bench.block import SEED, train
+from bytesched.plugins.bench.course import (
+    SWEEP_WARMUP,
+    SWEPT_BUCKETS_MB,
+    estimate,
+    first_round,
+)
 from bytesched.plugins.bench.leaving import leave_after
 from bytesched.plugins.bench.link import Link
 from bytesched.plugins.bench.memory import reset_peak
@@ -41,9 +48,7 @@ if TYPE_CHECKING:
     from bytesched.plugins.bench.systems.horovod import HorovodBlocks, Settings
 
 KVSTORE_RANK = "bytesched.plugins.bench.systems.kvstore_rank"
-SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 COMPUTE_ITERATIONS = 5
-SWEEP_WARMUP = 2
 
 
 class Bench:
@@ -71,20 +76,41 @@ class Bench:
         if self.spec.kind == "emulate":
             self.content = self.scaled_profile().to_json()
         model = self.describe()
-        systems: dict[str, dict[str, Any]] = {}
-        for number, system in enumerate(self.systems):
-            self.systems[number], chosen = self.choose(system)
-            systems[system.label] = chosen | {"rounds": []}
+        systems: dict[str, dict[str, Any]] = {s.label: {"rounds": []} for s in self.systems}
         for turn in range(self.spec.rounds):
             self.link.probe()
             self.probe_compute()
-            for system in self.systems:
+            if not turn:
+                self.say(self.estimate(model["model_bytes"]))
+            places = range(len(self.systems))
+            for number in places if turn else first_round([s.kind for s in self.systems]):
+                if not turn:
+                    self.systems[number], chosen = self.choose(self.systems[number])
+                    systems[self.systems[number].label] |= chosen
+                system = self.systems[number]
                 block = self.block(system, self.spec.warmup, self.spec.iterations)
                 systems[system.label]["rounds"].append(block)
                 self.say(
                     f"round {turn + 1}/{self.spec.rounds}  {system.label:<18} "
                     f"{statistics.median(block['iteration_ms']):8.1f} ms"
                 )
+                if self.rank == 0:
+                    # Whoever stops the bench gets a table of what is there.
+                    so_far = self.found(model, systems, stolen_share(began, core_times()))
+                    write_text(Path(self.place.result), json.dumps(so_far))
+        stolen = max(self.gather(stolen_share(began, core_times())))
+        return self.found(model, systems, stolen)
+
+    def estimate(self, model_bytes: int) -> str:
+        """How long all of it takes, in a line, now that link and compute were measured once."""
+        each = self.compute_samples[-1]
+        compute_s = (each["compute_ms"] + each["update_ms"]) / 1e3
+        return estimate(self.spec, compute_s + model_bytes / self.link.bytes_per_s)
+
+    def found(
+        self, model: dict[str, Any], systems: dict[str, dict[str, Any]], stolen: float
+    ) -> dict[str, Any]:
+        """The result so far: of the systems that were measured at least once."""
         compute = {
             name: statistics.median(sample[name] for sample in self.compute_samples)
             for name in self.compute_samples[0]
@@ -94,11 +120,11 @@ class Bench:
             "world_size": self.world_size,
             "ranks_per_host": self.spec.ranks_per_host,
             "torch": torch.__version__,
-            "stolen_share": max(self.gather(stolen_share(began, core_times()))),
+            "stolen_share": stolen,
             **self.link.facts(),
             "compute": compute | model,
             **self.sweeps_ms,
-            "systems": systems,
+            "systems": {label: system for label, system in systems.items() if system["rounds"]},
         }
 
     def choose(self, system: System) -> tuple[System, dict[str, Any]]:

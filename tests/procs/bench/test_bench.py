@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bytesched.bench import command as bench
 from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import SYSTEMS
 from bytesched.burst.graph import layers_of, load_graph
+from bytesched.cli import INTERRUPTED
 
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 BROKEN_MODEL = """
@@ -88,20 +90,35 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tmp_path: Path) -> None:
     assert "no such batch" in done.stderr
 
 
-def test_nothing_is_left_when_it_is_terminated(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, bench.TERMINATED), (signal.SIGINT, INTERRUPTED)]
+)
+def test_when_it_is_stopped_its_table_stays_and_nothing_else(
+    number: signal.Signals, code: int, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     command = [warm_python(), "-m", "bytesched", "bench", "--emulate", tiny, *QUICK]
+    command += ["--json", str(tmp_path / "out.json")]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None
     with process.stdout as lines:
+        assert lines.readline().startswith("estimate: 0.1 min, for ")
+        for system in ("bytesched", "ddp", "fsdp2"):
+            assert lines.readline().split()[:3] == ["round", "1/2", system]
+        # By then, what the rounds before have found is written.
         assert lines.readline().startswith("bucket sweep")
-        process.terminate()
-        assert process.wait(timeout=20) == bench.TERMINATED
+        process.send_signal(number)
+        rest = lines.read()
+        assert process.wait(timeout=20) == code
+    assert "stopped before the end; what was measured until then:" in rest
+    rows = {line.split()[0]: line for line in rest.splitlines() if line.endswith("identical")}
+    assert {"ddp", "bytesched"} <= set(rows)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["stopped"]
+    assert set(result["systems"]) == {"ddp", "fsdp2", "bytesched"}
     assert not list((tmp_path / "tmp").glob("bytesched-*"))
 
 

@@ -332,6 +332,17 @@ def test_sharded_updates_are_compared_with_the_best_of_their_kind() -> None:
     assert line.endswith(", 1.000 x T* of a sharded update")
 
 
+def test_a_bench_that_was_stopped_has_a_table() -> None:
+    result = a_result()
+    for system in ("ddp-best", "fsdp2"):
+        del result["systems"][system]
+    result["systems"]["ddp"]["rounds"].pop()
+    add_figures(result)
+    ours = result["systems"]["bytesched"]["figures"]
+    assert ours["speedup_over_plain"] == pytest.approx(200 / 128)
+    assert "bytesched" in table(result)
+
+
 def test_the_table_says_whether_the_losses_agree() -> None:
     result = a_result()
     result["systems"]["bytesched"]["rounds"][1]["weights"] = ["a", "b"]
