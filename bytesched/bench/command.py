@@ -92,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             stopped = error
-            network = f"links of {rate}" if rate else "links as they are"
+            network = f"ranks started by {view.launcher}" if launched else "loopback"
+            if rate:
+                network = f"links of {rate}, if they could be shaped, between emulated hosts"
         measured = stopped is None or Path(start.result).exists()
         if stopped is not None and view.rank == 0:
             how_far = "what was measured until then:" if measured else "nothing was measured yet"
@@ -166,8 +168,9 @@ def _batches(text: str) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bytesched bench",
-        description="Measure data-parallel systems in turn on the same work. Says first how long that\n"
-        "will take; when it is stopped (ctrl-C, SIGTERM) it prints the table of what was measured.",
+        description="Measure data-parallel systems in turn on the same work.\n"
+        "Says first how long that will take. When it is stopped (ctrl-C, SIGTERM) it prints the\n"
+        "table of what was measured until then.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
