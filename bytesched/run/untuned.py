@@ -25,16 +25,20 @@ def watch_steps(optimizers: Any) -> None:
     """
     steps: Counter[int] = Counter()
 
+    # The hook stays: torch is going through all hooks when one is called.
+    is_over = False
+
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if sys.modules["torch"].compiler.is_compiling():
+        nonlocal is_over
+        if is_over or sys.modules["torch"].compiler.is_compiling():
             return
         registry = sys.modules.get("bytesched.plugins.registry")
         if registry is not None and registry.sessions():
-            handle.remove()
+            is_over = True
             return
         steps[id(optimizer)] += 1
         if steps[id(optimizer)] >= PATIENCE_STEPS:
-            handle.remove()
+            is_over = True
             if _rank() == 0:
                 name = type(optimizer).__name__
                 log.warning(
@@ -45,7 +49,7 @@ def watch_steps(optimizers: Any) -> None:
                     _why(),
                 )
 
-    handle = optimizers.register_optimizer_step_post_hook(stepped)
+    optimizers.register_optimizer_step_post_hook(stepped)
 
 
 def _rank() -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from warm_python import warm_python
 
 from bytesched.environment import child_environment
@@ -26,10 +28,17 @@ print("trained")
 
 
 @pytest.fixture
-def step(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
     """Makes a step of an optimizer; what was said so far."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    watch_steps(sys.modules["torch.optim.optimizer"])
+    optimizers = sys.modules["torch.optim.optimizer"]
+    # Those of this test end with it.
+    monkeypatch.setattr(optimizers, "_global_optimizer_post_hooks", OrderedDict())
+    watch_steps(optimizers)
+    # Hooks of others come after it.
+    register_optimizer_step_post_hook(lambda *_: None)
 
     def stepped() -> list[str]:
         optimizer.step()
@@ -53,9 +62,9 @@ def test_nothing_is_said_of_a_script_that_is_tuned(
     step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step()
-    monkeypatch.setattr(registry, "sessions", lambda: [object()])
-    step()
-    monkeypatch.undo()
+    with monkeypatch.context() as wrapped:
+        wrapped.setattr(registry, "sessions", lambda: [object()])
+        step()
     for _ in range(2 * PATIENCE_STEPS):
         assert step() == []
 

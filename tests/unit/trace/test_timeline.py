@@ -599,6 +599,17 @@ def test_summary_prints_means_and_the_slowest_steps(
     assert "slowest" not in capsys.readouterr().out
 
 
+def test_the_slowest_steps_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = Timeline(tmp_path)
+    start_ns = time.perf_counter_ns()
+    for step, at_ms in enumerate((0, 10, 40, 60)):
+        timeline.on_step(step, start_ns + at_ms * MS)
+    timeline.close()
+    assert main(["summary", str(timeline.path), "--slowest", "2"]) == 0
+    slowest = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split()[1:3] for line in slowest[2:]] == [["2", "30.00"], ["3", "20.00"]]
+
+
 def test_summary_of_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = Timeline(tmp_path)
     timeline.close()
