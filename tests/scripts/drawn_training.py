@@ -254,8 +254,10 @@ class Drawn:
             return
 
         def closure() -> Tensor:
+            # Gradients that stay would be added to on more than two ranks.
             with torch.enable_grad():
-                optimizer.zero_grad()
+                for each in [optimizer] if self.plan.world_size == 2 else self.optimizers:
+                    each.zero_grad()
                 loss = self._loss(step, *self.models)
                 loss.backward()
             return loss

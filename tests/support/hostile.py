@@ -121,7 +121,9 @@ class Hostile:
         return f"{what}: {verdict}"
 
     def _compared(self, plan: Plan, fate: Fate | None) -> tuple[str, str]:
-        ranks = self._pools.setdefault(plan.world_size, Ranks(plan.world_size))
+        if plan.world_size not in self._pools:
+            self._pools[plan.world_size] = Ranks(plan.world_size)
+        ranks = self._pools[plan.world_size]
         try:
             seen = ranks.run(cases.compared, plan, fate, timeout_s=HANGS_S)
         except RankFailure as failure:
@@ -151,6 +153,8 @@ def verdict_of(seen: list[Seen], plan: Plan, fate: Fate | None) -> tuple[str, st
     if not all(raised) and (fate is None or fate.step < plan.rounds - 1):
         return "raised on some ranks", f"{raised}"
     kinds = [line.partition(":")[0] for line in raised]
+    if fate is not None and "SchedulerTimeout" in kinds:
+        return "found by the deadline alone", f"{raised}"
     if fate is not None or any(kind in REFUSALS for kind in kinds):
         return f"refused, {next(filter(None, raised))[:150]}", ""
     return "raised", f"{raised}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import drawn_cases as cases
 import pytest
 from drawn_cases import Fate, Seen
@@ -15,6 +17,20 @@ FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
 
 def ended(code: int, stdout: str = "", stderr: str = "") -> ExitedRank:
     return ExitedRank(code, stdout, stderr, 1.0)
+
+
+def test_some_turns() -> None:
+    """Comparisons, a step left out and an end; on two, three and four ranks."""
+    hostile = Hostile(8)
+    with contextlib.closing(hostile):
+        for number in (5, 11, 16, 20, 46):
+            hostile.turn(number)
+            assert not hostile.failures
+    assert hostile.counts == {
+        "compared: equal": 3,
+        "skipped: equal": 1,
+        "ended: named by all": 1,
+    }
 
 
 def test_a_rounded_gradient_is_found(two_ranks: Ranks) -> None:
