@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from drawn_optimizers import LATE_STEPS, SETTINGS, UNKNOWN, Own, made, stepped
 from looped import inputs, mlp
 from torch import Tensor
 from training import differences, frozen
@@ -37,6 +39,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, foreach=True),
 }
+#: of sequences, whose optimizer is of a class that torch does not have
+UNKNOWN_SHARE = 0.3
 #: random numbers, addresses, other devices, and what concerns no values
 _LEFT_OUT = """
     rand bernoulli dropout multinomial poisson normal cauchy exponential geometric uniform
@@ -142,13 +146,20 @@ class Run:
 
     seed: int
     loopback: Loopback | None
+    #: name of an optimizer in `drawn_optimizers`; empty: one of torch's
+    unknown: str = ""
     records: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._choose = random.Random(self.seed)
         self._model: Any = mlp()
-        kind = self._choose.choice(sorted(OPTIMIZERS))
-        self._optimizer = OPTIMIZERS[kind](self._model)
+        if self.unknown:
+            random.seed(3)
+            np.random.seed(3)
+            SETTINGS["rate"] = 1.0
+            self._optimizer = made(self.unknown, list(self._model.parameters()))
+        else:
+            self._optimizer = OPTIMIZERS[self._choose.choice(sorted(OPTIMIZERS))](self._model)
         self._kept: list[tuple[str, Any]] = []
         if self.loopback is not None:
             self._session = self.loopback.wrap(
@@ -156,7 +167,7 @@ class Run:
             )
 
     def train(self) -> None:
-        for step in range(STEPS):
+        for step in range(LATE_STEPS if self.unknown == "Late" else STEPS):
             with self._slow_wire() if step > 1 else contextlib.nullcontext():
                 self._one_step(step)
         self.records.append(("weights", seen(list(self._model.parameters()))))
@@ -174,8 +185,24 @@ class Run:
             self._optimizer.zero_grad(set_to_none=zeroed == "none")
         self._model(inputs(step)).square().mean().backward()
         self._use([p.grad for p in self._model.parameters()], "grad")
-        self._optimizer.step()
+        if self.unknown:
+            self._step_as_drawn(step)
+        else:
+            self._optimizer.step()
         self._use(list(self._model.parameters()), "weight")
+
+    def _step_as_drawn(self, step: int) -> None:
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                self._optimizer.zero_grad()
+                loss: Tensor = self._model(inputs(step)).square().mean()
+                loss.backward()
+            return loss
+
+        returned = stepped(self._optimizer, closure, self._choose)
+        self.records.append(("returned", seen(returned)))
+        if isinstance(self._optimizer, Own) and self._choose.random() < 0.6:
+            self._optimizer.meddle(self._choose)
 
     def _use(self, tensors: list[Tensor], what: str) -> None:
         reads, writes = catalogue()
@@ -223,12 +250,14 @@ class Run:
             self.loopback.release()
 
 
-def fuzzed(seed: int) -> list[str]:
+def fuzzed(seed: int, unknown_share: float = UNKNOWN_SHARE) -> list[str]:
     """Where a scheduled run of the sequence ``seed`` differs from the plain one."""
-    plain = Run(seed, None)
+    choose = random.Random(f"optimizer of {seed}")
+    unknown = choose.choice(sorted(UNKNOWN)) if choose.random() < unknown_share else ""
+    plain = Run(seed, None, unknown)
     plain.train()
     loopback = Loopback(timeout_s=20.0)
-    ours = Run(seed, loopback)
+    ours = Run(seed, loopback, unknown)
     try:
         ours.train()
     finally:

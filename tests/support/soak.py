@@ -1,4 +1,4 @@
-"""Random turns on two ranks, one after the other, until a time is up: see scripts/soak."""
+"""Random turns on two to four ranks, one after the other, until a time is up: see scripts/soak."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import drawn_cases
 import scripts_hostile
 import soak_cases as cases
+from hostile import plan_of, verdict_of
 from ranks import RankFailure, Ranks, address_of, run_fresh
+from scripts_optimizers import SPLITTABLE
 
 #: after so many turns all that is made once per process is there
 _SETTLED = 8
@@ -27,7 +30,9 @@ _GROWTH_KIB = 48 * 1024
 _HANGS_S = 300.0
 
 #: how often each kind of turn is drawn
-_KINDS = {"script": 5, "wander": 5, "hostile": 3, "faulty": 2, "killed": 0.1}
+_KINDS = {"script": 5, "wander": 5, "hostile": 3, "drawn": 3, "faulty": 2, "killed": 0.1}
+#: with more than two ranks: what has the same bits in every order of addition
+_KINDS_OF_MANY = {"drawn": 5, "faulty": 2, "killed": 0.1}
 
 
 @dataclass
@@ -77,6 +82,19 @@ class Soak:
         self._compare(scripts_hostile.hostile, (seed, sharded), options, f"{seed} {options}")
         return str(options)
 
+    def _drawn(self, draw: random.Random, seed: str) -> str:
+        plan = replace(plan_of(draw, seed, "compared"), world_size=self.ranks.world_size)
+        # What may be refused leaves ranks that wait for each other.
+        known = draw.choices(sorted(SPLITTABLE), k=len(plan.optimizers))
+        loop = "one" if plan.loop == "joint" else plan.loop
+        options = plan.options | {"shard": False}
+        plan = replace(plan, optimizers=tuple(known), loop=loop, options=options)
+        seen = self.ranks.run(drawn_cases.compared, plan, timeout_s=_HANGS_S)
+        verdict, wrong = verdict_of(seen, plan, None)
+        if wrong or verdict.startswith("refused"):
+            self.failures.append(f"{plan}: {seen}")
+        return f"{plan}: {verdict}"
+
     def _compare(
         self, script: Callable[..., None], args: tuple[Any, ...], options: Any, what: str
     ) -> None:
@@ -87,21 +105,29 @@ class Soak:
                 self.failures.append(f"{what}: rank {rank}: {found[:5]}")
 
     def _faulty(self, draw: random.Random, seed: str) -> str:
-        fault, options = _fault(draw), _settings(draw, tuned=False)
+        fault, options = self._fault(draw), _settings(draw, tuned=False)
         raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=_HANGS_S)
         if any(raised) and raised[fault[0]] != "Fault":
             self.failures.append(f"{seed} {fault} {options}: {raised}")
         return f"{fault} {options}: {raised}"
 
     def _killed(self, draw: random.Random, seed: str) -> str:
-        fault, options = _fault(draw), _settings(draw, tuned=False)
-        ended = run_fresh(cases.killed, args=(seed, fault, options), timeout_s=_HANGS_S)
-        said = ended[1 - fault[0]].stdout.strip()
+        fault, options = self._fault(draw), _settings(draw, tuned=False)
+        ended = run_fresh(
+            cases.killed, self.ranks.world_size, args=(seed, fault, options), timeout_s=_HANGS_S
+        )
+        others = [end for rank, end in enumerate(ended) if rank != fault[0]]
+        said = [end.stdout.strip() for end in others]
         codes = [end.code for end in ended]
         reached = codes[fault[0]] == -9
-        if codes[1 - fault[0]] != 0 or (not reached and "nothing" not in said):
-            self.failures.append(f"{seed} {fault} {options}: {codes} {said}\n{ended[1 - fault[0]]}")
+        silent = not reached and any("nothing" not in words for words in said)
+        if any(end.code != 0 for end in others) or silent:
+            self.failures.append(f"{seed} {fault} {options}: {codes} {said}\n{others}")
         return f"{fault} {options}: {codes} {said}"
+
+    def _fault(self, draw: random.Random) -> tuple[int, int, str]:
+        rank = draw.randrange(self.ranks.world_size)
+        return rank, draw.randrange(6), draw.choice(cases.MOMENTS)
 
     def leaks(self) -> list[str]:
         """What has grown from turn to turn."""
@@ -152,20 +178,18 @@ def _settings(draw: random.Random, *, tuned: bool = True) -> dict[str, Any]:
     return settings
 
 
-def _fault(draw: random.Random) -> tuple[int, int, str]:
-    return draw.randrange(2), draw.randrange(6), draw.choice(cases.MOMENTS)
-
-
 def main(argv: list[str]) -> int:
     """Runs turns for some minutes; 1 if one of them found anything."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
     parser.add_argument("--turn", type=int, default=None, help="only this one")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 3, 4))
     options = parser.parse_args(argv)
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    soak = Soak(Ranks(2), seed)
+    kinds = _KINDS if options.ranks == 2 else _KINDS_OF_MANY
+    soak = Soak(Ranks(options.ranks), seed, kinds)
     number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
     while True:
         seen = len(soak.failures)
