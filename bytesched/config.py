@@ -66,6 +66,7 @@ class ConfigFields(TypedDict, total=False):
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
+    figures: str
     tune: bool
     tune_steps: int
     tune_space: str
@@ -112,6 +113,9 @@ class Config:
     """Longest time that anything waits before it raises."""
     timeline: str = ""
     """Folder for one `rank<n>.trace.json` per rank; empty: no trace."""
+    figures: str = ""
+    """Folder for one `rank<n>.figures.json` per rank, a list with the figures of each model that
+    has ended; empty: none."""
     tune: bool = False
     """Look for the fastest sizes while training, and remember them for this cluster."""
     tune_steps: int = 150
@@ -251,6 +255,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,
+    "figures": parse_path,
     "tune": parse_flag,
     "tune_steps": whole_number(LEAST_TUNE_STEPS, 10**6),
     "tune_space": parse_text,

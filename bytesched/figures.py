@@ -6,13 +6,18 @@ from typing import TypedDict
 
 
 class Figures(TypedDict):
-    """What every plugin reports, of the steps so far; times are means per step.
+    """What every plugin reports so far; shares, and times, which are means per iteration.
 
-    Beside these, ``wait_ms/<module>`` names the eight modules that training waited for longest.
+    An iteration is a round of gradients that is summed over the ranks and then stepped, by however
+    many optimizers. Shares and means leave out the warm-up, and the rounds until the ranks have
+    voted for the first time on whether all-reduces are split. Beside these, ``wait_ms/<module>``
+    names the eight modules that training waited for longest, for gradients and updates together.
     """
 
+    iterations: int
+    """Rounds that shares and means are of; 0: training ended before one of them."""
     steps: int
-    """Calls of `step()`."""
+    """Calls of `step()` after the warm-up, of all optimizers."""
     barrier_crossed_steps: int
     """Of these, how many returned while gradients were still on their way."""
     barrier_crossed_pct: float
@@ -20,11 +25,12 @@ class Figures(TypedDict):
     reason: str
     """Why less than half of all bytes did; empty where more did."""
     exposed_comm_ms: float
-    """Time for which the training thread waited for communication."""
+    """Time for which the training thread waited while something was on its way."""
     comm_ms: float
-    """Time for which something was on the link."""
+    """Time for which at least one chunk was on its way: sent, or awaited from another rank that
+    is late."""
     overlap_pct: float
-    """Share of `comm_ms` that cost the training thread nothing."""
+    """Share of `comm_ms` in which the training thread did not wait."""
     bytes_per_step: int
     """Bytes of all gradients."""
     chunks: int
@@ -39,6 +45,8 @@ class Figures(TypedDict):
     """Time that the backward pass spends in hooks."""
     update_ms: float
     """Time of the optimizer, in a thread of its own."""
+    model: str
+    """Class of the model."""
     mode: str
     """`cross`, `backward` (scheduled inside backward, stepped whole) or `plain`."""
     order: str

@@ -11,6 +11,7 @@ from time import perf_counter_ns, thread_time_ns
 from typing import Final, Protocol
 
 from bytesched.admission import Admission
+from bytesched.busy import Busy
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
 from bytesched.observe import Observers
@@ -145,16 +146,20 @@ class Scheduler:
         #: when each task, by index, became ready last
         self.ready_at_ns: dict[int, int] = {}
         self._started_at: dict[int, int] = {}
-        self._busy_since_ns = 0
+        self._busy = Busy()
         self._closed = False
         #: the first error, which is final
         self.error: BaseException | None = None
         #: totals since the start
         self.tasks_started = 0
         self.bytes_started = 0
-        self.busy_ns = 0
         self.cpu_ns = 0
         self._events: Events = EventThread() if events is None else events
+
+    @property
+    def busy_ns(self) -> int:
+        """Time in which some task was under way."""
+        return self._busy.total_ns
 
     # -- any thread --------------------------------------------------------------------
 
@@ -227,9 +232,8 @@ class Scheduler:
             return
         self._announce(tasks)
         now_ns = perf_counter_ns()
-        if not self._started_at:
-            self._busy_since_ns = now_ns
         for task in tasks:
+            self._busy.begins(now_ns)
             self._started_at[task.index] = now_ns
             self.tasks_started += 1
             self.bytes_started += task.nbytes
@@ -254,8 +258,7 @@ class Scheduler:
         now_ns = perf_counter_ns()
         following = self.core.finish(task)
         started_ns = self._started_at.pop(task.index)
-        if not self._started_at:
-            self.busy_ns += now_ns - self._busy_since_ns
+        self._busy.ends(now_ns)
         task.rearm()
         self._on_finish(task)
         if self._observers:

@@ -15,7 +15,7 @@ from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.link.sizes import Probe
 from bytesched.policy import policy_names
-from bytesched.values import parse_size
+from bytesched.values import parse_size, size_text
 
 __all__ = [
     "KNOBS",
@@ -69,7 +69,7 @@ class Setting:
     def __str__(self) -> str:
         if not self.enabled:
             return "scheduling off"
-        text = f"partition {_size(self.partition_bytes)}, credit {_size(self.credit_bytes)}"
+        text = f"partition {size_text(self.partition_bytes)}, credit {size_text(self.credit_bytes)}"
         text += "" if self.policy == "priority" else f", policy {self.policy}"
         return text + ("" if self.order == "auto" else f", order {self.order}")
 
@@ -209,9 +209,3 @@ def find_tuner(config: Config) -> Tuner | None:
         return None
     [provider] = _providers
     return provider(config)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1 << 20:
-        return f"{nbytes / 1024:.4g} KiB"
-    return f"{nbytes / (1 << 20):.4g} MiB"

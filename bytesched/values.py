@@ -185,3 +185,10 @@ def one_of(*choices: str) -> Callable[[object], str]:
         raise ValueError(f"none of {', '.join(choices)}")
 
     return parse
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as people read it, such as "256 KiB" or "12.2 MiB"."""
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:.4g} KiB"
+    return f"{nbytes / (1 << 20):.4g} MiB"

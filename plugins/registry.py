@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import weakref
@@ -9,8 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from bytesched.files import write_text
 from bytesched.plugins.dropped import end_beside, wait_for_ends, wait_for_last
 from bytesched.plugins.ending import at_exit, died_of, make_exit_fail
 
@@ -95,6 +98,9 @@ _entries: dict[_Entry, None] = {}
 #: of sessions that have ended, the latest last
 _ended: deque[dict[str, int | float | str]] = deque(maxlen=8)
 
+#: where sessions write their figures
+_folders: weakref.WeakKeyDictionary[Wrapped, str] = weakref.WeakKeyDictionary()
+
 _store_kinds: list[type[Any]] = []
 
 _watches_forks = False
@@ -130,12 +136,17 @@ def announce(optimizer: Any, model: Any) -> None:
         hook(optimizer, model)
 
 
-def add(optimizer: Any, session: Wrapped) -> None:
+def add(optimizer: Any, session: Wrapped, *, figures: str = "") -> None:
     """From now on ``session`` stands behind ``optimizer``.
 
     Until `unwrap`, until nothing refers to its model any more, or until the process ends.
+
+    Args:
+        figures: the folder that its figures are written to when it ends, if there is one.
     """
     is_new = all(entry.session is not session for entry in list(_entries))
+    if figures:
+        _folders[session] = figures
     end = next((entry.end for entry in list(_entries) if entry.session is session), None)
     if end is None and session.root is not None:
         end = weakref.finalize(session.root, _model_gone, session)
@@ -295,9 +306,22 @@ def _after_fork() -> None:
 
 def _keep_figures(session: Wrapped) -> None:
     try:
-        _ended.append(session.stats())
+        figures = session.stats()
     except Exception:
         log.exception("%r has no figures", session)
+        return
+    _ended.append(figures)
+    if (folder := _folders.get(session)) is not None:
+        _write_figures(Path(folder), figures.get("rank", 0))
+
+
+def _write_figures(folder: Path, rank: object) -> None:
+    """Writes those of all sessions that have ended, in one piece."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"rank{rank}.figures.json", json.dumps(ended(), indent=1) + "\n")
+    except OSError as error:
+        log.warning("the figures of rank %s could not be written to %s: %s", rank, folder, error)
 
 
 def _close(session: Wrapped) -> None:

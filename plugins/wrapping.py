@@ -46,5 +46,5 @@ def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> 
     """``optimizer``, which was checked, whose session is begun and registered."""
     session = begin(optimizer, model, config)
     if session is not None:
-        registry.add(optimizer, session)
+        registry.add(optimizer, session, figures=config.figures)
     return optimizer

@@ -42,6 +42,13 @@ ADVICE: Final = (
         "is to wait for",
     ),
     Advice(
+        r"reads gradients of \S+(,| and) ",
+        "`the script reads gradients of fc.weight, fc.bias (train.py:90)`",
+        "gradients are read one by one, for a log of each or to compute with them",
+        "to divide or scale them, divide or scale the loss, or use `div_` and `mul_` with numbers; "
+        "log every hundredth step",
+    ),
+    Advice(
         r"reads (?!all )\S+",
         "`the script reads fc.weight.grad (train.py:90)`",
         "one gradient is read, for a log for instance",
@@ -91,10 +98,16 @@ ADVICE: Final = (
         "compile first",
     ),
     Advice(
-        r"communication is hidden",
+        r"communication is hidden|had arrived before step",
         "`communication is hidden behind backward already`",
         "gradients are there when `step()` is called",
         "nothing: there is little to gain on this link",
+    ),
+    Advice(
+        r"a backward pass begins",
+        "`a backward pass begins while the last one is still being sent (train.py:87)`",
+        "gradients of a new round need the memory of the last one",
+        "nothing, unless weights are hardly used in forward: the link is the limit",
     ),
     Advice(
         r"uses the weights of",

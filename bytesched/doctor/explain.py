@@ -79,16 +79,19 @@ def report(
     """
     summary = importlib.import_module(f"{_SCRIPT}.summary").summary
     lines = list(summary(ended, left)) or ["the script ended before its second step"]
-    steps = sum(int(figures.get("steps", 0)) for figures in ended)
+    iterations = sum(int(figures.get("iterations", 0)) for figures in ended)
     waited_ms = sum(wait.ms for wait in waits)
     reasons = {str(figures["reason"]) for figures in ended if figures.get("reason")}
     # What is said of a line below need not be said twice.
     reasons = {reason for reason in reasons if not any(w.line in reason for w in waits)}
     for wait in waits:
-        if wait.ms >= _LEAST * waited_ms and steps:
+        if wait.ms >= _LEAST * waited_ms and iterations:
             said = _said(wait)
             share = 100 * wait.ms / waited_ms
-            lines += ["", f"{wait.ms / steps:.1f} ms per step, {share:.0f} % of all: {said}"]
+            lines += [
+                "",
+                f"{wait.ms / iterations:.1f} ms per iteration, {share:.0f} % of all: {said}",
+            ]
             lines += _advised(said)
     for reason in sorted(reasons):
         lines += ["", f"little crossed: {reason}", *_advised(reason)]
@@ -113,5 +116,6 @@ def _said(wait: Any) -> str:
         "weights": f"the forward pass uses the weights of {listed} ({wait.line})",
         "parameters": f"{who} uses {listed} right after step() ({wait.line})",
         "step": f"step() updates everything at once ({wait.line})",
+        "backward": f"a backward pass begins while the last one is still being sent ({wait.line})",
         "updates": f"{who} needs all weights ({wait.line})",
     }[str(wait.kind)]

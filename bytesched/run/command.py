@@ -28,7 +28,7 @@ CANNOT_START = 2
 _log = logging.getLogger("bytesched")
 
 #: fields that are paths, relative to the folder in which the command was given
-_PATHS = frozenset({"timeline", "tune_file"})
+_PATHS = frozenset({"figures", "timeline", "tune_file"})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: from the link"),
         ("--credit-bytes", "SIZE", "most bytes in flight; 0: chosen with the partition"),
         ("--timeline", "FOLDER", "write a timeline of each rank there"),
+        ("--figures", "FOLDER", "write the figures of each rank there, at the end"),
         ("--set", "FIELD=VALUE", "any other setting; may be repeated"),
     ):
         parser.add_argument(option, metavar=metavar, action=_Setting, help=line)

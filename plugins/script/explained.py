@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -32,7 +33,8 @@ class Wait:
     #: the line
     line: str
     #: "norms", "gradients", "weights" of modules in a forward pass, "parameters" outside of it,
-    #: the "step" that updates everything at once, or "updates" of all
+    #: the "step" that updates everything at once, a "backward" pass that begins while something is
+    #: still being sent, or "updates" of all
     kind: str
     #: how long for each gradient, module or parameter, in ms
     of_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -51,12 +53,14 @@ class Explained(Observer):
         self._steps = steps
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
+        self._sessions: list[ref[HookedModel]] = []
 
     def watch(self, session: HookedModel) -> None:
         """From now on waits of ``session`` are written down."""
         root = session.root
         names = [] if root is None else [name for name, _ in root.named_parameters()]
         self._parameters.update(names, (name.removeprefix("module.") for name in names))
+        self._sessions.append(ref(session))
         session.observers.add(self)
 
     def waits(self) -> list[Wait]:
@@ -71,7 +75,7 @@ class Explained(Observer):
         end_ns: int,
         args: dict[str, Any] | None = None,
     ) -> None:
-        if track != "wait":
+        if track != "wait" or not self._are_measuring:
             return
         function, line = place()
         key = function, line, self._kind(name)
@@ -88,8 +92,19 @@ class Explained(Observer):
                     dist.barrier(async_op=True).wait(_PATIENCE)
             raise SystemExit(0)
 
+    @property
+    def _are_measuring(self) -> bool:
+        """Whether the first rounds of every model, which no others are like, are over."""
+        sessions = [session for r in self._sessions if (session := r()) is not None]
+        return all(session.is_measuring for session in sessions)
+
     def _kind(self, name: str) -> str:
-        kinds = {"norm of all gradients": "norms", "step": "step", "flush": "updates"}
+        kinds = {
+            "norm of all gradients": "norms",
+            "step": "step",
+            "backward": "backward",
+            "flush": "updates",
+        }
         if name in kinds:
             return kinds[name]
         if name.endswith(".grad"):

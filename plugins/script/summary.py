@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 __all__ = ["summary"]
@@ -16,16 +17,46 @@ def summary(ended: Sequence[Figures], left: Sequence[str]) -> list[str]:
         ended: the figures of those that were.
         left: why others were left as they were.
     """
-    lines = [_line(figures) for figures in ended if figures.get("steps")]
+    trained = [figures for figures in ended if figures.get("steps")]
+    lines = [
+        f"{name}: {_line(figures)}" if len(trained) > 1 else _line(figures)
+        for name, figures in zip(_names(trained), trained, strict=True)
+    ]
     if not lines and left:
         lines = [f"mode plain: {'; '.join(left)}"]
     return lines
 
 
+def _names(trained: Sequence[Figures]) -> list[str]:
+    """The classes of the models, numbered where several have the same."""
+    names = [str(figures.get("model", "a model")) for figures in trained]
+    often, seen = Counter(names), Counter[str]()
+    numbered = []
+    for name in names:
+        seen[name] += 1
+        numbered.append(f"{name} {seen[name]}" if often[name] > 1 else name)
+    return numbered
+
+
 def _line(figures: Figures) -> str:
-    line = (
-        f"mode {figures['mode']}: {figures['barrier_crossed_pct']:.0f} % of the bytes crossed the "
-        f"barrier, {figures['exposed_comm_ms']:.1f} ms waited per step, {figures['steps']} steps"
-    )
+    parts = []
+    iterations = int(figures["iterations"])
+    comm_ms = float(figures["comm_ms"])
+    if iterations and comm_ms:
+        hidden_ms = comm_ms * float(figures["overlap_pct"]) / 100
+        parts.append(
+            f"hid {_ms(hidden_ms)} of {_ms(comm_ms)} ms of communication per iteration "
+            f"({figures['overlap_pct']:.0f} %)"
+        )
+    if iterations:
+        parts.append(f"{figures['barrier_crossed_pct']:.0f} % of the bytes crossed the barrier")
+        parts.append(f"{iterations} iterations" if iterations > 1 else "1 iteration")
+    else:
+        parts.append("too short to say what it brought")
+    line = f"mode {figures['mode']}: {', '.join(parts)}"
     reason = figures.get("reason")
     return f"{line}: {reason}" if reason else line
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}"

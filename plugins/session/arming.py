@@ -111,9 +111,10 @@ class Arming:
                 bundle.jobs.extend(armed.get(bundle, ()))
                 if bundle in arriving:
                     bundle.arrivals.append(arriving[bundle])
-                bundle.armed = bundle.held = True
-                if bundle.sending or bundle.coming:
+                # Once, though several optimizers may take parts of it.
+                if (bundle.sending or bundle.coming) and not bundle.armed:
                     crossing_bytes += bundle.nbytes
+                bundle.armed = bundle.held = True
             self._updater.push(bundle for bundle in armed if not bundle.sending)
         self._meter.stepped(crossing_bytes)
 

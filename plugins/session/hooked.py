@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.observe import Observers
 from bytesched.plugins.layout.plan import Plan
@@ -39,13 +40,15 @@ class HookedModel(ABC):
         self, root: nn.Module, slots: Sequence[Slot], backend: Backend, observers: Observers
     ) -> None:
         self._root = weakref.ref(root)
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        self._name = type(inner).__name__
         self._backend = backend
         self._observers = observers
         self._closed = False
         #: this process was forked from that of the session
         self._is_disowned = False
         self._undo: list[Callable[[], None]] = []
-        self._meter = Meter(observers, len(slots))
+        self._meter = Meter(observers, len(slots), lambda: self._life.traffic.busy_ns)
         self._progress = Progress(backend)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
@@ -74,6 +77,11 @@ class HookedModel(ABC):
     def observers(self) -> Observers:
         """What watches this session, and may watch what runs inside it."""
         return self._observers
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether rounds are sent as those after them, so that they count in its figures."""
+        return self._meter.is_measuring
 
     @property
     def error(self) -> BaseException | None:
@@ -130,6 +138,7 @@ class HookedModel(ABC):
         """Figures since the warm-up: those of `bytesched.figures.Figures`."""
         return {
             **self._meter.figures(self._life.traffic),
+            "model": self._name,
             "mode": self.mode,
             "order": self._life.order,
             "levels": self._backend.levels,

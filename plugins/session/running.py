@@ -60,6 +60,7 @@ class Running:
         self._updater = updater
         self._progress = context.progress
         self._streams = context.streams
+        self._meter = context.meter
         self._rank = context.backend.rank
         self._retuning = retuning
         self._splitting = splitting
@@ -120,6 +121,7 @@ class Running:
         self._steps = 0
         if self._splitting is not None:
             self._splitting.begin_round()
+        self._meter.round_begins(is_settled=self._splitting is None or self._splitting.is_settled)
 
     def gradient(self, slot: Slot) -> None:
         self._take(slot)

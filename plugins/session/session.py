@@ -12,6 +12,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
+from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.entries import guard_entries
 from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
@@ -26,7 +27,8 @@ from bytesched.plugins.session.sharding import ShardedSplitter
 from bytesched.plugins.session.stepping import Stepping
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.warming import WarmingUp
-from bytesched.tunable import find_tuner
+from bytesched.tunable import Setting, find_tuner
+from bytesched.values import size_text
 
 __all__ = ["Session"]
 
@@ -194,16 +196,7 @@ class Session(HookedModel):
         """The user's thread, at the end of the first round."""
         self._drop_forward_hook()
         if self._backend.rank == 0:
-            setting = running.setting
-            log.info(
-                "%d ranks, %r, partition %.0f KiB, credit %.0f KiB, policy %s, mode %s",
-                self._backend.size,
-                running.plan,
-                setting.partition_bytes / 1024,
-                setting.credit_bytes / 1024,
-                setting.policy,
-                self.mode,
-            )
+            log.info("%s", _begun(self._backend.size, running.plan, running.setting, self.mode))
 
     def _drop_forward_hook(self) -> None:
         """Only warm-up and observers need it; without bytesched its pickle cannot be loaded."""
@@ -257,3 +250,13 @@ class Session(HookedModel):
     @property
     def _life(self) -> Life:
         return self._rounds.phase
+
+
+def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:
+    """What is sent from now on, in a line."""
+    return (
+        f"{ranks} ranks, {len(plan.slots)} tensors, {size_text(plan.nbytes)} in "
+        f"{len(plan.chunks)} chunks of {size_text(setting.partition_bytes)}, "
+        f"{size_text(setting.credit_bytes)} under way at a time, "
+        f"policy {setting.policy}, mode {mode}"
+    )

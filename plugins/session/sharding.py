@@ -241,6 +241,11 @@ class Sharding:
         self._carrier.end_round()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether rounds are carried as they will be: from the first on."""
+        return True
+
+    @property
     def traffic(self) -> Traffic:
         """What was carried in rounds."""
         return self._carrier.traffic

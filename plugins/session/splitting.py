@@ -160,6 +160,11 @@ class Splitting:
             self._split.end_round()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the ranks have voted on how the round that begins is carried."""
+        return self._mode == "on" or self._rounds > 1
+
+    @property
     def traffic(self) -> Traffic:
         """What was carried in split rounds."""
         return self._past if self._split is None else self._past + self._split.traffic

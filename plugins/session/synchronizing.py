@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter_ns
 
 import torch
 from torch import nn
@@ -69,10 +68,10 @@ class Synchronizing:
             return
         if bundle.coming:
             self.waits_for_ranks()
-        began_ns = perf_counter_ns()
+        began = self._meter.moment()
         with waiting(), span("bytesched::wait"):
             self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
-        self._meter.waited(by, began_ns, bundle)
+        self._meter.waited(by, began, bundle)
 
     def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
         """In front of every call of ``module``: on the critical path of the forward pass."""
@@ -104,19 +103,19 @@ class Synchronizing:
         if self._progress.outstanding:
             if any(bundle.coming for bundle in self._plan.bundles):
                 self.waits_for_ranks()
-            began_ns = perf_counter_ns()
+            began = self._meter.moment()
             self._progress.wait(lambda: not self._progress.outstanding, "all gradients")
-            self._meter.waited("step", began_ns, None)
+            self._meter.waited("backward", began, None)
         self._change()
 
     def wait_slots(self, slots: Sequence[Slot]) -> None:
         """Returns when gradients and updates of ``slots`` are there."""
         if self._progress.outstanding:
-            began_ns = perf_counter_ns()
+            began = self._meter.moment()
             self._progress.wait(
                 lambda: not any(slot.bundle.sending for slot in slots), "the optimizer's gradients"
             )
-            self._meter.waited("step", began_ns, None)
+            self._meter.waited("step", began, None)
         for slot in slots:
             if slot.bundle.held:
                 self.synchronize(slot.bundle, "step")
@@ -149,10 +148,9 @@ class Synchronizing:
         else:
             waited_ns = 0
             if bundle.sending and not slot.is_awaited:
-                began_ns = perf_counter_ns()
+                began = self._meter.moment()
                 self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
-                self._meter.waited(f"{slot.name}.grad", began_ns, bundle)
-                waited_ns = perf_counter_ns() - began_ns
+                waited_ns = self._meter.waited(f"{slot.name}.grad", began, bundle)
             self._meter.causes.read(slot.name, waited_ns)
         if self.complete is not None:
             self.complete(slot)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,3 +230,27 @@ def test_whoever_asked_hears_of_a_wrap_before_it(monkeypatch: pytest.MonkeyPatch
     registry.before_wrap(lambda optimizer, model: seen.append((optimizer, model)))
     registry.announce("optimizer", "model")
     assert seen == [("optimizer", "model")]
+
+
+def test_figures_are_written_when_training_ends(tmp_path: Path) -> None:
+    class Measured(Session):
+        def stats(self) -> dict[str, Any]:
+            return {"mode": self.name, "rank": 3, "iterations": 12}
+
+        def restore(self) -> None:
+            pass
+
+        def close(self, *, release_parameters: bool = True) -> None:
+            pass
+
+    class Optimizer:
+        pass
+
+    registry._ended.clear()
+    optimizer = Optimizer()
+    registry.add(optimizer, Measured("cross"), figures=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+    registry.unwrap(optimizer)
+    (figures,) = json.loads((tmp_path / "runs" / "rank3.figures.json").read_text())
+    assert figures == {"mode": "cross", "rank": 3, "iterations": 12}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["rank3.figures.json"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from time import monotonic, perf_counter_ns
+from time import monotonic
 from typing import Any, Final
 
 import torch
@@ -264,10 +264,10 @@ class Desk:
         return total
 
     def _wait(self, done: Callable[[], bool], what: str, until: float = inf) -> None:
-        began_ns = perf_counter_ns()
+        began = self._meter.moment()
         self._progress.wait(done, what, until=until)
-        self._meter.waited("norm of all gradients", began_ns, None)
-        self._meter.causes.asked(perf_counter_ns() - began_ns)
+        waited_ns = self._meter.waited("norm of all gradients", began, None)
+        self._meter.causes.asked(waited_ns)
 
     def _measure(
         self,

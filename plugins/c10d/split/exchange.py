@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from bytesched.busy import Busy
 from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.observe import Observers
 from bytesched.plugins.c10d.group import PATIENCE_S, Group
@@ -103,7 +104,9 @@ class Exchange:
         self._awaited: deque[list[CommTask]] = deque()
         self._sequence = 0
         self._started_ns: dict[int, int] = {}
-        self._busy_ns = self._busy_since_ns = self._chunks = self._nbytes = 0
+        #: sums, and what else is on its way to or from this rank
+        self._busy = Busy()
+        self._chunks = self._nbytes = 0
         self._closed = False
         self._error: BaseException | None = None
         self._gathers = Gathers(
@@ -141,7 +144,7 @@ class Exchange:
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self._busy_ns, self._chunks, self._nbytes)
+        return Traffic(self._busy.total_ns, self._chunks, self._nbytes)
 
     @property
     def is_summed(self) -> bool:
@@ -162,13 +165,13 @@ class Exchange:
                 self._round += 1
                 self._unsummed = self._sums_here()
                 self._left = len(self._plan.chunks)
-                self._busy_since_ns = now_ns
                 self._changed.notify_all()
                 if awaited := self._sums_of_others():
                     self._awaited.append(awaited)
                     self._gathers.wake()
             self._submitted.add(chunk.index)
             self._started_ns[chunk.index] = now_ns
+            self._busy.begins(now_ns)
             owner = self._plan.owners[chunk.index]
             if owner == self._group.rank:
                 self._to_sum.append(chunk)
@@ -377,8 +380,8 @@ class Exchange:
             self._nbytes += chunk.nbytes
             began_ns = self._started_ns.pop(chunk.index)
             self._left -= 1
+            self._busy.ends(now_ns)
             if not self._left:
-                self._busy_ns += now_ns - self._busy_since_ns
                 self._submitted.clear()
         if self._observers:
             args = {"bytes": chunk.nbytes, "chunk": chunk.index}

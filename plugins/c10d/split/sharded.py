@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ class ShardedExchange(Exchange):
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         with self._changed:
             self._ungathered += len(listed)
+            for _ in listed:
+                self._busy.begins(perf_counter_ns())
         # At once: an owner may wait for these before it sends what is expected already.
         if dtype is not None:
             for chunk in listed:
@@ -134,6 +137,7 @@ class ShardedExchange(Exchange):
         """
         with self._changed:
             self._unspread += 1
+            self._busy.begins(perf_counter_ns())
             self._unsent[chunk.index] = len(self._peers)
             for lanes in self._lanes.values():
                 lanes.put(turn, chunk.index, chunk)
@@ -254,6 +258,7 @@ class ShardedExchange(Exchange):
         else:
             with self._changed:
                 self._unspread -= 1
+                self._busy.ends(perf_counter_ns())
                 self._changed.notify_all()
             self._tell_spread(chunk)
 
@@ -264,4 +269,5 @@ class ShardedExchange(Exchange):
                 # Of two, the one that was sent first, whichever of them this thread has waited for.
                 self._plan.buffers[chunk.index].copy_(rounded.popleft())
             self._ungathered -= 1
+            self._busy.ends(perf_counter_ns())
         self._tell_gathered(chunk)

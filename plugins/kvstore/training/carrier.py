@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
+from bytesched.busy import Busy
 from bytesched.errors import PluginError
 from bytesched.kvstore.pipes import Chunk, Pipes
 from bytesched.kvstore.protocol import Key
@@ -50,8 +51,7 @@ class StoreCarrier:
         self._observers = observers
         self._ready_at: dict[int, int] = {}
         self._started_at: dict[int, int] = {}
-        self._busy_since_ns = 0
-        self._busy_ns = 0
+        self._busy = Busy()
         self._chunks = []
         for key, task in zip(keys, plan.chunks, strict=True):
             memory = packer.memory(task)
@@ -71,7 +71,7 @@ class StoreCarrier:
     def traffic(self) -> Traffic:
         pushes, pulls = self._pipes.pushes, self._pipes.pulls
         cpu_ns = pushes.cpu_ns + pulls.cpu_ns
-        return Traffic(self._busy_ns, pushes.tasks_started, pushes.bytes_started, cpu_ns)
+        return Traffic(self._busy.total_ns, pushes.tasks_started, pushes.bytes_started, cpu_ns)
 
     def submit(self, chunk: CommTask) -> None:
         now_ns = self._ready_at[chunk.index] = perf_counter_ns()
@@ -96,8 +96,7 @@ class StoreCarrier:
     def _push(self, chunk: Chunk) -> None:
         task = chunk.push_task
         now_ns = perf_counter_ns()
-        if not self._started_at:
-            self._busy_since_ns = now_ns
+        self._busy.begins(now_ns)
         self._started_at[task.index] = now_ns
         if self._observers:
             args = {"chunk": task.index}
@@ -111,8 +110,7 @@ class StoreCarrier:
         self._packer.let_go(task)
         now_ns = perf_counter_ns()
         started_ns = self._started_at.pop(task.index)
-        if not self._started_at:
-            self._busy_ns += now_ns - self._busy_since_ns
+        self._busy.ends(now_ns)
         if self._observers:
             args = {"bytes": task.nbytes, "chunk": task.index}
             self._observers.on_span("send", task.name, started_ns, now_ns, args)

@@ -158,6 +158,7 @@ class StoreRunning:
             bundle.sending = len(bundle.chunks)
         self._missing = len(plan.slots)
         self._is_open = True
+        self._meter.round_begins(is_settled=True)
 
     # -- step --------------------------------------------------------------------------
 

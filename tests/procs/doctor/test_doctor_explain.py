@@ -72,7 +72,8 @@ def test_each_line_that_waits_is_named_with_a_cure(tmp_path: Path) -> None:
     (told, _), (nothing, _) = ended
     assert nothing == ""
     assert told.startswith("mode cross: ")
-    assert "6 steps" in told.splitlines()[0]
+    # Of six steps one is the warm-up, and one comes before the first vote.
+    assert "4 iterations" in told.splitlines()[0]
     line = SCRIPT[: SCRIPT.index("    float(")].count("\n") + 1
     assert f"the script reads gradients of module.0.weight (train.py:{line})" in told
     assert "    do:  log every hundredth step" in told

@@ -10,7 +10,14 @@ from bytesched.doctor.advice import ADVICE, advice_for
 from bytesched.doctor.explain import report
 from bytesched.plugins.script.explained import Wait
 
-FIGURES = {"mode": "cross", "barrier_crossed_pct": 3.0, "exposed_comm_ms": 12.0, "steps": 10}
+FIGURES = {
+    "mode": "cross",
+    "barrier_crossed_pct": 3.0,
+    "comm_ms": 16.0,
+    "overlap_pct": 25.0,
+    "iterations": 10,
+    "steps": 20,
+}
 
 
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice.pattern)
@@ -30,11 +37,11 @@ def test_longest_waits_are_told_with_their_line_and_a_cure() -> None:
         Wait("", "train.py:95", "updates", defaultdict(float, {"flush": 1.0})),
     ]
     lines = report([{**FIGURES, "reason": "cross_barrier is off"}], [], waits)
-    assert lines[0].startswith("mode cross: 3 % of the bytes crossed the barrier, 12.0 ms waited")
-    assert [line for line in lines if "per step," in line[:20]] == [
-        "9.0 ms per step, 75 % of all: "
+    assert lines[0].startswith("mode cross: hid 4.0 of 16 ms of communication per iteration (25 %)")
+    assert [line for line in lines if "per iteration," in line[:25]] == [
+        "9.0 ms per iteration, 75 % of all: "
         "clip_grad_norm_ asks for norms of all gradients (train.py:88)",
-        "2.9 ms per step, 24 % of all: the script reads gradients of fc.weight (train.py:90)",
+        "2.9 ms per iteration, 24 % of all: the script reads gradients of fc.weight (train.py:90)",
     ]
     assert "little crossed: cross_barrier is off" in lines
     assert sum(line.startswith("    do: ") for line in lines) == 3
@@ -53,7 +60,9 @@ def test_reason_of_a_line_that_is_told_of_is_not_said_again() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["gradients", "weights", "parameters", "step", "updates", "norms"])
+@pytest.mark.parametrize(
+    "kind", ["gradients", "weights", "parameters", "step", "backward", "updates", "norms"]
+)
 def test_many_names_are_counted(kind: str) -> None:
     wait = Wait(
         "", "train.py:1", kind, defaultdict(float, {f"layer{n}": 9.0 - n for n in range(5)})

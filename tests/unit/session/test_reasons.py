@@ -73,9 +73,9 @@ def test_nothing_is_explained_where_much_crosses(loopback: Loopback) -> None:
     assert reason(loopback, lambda training: None) == ""
 
 
-def test_hidden_communication_is_a_reason(loopback: Loopback) -> None:
+def test_what_was_waited_for_in_front_of_step_is_not_called_hidden(loopback: Loopback) -> None:
     def wait(training: Training) -> None:
         assert training.session is not None
         training.session.wait_reduced()
 
-    assert reason(loopback, wait).startswith("communication is hidden behind backward")
+    assert reason(loopback, wait) == "the rest had arrived before step()"

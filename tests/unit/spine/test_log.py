@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +18,16 @@ def bare_application() -> Iterator[logging.Logger]:
     """The package's logger in an application that set up no logging, and all undone after."""
     root, logger = logging.getLogger(), logging.getLogger("bytesched")
     level, handlers, root_handlers = logger.level, list(logger.handlers), list(root.handlers)
+    shown = log._shown
     root.handlers.clear()
+    logger.setLevel(logging.NOTSET)
     try:
         yield logger
     finally:
         root.handlers[:] = root_handlers
         logger.handlers[:] = handlers
         logger.setLevel(level)
+        log._shown = shown
 
 
 def test_rank_0_shows_the_level_and_adds_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +45,7 @@ def test_other_ranks_show_warnings_with_their_rank(capsys: pytest.CaptureFixture
         log.show("INFO", rank=3)
         logger.info("started")
         logger.error("lost")
-        assert capsys.readouterr().err == "[rank 3] bytesched: error: lost\n"
+        assert capsys.readouterr().err == "bytesched: [rank 3] error: lost\n"
         log.show("DEBUG", rank=3)
         logger.debug("detail")
     assert "detail" in capsys.readouterr().err
@@ -73,6 +78,66 @@ def test_an_application_with_logging_gets_the_messages_instead(
         log.show("INFO", rank=0)
         logging.getLogger().addHandler(collector)
         logger.info("started")
-    assert collector.seen == ["started"]
+    assert collector.seen == ["bytesched: started"]
     assert capsys.readouterr().err == ""
     assert logging.getLogger().level == logging.WARNING
+
+
+FORMATS = {
+    "basicConfig": logging.BASIC_FORMAT,
+    "message alone": "%(message)s",
+    "Ignite": "%(asctime)s %(name)s %(levelname)s: %(message)s",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("stream", ["out", "err"])
+def test_a_line_on_a_terminal_begins_with_the_name_whatever_the_format(
+    capsys: pytest.CaptureFixture[str], name: str, stream: str
+) -> None:
+    with bare_application() as logger:
+        log.show("INFO", rank=0)
+        for _ in range(2):
+            handler = logging.StreamHandler(getattr(sys, f"std{stream}"))
+            handler.setFormatter(logging.Formatter(FORMATS[name]))
+            logging.getLogger().addHandler(handler)
+        logger.info("started with %d", 2)
+        logging.getLogger("other").error("mine")
+    said = getattr(capsys.readouterr(), stream).splitlines()
+    assert said[0] == "bytesched: started with 2"
+    assert len(said) == 3
+    assert all(line.endswith("mine") and not line.startswith("bytesched") for line in said[1:])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_names_us_once_in_its_own_format(tmp_path: Path, name: str) -> None:
+    with bare_application() as logger:
+        log.show("INFO", rank=0)
+        handler = logging.FileHandler(tmp_path / "log")
+        handler.setFormatter(logging.Formatter(FORMATS[name]))
+        logging.getLogger().addHandler(handler)
+        logger.info("started")
+        handler.close()
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert line.count("bytesched") == 1
+    assert line.endswith("started")
+
+
+def test_levels_and_filters_of_the_script_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    with bare_application() as logger:
+        log.show("INFO", rank=0)
+        handler = logging.StreamHandler(sys.stderr)
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.WARNING)
+        logger.info("root")
+        handler.setLevel(logging.WARNING)
+        logger.info("handler")
+        handler.setLevel(logging.NOTSET)
+        handler.addFilter(lambda record: record.name != "bytesched")
+        logger.info("filter")
+        handler.filters.clear()
+        logger.setLevel(logging.ERROR)
+        log.show("INFO", rank=0)
+        logger.warning("level")
+        logger.error("lost")
+    assert capsys.readouterr().err == "bytesched: root\nbytesched: error: lost\n"
