@@ -74,13 +74,19 @@ class Slot:
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
-    def take_gradient(self) -> None:
-        """``parameter.grad``, if there is one, is the local gradient of this round."""
+    def take_gradient(self) -> bool:
+        """``parameter.grad``, if there is one, is the local gradient of this round.
+
+        False if that cannot be: it is of another dtype or device than in the first round.
+        """
         self.grad = None
         grad = self.parameter.grad
         if grad is None:
-            return
-        self.apart = not grad.requires_grad and not is_laid_out_as(grad, self.view)
+            return True
+        if grad.dtype is not self.view.dtype or grad.device != self.view.device:
+            return False
+        is_made_here = not grad.requires_grad
+        self.apart = is_made_here and not is_laid_out_as(grad, self.view)
         # There is no lazy gradient before the first round is over.
         lazy: LazyGrad | None = getattr(self, "lazy", None)
         if lazy is not None and grad is lazy:
@@ -88,15 +94,16 @@ class Slot:
             if lies_over(lazy, self.view):
                 # The lazy gradient may get other memory before this is sent.
                 self.grad = self.view
-                return
-        elif not grad.requires_grad:
+                return True
+        elif is_made_here:
             # Of the references to it, this one does not count.
             grad = None
             self.apart = is_gradient_shared(self.parameter) or self.apart
         assert self.parameter.grad is not None
         self.grad = plain(self.parameter.grad)
-        if self.grad.requires_grad:
+        if not is_made_here:
             self.grad = self.grad.detach()
+        return True
 
     def make_lazy(self, synchronize: Callable[[], None]) -> None:
         """A new lazy view; the old one, if there is one, is not waited for any more.

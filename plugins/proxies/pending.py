@@ -79,6 +79,8 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
+_GRAD: Any = torch.Tensor.grad
+
 #: id of a held parameter -> what synchronizes it; the session keeps the parameter alive meanwhile
 _pending: dict[int, Callable[[], None]] = {}
 
@@ -102,6 +104,24 @@ class PendingParameter(nn.Parameter):
             if type(tensor) is PendingParameter:
                 _synchronize_now(tensor)
         return func(*args, **kwargs)
+
+    # ``zero_grad()`` reads and writes it for every parameter: a shorter way than the one above.
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; it does not wait."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__delete__(self)
 
     # These look at the type before they look at the values.
 

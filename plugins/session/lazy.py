@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from sys import getrefcount
 
 import torch
 
-from bytesched.plugins.layout.memory import lies_over
+from bytesched.plugins.layout.memory import is_laid_out_as, lies_over
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import free, has_aliases, keep_apart, plain
+from bytesched.plugins.proxies.pending import free, has_aliases, has_own_memory, keep_apart, plain
 
-__all__ = ["give_back", "is_kept", "is_known", "is_seen", "withhold"]
+__all__ = ["give_back", "is_kept", "is_known", "is_seen", "kept_or_seen", "moved", "withhold"]
 
 
 def _own_references() -> int:
@@ -35,6 +35,30 @@ def is_seen(slot: Slot) -> bool:
     # A desk hands out views without a read.
     may_be = slot.is_read or slot.desk is not None
     return may_be and slot.parameter.grad is not slot.lazy and has_aliases(slot.lazy)
+
+
+def kept_or_seen(slots: Iterable[Slot]) -> list[Slot]:
+    """Those whose lazy gradient, or a view of it, the user has put aside."""
+    found = []
+    for slot in slots:
+        lazy = slot.lazy
+        is_referred_to = getrefcount(lazy) > _OWN_REFERENCES
+        may_be = is_referred_to or slot.is_read or slot.desk is not None
+        if may_be and slot.parameter.grad is not lazy and (is_referred_to or has_aliases(lazy)):
+            found.append(slot)
+    return found
+
+
+def moved(slots: Iterable[Slot]) -> list[Slot]:
+    """Those whose lazy gradient has been given other memory, or another shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            slot
+            for slot in slots
+            if has_own_memory(slot.lazy)
+            or slot.lazy.data_ptr() != slot.view.data_ptr()
+            or not is_laid_out_as(slot.lazy, slot.view)
+        ]
 
 
 def is_known(slot: Slot) -> bool:

@@ -118,19 +118,25 @@ class Rounds:
     def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
         if self._takeover.off:
             return
-        if self.sync:
-            self.backward_gradient(slot)
-        else:
+        if not self.sync:
             slot.used_alone = True
-
-    def backward_gradient(self, slot: Slot) -> None:
-        """``slot`` has its gradient. On the critical path of every parameter's backward."""
+            return
         if not self._callback_queued:
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self._after_backward)
+            self._queue_callback()
         self._gradient(slot)
 
+    def backward_gradient(self, slot: Slot) -> None:
+        """``slot`` has its gradient."""
+        if not self._callback_queued:
+            self._queue_callback()
+        self._gradient(slot)
+
+    def _queue_callback(self) -> None:
+        self._callback_queued = True
+        Variable._execution_engine.queue_callback(self._after_backward)
+
     def _gradient(self, slot: Slot) -> None:
+        """On the critical path of every parameter's backward: few calls."""
         began_ns = perf_counter_ns()
         if not self._open:
             self._begin()
@@ -140,7 +146,8 @@ class Rounds:
             return
         self._missing -= 1
         slot.used = True
-        self._streams.gradient()
+        if self._streams.are_several:
+            self._streams.gradient()
         self.phase.gradient(slot)
         self._meter.hook_ns += perf_counter_ns() - began_ns
 

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
-from bytesched.plugins.proxies.pending import has_own_memory, is_held, keep_apart, release
+from bytesched.plugins.proxies.pending import is_held, keep_apart, release
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.disowned import disown_gradients, disown_updates
-from bytesched.plugins.session.lazy import give_back, is_kept, is_seen
+from bytesched.plugins.session.lazy import give_back, kept_or_seen, moved
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.sharding import Sharding
@@ -104,14 +103,14 @@ class Running:
         self._synchronizing.apply_all()
         if self._splitting is not None:
             self._carrier = self._splitting.carrier()
+        for slot in kept_or_seen(plan.slots):
+            if self._sharding is not None:
+                self._sharding.complete_kept(slot)
+            keep_apart(slot.lazy)
+            if self._sharding is not None:
+                self._sharding.withhold(slot)
+            self._synchronizing.make_lazy(slot)
         for slot in plan.slots:
-            if is_kept(slot) or is_seen(slot):
-                if self._sharding is not None:
-                    self._sharding.complete_kept(slot)
-                keep_apart(slot.lazy)
-                if self._sharding is not None:
-                    self._sharding.withhold(slot)
-                self._synchronizing.make_lazy(slot)
             slot.sending = len(slot.chunks)
             slot.is_awaited = True
         for bundle in plan.bundles:
@@ -124,21 +123,16 @@ class Running:
         self._meter.round_begins(is_settled=self._splitting is None or self._splitting.is_settled)
 
     def gradient(self, slot: Slot) -> None:
-        self._take(slot)
-        self._source_ready(slot)
-
-    def _take(self, slot: Slot) -> None:
-        assert slot.parameter.grad is not None
-        grad = slot.parameter.grad
-        if grad.dtype is not slot.view.dtype or grad.device != slot.view.device:
+        if not slot.take_gradient():
             # Plain DDP goes on without reducing, and its ranks drift apart.
+            grad, view = slot.parameter.grad, slot.view
+            assert grad is not None
             raise PluginError(
                 f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
-                f"{slot.view.dtype} on {slot.view.device}: unwrap before the model is converted, "
-                "and wrap it in a new DistributedDataParallel"
+                f"{view.dtype} on {view.device}: unwrap before the model is converted, and wrap "
+                "it in a new DistributedDataParallel"
             )
-        del grad
-        slot.take_gradient()
+        self._source_ready(slot)
 
     def _source_ready(self, slot: Slot) -> None:
         slot.is_awaited = False
@@ -169,9 +163,10 @@ class Running:
             slot.used_alone = False
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
-            if slot.parameter.grad is not None:
-                self._take(slot)
-            self._source_ready(slot)
+            if slot.parameter.grad is None:
+                self._source_ready(slot)
+            else:
+                self.gradient(slot)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
             for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
@@ -179,17 +174,16 @@ class Running:
 
     def hand_out(self) -> None:
         """Gradients of this round become lazy views of what is reduced, or what they stand for."""
-        apart = []
-        for slot in self.plan.slots:
-            if slot.used and slot.apart:
-                apart.append(slot)
-            elif slot.used:
-                if has_own_memory(slot.lazy) or not lies_over(slot.lazy, slot.view):
-                    self._synchronizing.make_lazy(slot)
-                slot.is_read = False
-                slot.parameter.grad = slot.lazy
-        for slot in apart:
-            self._synchronizing.fill_apart(slot)
+        used = [slot for slot in self.plan.slots if slot.used]
+        lazy = [slot for slot in used if not slot.apart]
+        for slot in moved(lazy):
+            self._synchronizing.make_lazy(slot)
+        for slot in lazy:
+            slot.is_read = False
+            slot.parameter.grad = slot.lazy
+        for slot in used:
+            if slot.apart:
+                self._synchronizing.fill_apart(slot)
 
     def wait_reduced(self) -> None:
         self._synchronizing.wait_reduced()

@@ -23,6 +23,9 @@ _Then = Callable[[CommTask], None]
 class Streams:
     """Orders backward, communication, update and forward. Does nothing, for the CPU."""
 
+    #: whether gradients may come on several streams: else `gradient` need not be called
+    are_several = False
+
     def begin(self) -> None:
         """A forward pass begins; raises PluginError if its kernels are only recorded."""
 
@@ -80,6 +83,8 @@ class CudaStreams(Streams):
         device: where parameters and gradients are.
         fail: called with an error of the device.
     """
+
+    are_several = True
 
     def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
         self._device = device

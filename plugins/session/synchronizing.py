@@ -58,8 +58,9 @@ class Synchronizing:
             bundle.held = False
             for slot in bundle.slots:
                 slot.unguarded = False
+                if slot.changes or slot.looks:
+                    self._change_one(slot)
                 # A parameter that was not read in this round may be held since an earlier one.
-                self._change_one(slot)
                 if is_held(slot.parameter):
                     release(slot.parameter)
 
@@ -119,7 +120,7 @@ class Synchronizing:
         for slot in slots:
             if slot.bundle.held:
                 self.synchronize(slot.bundle, "step")
-            if not slot.taken:
+            if (slot.changes or slot.looks) and not slot.taken:
                 slot.change()
 
     def wait_unstepped(self) -> None:
@@ -134,10 +135,11 @@ class Synchronizing:
     def _change(self) -> None:
         """Makes changes that were noted of gradients which no ``step()`` has taken."""
         for slot in self._plan.slots:
-            self._change_one(slot)
+            if slot.changes or slot.looks:
+                self._change_one(slot)
 
     def _change_one(self, slot: Slot) -> None:
-        if slot.is_noted and not slot.taken and not slot.sending and self.is_whole(slot):
+        if not slot.taken and not slot.sending and self.is_whole(slot):
             slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
