@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from bytesched.observe import Observer
-from bytesched.plugins.registry import after_wrap
+from bytesched.plugins import explain_optimizer
+from bytesched.plugins.registry import after_wrap, optimizers_of
 from bytesched.plugins.session.causes import place
 from bytesched.plugins.session.hooked import HookedModel
 
@@ -51,6 +52,8 @@ class Explained(Observer):
         self._steps = steps
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
+        #: of each optimizer that steps whole, why, and what a trial of it says
+        self.verdicts: list[str] = []
 
     def watch(self, session: HookedModel) -> None:
         """From now on waits of ``session`` are written down."""
@@ -58,6 +61,8 @@ class Explained(Observer):
         names = [] if root is None else [name for name, _ in root.named_parameters()]
         self._parameters.update(names, (name.removeprefix("module.") for name in names))
         session.observers.add(self)
+        if session.stats()["mode"] != "cross":
+            self.verdicts += map(explain_optimizer, optimizers_of(session))
 
     def waits(self) -> list[Wait]:
         """The longest first."""
