@@ -49,6 +49,7 @@ __all__ = [
     "TransportError",
     "UnusedParameterError",
     "__version__",
+    "explain_optimizer",
     "flush",
     "separable",
     "sharded_state",
@@ -111,14 +112,41 @@ def wrap(
 def separable(cls: ClassT) -> ClassT:
     """Vouch for a class of torch optimizers: its updates may be applied parameter by parameter.
 
-    That is so if its `step` computes each parameter from that parameter, its gradient, its state
-    and its group alone, changes nothing else but its groups, and calls a closure once, before all
-    this. Classes that nobody vouches for are tried on small copies when they are wrapped. Returns
-    the class, so that it serves as a decorator; raises `PluginError` for anything else.
+    A class that is not known steps whole, behind a barrier. Who vouches for it promises of its
+    `step`, for every step and every size:
+
+    - A parameter's update depends on that parameter, its gradient, its entry of the state and the
+      values of its group as they are at `step()`, and on nothing else that the script or another
+      update changes: no other parameter, gradient or entry, no list of all of them, no tensor,
+      global or object that is written to. Attributes of the optimizer count as they are at
+      `step()`, but not what is inside of them.
+    - It draws no random numbers, and communicates with no other rank.
+    - It counts nothing on the optimizer itself. What it counts in a group, it counts once a call,
+      also where the group has no parameter.
+    - It takes no argument but `closure`, which it calls once, before all else, and it returns
+      nothing but what the closure has returned.
+
+    Returns the class, so that it serves as a decorator; raises `PluginError` for anything but a
+    class of torch optimizers. Subclasses need a word of their own. `explain_optimizer` gives
+    advice.
     """
     from bytesched import plugins
 
     return plugins.separable(cls)
+
+
+def explain_optimizer(optimizer: object) -> str:
+    """Return whether updates of `optimizer` may be applied parameter by parameter, and why.
+
+    Of a class that is not known it also returns what a trial on small copies says: the optimizer
+    steps once over all parameters, and once over one after the other. That is advice for whoever
+    reads the source, and decides nothing: an optimizer may do something else in later steps, or
+    with larger tensors. The optimizer, and all generators of random numbers, stay as they are.
+    Raises `PluginError` for anything but a torch optimizer.
+    """
+    from bytesched import plugins
+
+    return plugins.explain_optimizer(optimizer)
 
 
 def sharded_state(optimizer: object) -> ShardedState:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bytesched.plugins.registry import Wrapped
     from bytesched.plugins.session.checkpoint import ShardedState
 
-__all__ = ["flush", "separable", "sharded_state", "stats", "unwrap", "wrap"]
+__all__ = ["explain_optimizer", "flush", "separable", "sharded_state", "stats", "unwrap", "wrap"]
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -47,6 +47,17 @@ def separable(cls: ClassT) -> ClassT:
     from bytesched.plugins.optimizer import separable as vouch_for
 
     return vouch_for(cls)
+
+
+def explain_optimizer(optimizer: Any) -> str:
+    """See :func:`bytesched.explain_optimizer`."""
+    from bytesched.plugins.optimizer import explain_optimizer as explain
+
+    if not _is_horovods(optimizer):
+        return explain(optimizer)
+    from bytesched.plugins.horovod.optimizer import updating_class
+
+    return explain(optimizer, updating_class(optimizer))
 
 
 def sharded_state(optimizer: Any) -> ShardedState:

@@ -28,6 +28,7 @@ __all__ = [
     "flush",
     "is_wrapped",
     "kind_of_store",
+    "optimizers_of",
     "session_of",
     "sessions",
     "stats",
@@ -173,6 +174,12 @@ def sessions(x: Any = None) -> list[Wrapped]:
         if (x is None or x is entry.optimizer() or x is session.root) and session not in found:
             found.append(session)
     return found
+
+
+def optimizers_of(session: Wrapped) -> list[Any]:
+    """Those that ``session`` stands behind and that are still there."""
+    found = [entry.optimizer() for entry in list(_entries) if entry.session is session]
+    return [optimizer for optimizer in found if optimizer is not None]
 
 
 def session_of(x: Any) -> Wrapped | None:

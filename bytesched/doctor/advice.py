@@ -64,7 +64,26 @@ ADVICE: Final = (
         r"is not known to update each parameter",
         "`SAM is not known to update each parameter on its own`, or another class",
         "the update of one parameter may depend on others, so that all happen at once",
-        "`bytesched.separable(cls)` vouches for a class of which you know better",
+        "read its source: `bytesched.separable(cls)` says what you promise of a class that you "
+        "vouch for; `bytesched.explain_optimizer(optimizer)` tries it on small copies",
+    ),
+    Advice(
+        r"has been replaced|is a function of another module",
+        "`step of this SGD has been replaced`, or another method",
+        "other code than was read may make one update depend on others",
+        "put it into a class of your own, and vouch for that: `bytesched.separable(cls)`",
+    ),
+    Advice(
+        r"step\(\) was called with arguments",
+        "`step() was called with arguments`",
+        "the updates that come later would not have them",
+        "put them into the parameter groups",
+    ),
+    Advice(
+        r"a parameter group holds",
+        "`a parameter group holds 'schedule', a function, ...`",
+        "the update may come when it gives another value",
+        "put a number or a tensor there before each step",
     ),
     Advice(
         r"a pre-hook of step",

@@ -27,7 +27,7 @@ from bytesched.plugins.c10d.joining import Joining, joining
 from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
 from bytesched.plugins.c10d.opening import open_group, open_part
 from bytesched.plugins.c10d.split import ExchangeSplitter
-from bytesched.plugins.optimizer.separable import why_not_deferred
+from bytesched.plugins.optimizer.separable import why_not_sharded
 from bytesched.plugins.optimizer.stepping import stepping_optimizer
 from bytesched.plugins.proxies.compiling import has_compiled
 from bytesched.plugins.registry import sessions
@@ -263,7 +263,7 @@ def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         raise PluginError(
             f"shard=True needs Gloo on CPUs; this model is on {device.type}, its group is of {wire}"
         )
-    if why := why_not_deferred(optimizer, type(optimizer)):
+    if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 
 

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from bytesched.plugins.optimizer.frozen import snapshot
 from bytesched.plugins.optimizer.state import AliasedState, GuardedState
 from bytesched.plugins.optimizer.stepping import raw_step
 from bytesched.plugins.optimizer.surroundings import Surroundings
 from bytesched.plugins.proxies.compiling import updating
 
-__all__ = ["Aliased", "Deferred", "Later", "snapshot"]
+__all__ = ["Aliased", "Deferred", "Later"]
 
 
 class Aliased(Protocol):
@@ -72,6 +73,8 @@ class Deferred:
         self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
         # Around it torch runs the hooks of the user's step(); they have run already.
         self._raw_step = raw_step(kind)
+        parameters = list(inspect.signature(self._raw_step).parameters)
+        self._takes_closure = parameters[1:2] == ["closure"]
         self.guard()
 
     @property
@@ -99,16 +102,37 @@ class Deferred:
         if self.is_alive and isinstance(self.optimizer.state, GuardedState):
             self.optimizer.state = defaultdict(dict, dict.items(self.optimizer.state))
 
-    def copy(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer with other groups, the same state, and no hooks."""
+    def arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Callable[[], Any] | None, bool]:
+        """The closure among the arguments of ``step()``, and whether there are others."""
+        given = {**kwargs, **{str(number): value for number, value in enumerate(args)}}
+        name = "0" if args and self._takes_closure else "closure"
+        closure = given.get(name)
+        if closure is None or callable(closure):
+            given.pop(name, None)
+        return (closure if callable(closure) else None), bool(given)
+
+    def copy(
+        self, param_groups: list[dict[str, Any]], attributes: dict[str, Any] | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimizer with other groups, the same state, and no hooks.
+
+        Args:
+            attributes: those it had before; as they are now if None.
+        """
         optimizer = self.optimizer
         copied: torch.optim.Optimizer = self.kind.__new__(self.kind)
-        copied.__dict__.update(optimizer.__dict__)
+        copied.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
         copied.state = self._copies_state  # type: ignore[assignment]
         copied.param_groups = param_groups
         copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
         copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         return copied
+
+    def copy_of_nothing(self) -> torch.optim.Optimizer:
+        """The optimizer with its groups, and no parameter in them."""
+        return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
 
     def stepped(self, copied: torch.optim.Optimizer) -> None:
         """``copied`` was stepped in place of the optimizer: what it counts in its groups counts."""
@@ -139,34 +163,42 @@ class Deferred:
 
     def now(self) -> Later:
         """The update as this thread would do it at this moment, for another one to do later."""
-        return Later(self, Surroundings.here())
+        attributes = {**self.optimizer.__dict__}
+        return Later(self, Surroundings.here(), attributes)
 
-    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
-        """Runs the real update of ``slots`` under the hyper-parameters of each group."""
+    def update(
+        self,
+        groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]],
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
+        """Runs the real update of ``slots`` under the hyper-parameters of each group.
+
+        Args:
+            attributes: of the optimizer; as they are now if None.
+        """
         copied = self.copy(
-            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups]
+            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups],
+            attributes,
         )
         with updating():
             self._raw_step(copied)
 
 
 class Later:
-    """An update under the surroundings of the thread that called ``step()``."""
+    """An update under the surroundings of the thread that called ``step()``.
 
-    def __init__(self, deferred: Deferred, surroundings: Surroundings) -> None:
+    Args:
+        attributes: of the optimizer, as they were then.
+    """
+
+    def __init__(
+        self, deferred: Deferred, surroundings: Surroundings, attributes: dict[str, Any]
+    ) -> None:
         self._deferred = deferred
         self._surroundings = surroundings
+        self._attributes = attributes
 
     def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
         """See `Deferred.update`."""
         with self._surroundings.entered():
-            self._deferred.update(groups)
-
-
-def snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of ``group`` as they are now; tensors are cloned."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+            self._deferred.update(groups, self._attributes)

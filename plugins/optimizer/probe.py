@@ -1,8 +1,9 @@
-"""Whether an optimizer updates each parameter by itself: tried on small copies of it.
+"""Whether an optimizer seems to update each parameter by itself: tried on small copies of it.
 
 One copy steps over all of its parameters at once, as the script would have it; the other as
-`Deferred` does, parameter by parameter and in another order. If both end with the same bits, so
-will the real ones.
+`Deferred` does, parameter by parameter and in another order. If they end with different bits, so
+would the real ones. If not, nothing is proved, as an optimizer may do something else in later
+steps or with larger tensors: it is advice for whoever reads its source, and decides nothing.
 """
 
 from __future__ import annotations
@@ -10,26 +11,27 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import Deferred, snapshot
+from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.optimizer.frozen import snapshot
 from bytesched.plugins.optimizer.stepping import HOOKS, raw_step
 
-__all__ = ["why_not_separable"]
+__all__ = ["TRIED_STEPS", "why_not_separable"]
 
 #: Longer than the intervals at which optimizers do something now and then.
-_STEPS: Final = 12
+TRIED_STEPS: Final = 12
 #: of gradients, in turn: what is clipped is clipped in some steps
 _SCALES: Final = (1.0, 100.0, 0.01)
 #: elements along each dimension, and stand-ins of one shape in a group
@@ -37,50 +39,15 @@ _LONGEST, _ALIKE = 24, 2
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional")
 
-#: by class, and by settings and shapes: why not
-_found: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
-
 
 def why_not_separable(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Why ``kind`` must step over all parameters of ``optimizer`` at once; empty if it need not.
+    """Why ``kind`` must step over all parameters of ``optimizer`` at once; empty if none was found.
 
-    ``optimizer`` itself is not touched.
+    ``optimizer`` itself is not touched, and every generator of random numbers is left as it was.
     """
     if "step" in inspect.unwrap(raw_step(kind)).__code__.co_names:
         return f"{kind.__name__}.step calls the step of another class"
-    settings = _settings(optimizer)
-    if settings is None:
-        return _tried(optimizer, kind)
-    known = _found.setdefault(kind, {})
-    if settings not in known:
-        known[settings] = _tried(optimizer, kind)
-    return known[settings]
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> str | None:
-    """A text that is the same for optimizers which update alike; None if there is none."""
-    attributes = [
-        (name, value)
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", *HOOKS)
-    ]
-    groups = [_hyperparameters(group) for group in optimizer.param_groups]
-    if not _is_plain(attributes) or not _is_plain(groups):
-        return None
-    kinds = [
-        {(_small_shape(p), p.dtype, p.device) for p in group["params"]}
-        for group in optimizer.param_groups
-    ]
-    return repr([sorted(attributes), groups, [sorted(map(repr, each)) for each in kinds]])
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether its text says all about ``value``."""
-    if isinstance(value, dict):
-        return _is_plain([*value, *value.values()])
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return _tried(optimizer, kind)
 
 
 def _tried(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
@@ -96,7 +63,7 @@ def _compared(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
     whole, apart = _Copy(optimizer, kind), _Apart(optimizer, kind)
     attributes = _attributes(whole.optimizer)
     random_state = _random_state(whole.parameters)
-    for step in range(_STEPS):
+    for step in range(TRIED_STEPS):
         if not whole.step(step):
             return f"{kind.__name__}.step does not call its closure once, before all else"
         _in_a_thread(lambda step=step: apart.step(step))  # type: ignore[misc]
@@ -155,7 +122,7 @@ class _Copy:
                 self._step(self.optimizer)
                 return True
             # What it would see if it looked before.
-            self._differentiate(number + _STEPS)
+            self._differentiate(number + TRIED_STEPS)
             self._step(self.optimizer, closure)
         return calls == [True]
 
@@ -205,13 +172,12 @@ class _Apart(_Copy):
     def step(self, number: int) -> bool:
         groups = self.optimizer.param_groups
         taken = [snapshot(group) for group in groups]
-        now = self._deferred.copy([])
+        now = self._deferred.copy_of_nothing()
 
         def closure() -> Tensor:
             for slot, gradient in zip(self._slots.values(), self.gradients(number), strict=True):
                 slot.view.copy_(gradient)
-            left = self._deferred.copy([{**group, "params": []} for group in groups])
-            vars(now).update(vars(left))
+            vars(now).update(vars(self._deferred.copy_of_nothing()))
             return torch.zeros(())
 
         with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -301,7 +267,16 @@ def _same(one: Any, other: Any) -> bool:
 def _random_state(parameters: list[nn.Parameter]) -> list[Any]:
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     on_devices = [torch.cuda.get_rng_state(device) for device in devices]
-    return [random.getstate(), torch.get_rng_state(), *on_devices]
+    return [random.getstate(), _numpy_state(), torch.get_rng_state(), *on_devices]
+
+
+def _numpy_state() -> Any:
+    """Of its global generator, as lists; None where numpy is not in use."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return [name, keys.tolist(), *rest]
 
 
 def _same_random(before: list[Any], after: list[Any]) -> bool:
@@ -311,12 +286,14 @@ def _same_random(before: list[Any], after: list[Any]) -> bool:
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Random numbers afterwards are those that would have been drawn without."""
-    state = random.getstate()
+    state, of_numpy = random.getstate(), _numpy_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
         random.setstate(state)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(tuple(of_numpy))
 
 
 def _in_a_thread(call: Callable[[], object]) -> None:

@@ -12,7 +12,8 @@ from weakref import ref
 import torch.distributed as dist
 
 from bytesched.observe import Observer
-from bytesched.plugins.registry import after_wrap
+from bytesched.plugins import explain_optimizer
+from bytesched.plugins.registry import after_wrap, optimizers_of
 from bytesched.plugins.session.causes import place
 from bytesched.plugins.session.hooked import HookedModel
 
@@ -54,6 +55,8 @@ class Explained(Observer):
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
         self._sessions: list[ref[HookedModel]] = []
+        #: of each optimizer that steps whole, why, and what a trial of it says
+        self.verdicts: list[str] = []
 
     def watch(self, session: HookedModel) -> None:
         """From now on waits of ``session`` are written down."""
@@ -62,6 +65,8 @@ class Explained(Observer):
         self._parameters.update(names, (name.removeprefix("module.") for name in names))
         self._sessions.append(ref(session))
         session.observers.add(self)
+        if session.stats()["mode"] != "cross":
+            self.verdicts += map(explain_optimizer, optimizers_of(session))
 
     def waits(self) -> list[Wait]:
         """The longest first."""

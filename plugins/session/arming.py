@@ -9,7 +9,8 @@ import torch
 
 from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Bundle, Job, Slot
-from bytesched.plugins.optimizer.deferred import Deferred, snapshot
+from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.optimizer.frozen import snapshot, tensors_of, why_not_frozen
 from bytesched.plugins.optimizer.surroundings import has_modes
 from bytesched.plugins.proxies.pending import free, hold, plain
 from bytesched.plugins.session.phase import Context
@@ -88,7 +89,7 @@ class Arming:
                 if slot is not None and slot.used and is_of_arena(slot):
                     if taken is None:
                         taken = snapshot(group)
-                        self._streams.lend(taken.values())
+                        self._streams.lend(tensors_of(taken))
                     if slot.alias.data_ptr() != parameter.data_ptr():
                         slot.realias()
                         deferred.know(slot)
@@ -170,4 +171,4 @@ def why_now(optimizer: torch.optim.Optimizer) -> str:
     # A mode sees every operation of its thread.
     if has_modes():
         return "a torch function or dispatch mode around step()"
-    return ""
+    return why_not_frozen(optimizer.param_groups)

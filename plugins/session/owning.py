@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
-from bytesched.plugins.optimizer.deferred import Deferred, Later, snapshot
+from bytesched.plugins.optimizer.deferred import Deferred, Later
+from bytesched.plugins.optimizer.frozen import snapshot, tensors_of
 from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
@@ -72,7 +73,7 @@ class ShardedArming(Arming):
         groups: list[dict[str, Any]] = []
         for group in deferred.optimizer.param_groups:
             taken = snapshot(group)
-            self._streams.lend(taken.values())
+            self._streams.lend(tensors_of(taken))
             eager: list[nn.Parameter] = []
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))

@@ -8,7 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Final
 
-from bytesched.errors import PeerLost, in_one_line
+from bytesched.errors import PeerLost, PluginError, in_one_line
 from bytesched.plugins.session.backend import Backend
 
 __all__ = ["Progress"]
@@ -38,6 +38,8 @@ class Progress:
         self.is_error_seen = False
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
+        #: the thread that applies updates: they would wait for each other
+        self.updater: int | None = None
         #: the error of something that is waited for and cannot come, if it knows of one
         self.look: Callable[[], BaseException | None] = lambda: None
 
@@ -53,11 +55,21 @@ class Progress:
             # Without what earlier raises added: their frames keep batches and outputs alive.
             raise self.error.with_traceback(None)
 
+    def refuse_in_update(self, what: str) -> None:
+        """Raises PluginError in the thread that applies updates, where nothing may wait."""
+        if threading.get_ident() == self.updater:
+            raise PluginError(
+                f"the update of a parameter uses {what}, which may be outstanding itself, on rank "
+                f"{self._backend.rank}: this optimizer does not update each parameter on its own. "
+                "Do not vouch for its class by bytesched.separable, or set cross_barrier = False"
+            )
+
     def wait(self, done: Callable[[], bool], what: str, *, until: float = inf) -> bool:
         """Returns when ``done()``; raises the first error, or SchedulerTimeout.
 
         False at the moment ``until`` of the clock, if that is before all of these.
         """
+        self.refuse_in_update(what)
         deadline = monotonic() + self._timeout_s
         while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):
             self.check()

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.errors import PluginError
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.optimizer.late import LateGroups
+from bytesched.plugins.session.arming import why_now
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.takeover import Takeover
@@ -111,41 +112,43 @@ class Stepping:
     ) -> tuple[Any, Any] | None:
         if deferred.is_outer():
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        closure, has_arguments = deferred.arguments(args[1:], kwargs)
+        # Before the copy is made: a whole step is that of the optimizer itself.
+        why = "step() was called with arguments" if has_arguments else why_now(optimizer)
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
-        is_last = self._sharded or (deferred.cross and not hooked)
+        is_last = self._sharded or (deferred.cross and not hooked and not why)
         if self._takeover.off or not is_last or (closure is None and not hooked):
-            why = "step(closure)" if closure is not None else ""
+            if closure is not None:
+                why = why or "step(closure)"
             if hooked:
                 why = "a pre-hook of step() was registered after the wrap"
             eager = self._updates(deferred, whole_because=why)
             return None if eager is None else ((deferred.copy(eager), *args[1:]), kwargs)
-        copied = deferred.copy([])
+        copied = deferred.copy_of_nothing()
+        update = partial(self._update_last, deferred, copied, whole_because=why)
         if closure is None:
-            copied.param_groups = LateGroups(partial(self._update_last, deferred, copied))
+            copied.param_groups = LateGroups(update)
             return (copied, *args[1:]), kwargs
-        evaluate = partial(self._evaluate, closure, deferred, copied)
+        evaluate = partial(self._evaluate, closure, update)
         if "closure" in kwargs:
             return (copied, *args[1:]), {**kwargs, "closure": evaluate}
         return (copied, evaluate, *args[2:]), kwargs
 
-    def _evaluate(
-        self, closure: Callable[[], Any], deferred: Deferred, copied: torch.optim.Optimizer
-    ) -> Any:
-        """What ``step()`` of ``copied`` calls before it updates; returns the user's loss.
+    def _evaluate(self, closure: Callable[[], Any], update: Callable[[], object]) -> Any:
+        """What a redirected ``step()`` calls before it updates; returns the user's loss.
 
-        The backward pass may be in here, so that what ``copied`` updates is known only then.
+        The backward pass may be in here, so that what it updates is known only then.
         """
         loss = closure()
-        self._update_last(deferred, copied)
+        update()
         return loss
 
     def _update_last(
-        self, deferred: Deferred, copied: torch.optim.Optimizer
+        self, deferred: Deferred, copied: torch.optim.Optimizer, *, whole_because: str
     ) -> list[dict[str, Any]]:
         """``step()`` of ``copied`` is about to update: these groups."""
-        eager = self._updates(deferred, whole_because="")
+        eager = self._updates(deferred, whole_because=whole_because)
         groups = deferred.optimizer.param_groups if eager is None else eager
         # Not the groups alone: the closure or a hook may have loaded another state.
         copied.__dict__.update(deferred.copy(groups).__dict__)

@@ -52,6 +52,7 @@ class Synchronizing:
 
     def synchronize(self, bundle: Bundle, by: str) -> None:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
+        self._progress.refuse_in_update(by)
         self._wait_applied(bundle, by)
         if bundle.held:
             self._streams.read()
@@ -143,6 +144,7 @@ class Synchronizing:
             slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
+        self._progress.refuse_in_update(f"{slot.name}.grad")
         bundle = slot.bundle
         if bundle.armed or bundle.held:
             # Held alone costs no wait of the host, but a write must come after the update.

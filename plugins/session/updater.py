@@ -49,6 +49,7 @@ class Updater:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        self._progress.updater = threading.get_ident()
         while self._pushed.acquire() and not self._closed:
             # In a function of its own: its variables keep optimizers alive.
             try:

@@ -10,7 +10,7 @@ PUBLIC = {
     "bytesched.contracts": ["Contract", "TransportContract"],
     "bytesched.kvstore": ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"],
     "bytesched.kvstore_contract": ["KVStoreContract"],
-    "bytesched.plugins": ["flush", "separable", "stats", "unwrap", "wrap"],
+    "bytesched.plugins": ["explain_optimizer", "flush", "separable", "stats", "unwrap", "wrap"],
     "bytesched.plugins.burst": ["Background", "Branched", "Burst", "plan_for", "record"],
     "bytesched.plugins.horovod": ["ScheduledOptimizer"],
     "bytesched.plugins.mpi_kvstore": ["MPIKVStore", "open_store"],

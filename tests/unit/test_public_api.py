@@ -27,6 +27,7 @@ def test_every_public_name_exists_and_nothing_else_does() -> None:
     ("name", "parameters"),
     [
         ("wrap", ["optimizer", "model", "kvstore", "fields"]),
+        ("explain_optimizer", ["optimizer"]),
         ("flush", ["x"]),
         ("separable", ["cls"]),
         ("sharded_state", ["optimizer"]),
@@ -42,7 +43,7 @@ def test_signature(name: str, parameters: list[str]) -> None:
 
 def test_plugins_have_what_the_surface_calls() -> None:
     plugins = importlib.import_module("bytesched.plugins")
-    for name in ("wrap", "flush", "sharded_state", "unwrap", "stats"):
+    for name in ("wrap", "explain_optimizer", "flush", "sharded_state", "unwrap", "stats"):
         assert callable(getattr(plugins, name))
 
 

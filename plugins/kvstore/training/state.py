@@ -11,7 +11,7 @@ from bytesched.errors import PluginError
 from bytesched.kvstore.pipes import Chunk
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.optimizer.deferred import snapshot
+from bytesched.plugins.optimizer.frozen import snapshot
 
 __all__ = [
     "gathered_state",

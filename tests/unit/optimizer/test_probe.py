@@ -1,4 +1,4 @@
-"""Which classes are found to update each parameter by themselves, and trained so."""
+"""What a trial finds, and that nothing but what is known or vouched for is deferred."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.optimizer import stepping_optimizer, why_not_deferred
+from bytesched.plugins.optimizer.probe import why_not_separable
 from bytesched.plugins.proxies.pending import is_held
 from bytesched.testing import Loopback
 
@@ -157,6 +158,16 @@ class Above(SGD):
         return super().step(closure)
 
 
+@bytesched.separable
+class VouchedLion(Lion):
+    """Elementwise, as its user knows."""
+
+
+@bytesched.separable
+class VouchedLamb(Lamb):
+    """By parameter, as its user knows."""
+
+
 def made(kind: Any, **arguments: Any) -> Any:
     def optimizer_of(model: nn.Module) -> Optimizer:
         weights = [p for p in model.parameters() if p.dim() == 2 or kind is not torch.optim.Muon]
@@ -165,7 +176,9 @@ def made(kind: Any, **arguments: Any) -> Any:
     return optimizer_of
 
 
-@pytest.mark.parametrize("kind", [Lion, Lamb, torch.optim.Muon, torch.optim.Adafactor])
+@pytest.mark.parametrize(
+    "kind", [VouchedLion, VouchedLamb, torch.optim.Muon, torch.optim.Adafactor]
+)
 @pytest.mark.parametrize("closures", [False, True])
 def test_what_updates_each_parameter_by_itself_crosses(
     loopback: Loopback, kind: Any, closures: bool
@@ -208,11 +221,16 @@ def test_what_updates_each_parameter_by_itself_crosses(
         (Twice, "does not call its closure once"),
         (torch.optim.LBFGS, "does not"),
         (Above, "calls the step of another class"),
+        (Lion, ""),
+        (Lamb, ""),
     ],
 )
-def test_what_does_not_is_stepped_whole(loopback: Loopback, kind: Any, reason: str) -> None:
+def test_what_nobody_knows_is_stepped_whole(loopback: Loopback, kind: Any, reason: str) -> None:
+    """Whatever a trial says of it."""
     optimizer = made(kind)(nn.Linear(3, 2))
-    assert reason in why_not_deferred(optimizer, kind)
+    found = why_not_separable(optimizer, kind)
+    assert reason in found if reason else not found
+    assert "is not known to update each parameter" in why_not_deferred(optimizer, kind)
     if kind is torch.optim.LBFGS:
         return
     ours, plain = Training(loopback, made(kind)), Training(None, made(kind))
@@ -233,13 +251,41 @@ def test_a_probe_leaves_no_trace() -> None:
     attributes = dict(vars(optimizer))
     state = {id(p): dict(entry) for p, entry in optimizer.state.items()}
     random_before = random.getstate(), torch.get_rng_state()
-    assert why_not_deferred(optimizer, Lion) == ""
+    assert why_not_separable(optimizer, Lion) == ""
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert vars(optimizer) == attributes
     assert {id(p): dict(entry) for p, entry in optimizer.state.items()} == state
     assert random.getstate() == random_before[0]
     assert torch.equal(torch.get_rng_state(), random_before[1])
+
+
+@pytest.mark.parametrize("draw", ["torch.rand(1)", "random.random()", "numpy.random.rand()"])
+def test_a_trial_leaves_every_generator_as_it_was(draw: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    names = {"torch": torch, "random": random, "numpy": numpy}
+
+    class Drawing(Lion):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = evaluated(closure)
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(float(eval(draw, names)))
+            return loss
+
+    def draws() -> list[float]:
+        return [float(eval(each, names)) for each in sorted(("torch.rand(1)", draw))]
+
+    optimizer = Drawing(nn.Linear(3, 2).parameters())
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = draws()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    assert "draws random numbers" in bytesched.explain_optimizer(optimizer)
+    assert draws() == expected
 
 
 def test_what_cannot_be_copied_is_left_out() -> None:
@@ -253,8 +299,8 @@ def test_what_cannot_be_copied_is_left_out() -> None:
 
     holding, locking = Lion(nn.Linear(3, 2).parameters()), Locking(nn.Linear(3, 2).parameters())
     holding.lock = locking.lock = threading.Lock()
-    assert why_not_deferred(holding, Lion) == ""
-    assert "cannot be tried on copies" in why_not_deferred(locking, Locking)
+    assert why_not_separable(holding, Lion) == ""
+    assert "cannot be tried on copies" in why_not_separable(locking, Locking)
 
 
 def test_settings_decide() -> None:
@@ -281,9 +327,9 @@ def test_settings_decide() -> None:
     free, clipping, later = (Clipping(model.parameters()) for _ in range(3))
     clipping.param_groups[0]["limit"] = 1.0
     later.limit = 1.0
-    assert not why_not_deferred(free, Clipping)
-    assert why_not_deferred(clipping, Clipping)
-    assert why_not_deferred(later, Clipping)
+    assert not why_not_separable(free, Clipping)
+    assert why_not_separable(clipping, Clipping)
+    assert why_not_separable(later, Clipping)
 
 
 def test_a_user_vouches_for_a_class() -> None:
