@@ -148,6 +148,10 @@ class Holding:
 
     # -- here --------------------------------------------------------------------------
 
+    def number_of(self, deferred: Deferred) -> int:
+        """By which ranks know an optimizer."""
+        return self._histories.index(self._history(deferred))
+
     def _history(self, deferred: Deferred) -> _History:
         return next(history for history in self._histories if history.deferred is deferred)
 
@@ -245,7 +249,7 @@ class Holding:
             if id(slot.parameter) in mine
             for share in self.ownerships.foreign(slot)
         }
-        question = self._histories.index(history), history.taken, history.loads
+        question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
         self.waits_for_ranks()
         found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")

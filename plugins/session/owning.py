@@ -51,6 +51,8 @@ class ShardedArming(Arming):
         self._holding = holding
         self._wholes = wholes
         self._ownerships = sharding.ownerships
+        self._lockstep = sharding.lockstep
+        self._positions = {slot: position for position, slot in enumerate(slots)}
         self._received = _Received(sharding.ownerships)
         #: until ``step()`` is over: what it updates in this thread, and whether the rest may wait
         self._now: tuple[_Owned, list[Slot]] | None = None
@@ -66,6 +68,7 @@ class ShardedArming(Arming):
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
         whole_because = whole_because or why_now(deferred.optimizer)
         deferred.guard()
+        self._lockstep.takes(self._holding.number_of(deferred), self._taken_by(deferred))
         later: list[tuple[dict[str, Any], Slot]] = []
         now: list[Slot] = []
         foreign: list[Slot] = []
@@ -118,6 +121,16 @@ class ShardedArming(Arming):
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
+
+    def _taken_by(self, deferred: Deferred) -> list[int]:
+        """The positions of gradients that its step takes."""
+        slots = (
+            self._slots.get(id(parameter))
+            for group in deferred.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+        return [self._positions[slot] for slot in slots if slot is not None]
 
     def _look_at(self, slot: Slot, deferred: Deferred) -> None:
         """The parameter may have been given other memory."""
