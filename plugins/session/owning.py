@@ -100,7 +100,7 @@ class ShardedArming(Arming):
         self._wait_for(now)
         owned = [*(slot for _, slot in later), *now]
         update = None if whole_because else deferred.now()
-        taken_step = self._holding.step(deferred, len(owned))
+        taken_step = self._holding.step(deferred, len(owned), foreign)
         step = _Owned(self._spreading, self._wholes, taken_step, owned, update)
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
