@@ -233,7 +233,8 @@ def test_ends_the_interpreter(scenario: Scenario, runs: Runs) -> None:
 @each(EXITED_OF_SHARD)
 def test_ends_before_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
-    victim, _, fault, *_ = scenario.args
+    fault = scenario.args[2]
+    victim = int(str(scenario.args[0]))
     ended = ends.pop(victim)
     assert ended.code == (3 if fault == "exit" else 1)
     check_ended_well(ended)
