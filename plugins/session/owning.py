@@ -124,13 +124,15 @@ class ShardedArming(Arming):
 
     def _taken_by(self, deferred: Deferred) -> list[int]:
         """The positions of gradients that its step takes."""
-        slots = (
+        found = (
             self._slots.get(id(parameter))
             for group in deferred.optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         )
-        return [self._positions[slot] for slot in slots if slot is not None]
+        slots = [slot for slot in found if slot is not None]
+        self._wholes.refuse_spoiled(slots)
+        return [self._positions[slot] for slot in slots]
 
     def _look_at(self, slot: Slot, deferred: Deferred) -> None:
         """The parameter may have been given other memory."""

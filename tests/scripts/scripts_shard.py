@@ -302,6 +302,31 @@ def gradients_not_zeroed() -> str:
     return ""
 
 
+def adversaries(job: Job) -> None:
+    """A GAN's usual loop: what the other one's loss leaves in a model is thrown away.
+
+    Once before anything else, once in place, once when the next forward pass is over.
+    """
+    makes, judges = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 37), nn.Linear(37, 1)))
+    maker, judge = job.wrap(adamw(makes), makes), job.wrap(adamw(judges), judges)
+    for step in range(9):
+        if step % 3 < 2:
+            judge.zero_grad(set_to_none=step % 3 == 0)
+        made = makes(job.inputs(step))
+        loss = judges(torch.cat([job.inputs(step, 4, 4), made.detach()])).square().mean()
+        if step % 3 == 2:
+            judge.zero_grad()
+        loss.backward()
+        job.record("norm", nn.utils.clip_grad_norm_(judges.parameters(), 0.1))
+        judge.step()
+        maker.zero_grad()
+        judges(made).mean().backward()
+        maker.step()
+    job.record_state(makes, maker)
+    judge.zero_grad()
+    job.record_state(judges, judge)
+
+
 def loaded(job: Job) -> None:
     """A plain checkpoint, loaded in front of wrap and after some steps."""
     model = job.ddp(mlp())

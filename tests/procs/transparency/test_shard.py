@@ -82,6 +82,7 @@ import bytesched
     shard.norm_of_one_before_its_step,
     shard.dropped_before_backward,
     shard.copied_and_pickled,
+    shard.adversaries,
     optimizers.two_steps_in_a_row,
     optimizers.step_every_other_backward,
     optimizers.step_skipped,
