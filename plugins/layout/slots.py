@@ -58,6 +58,10 @@ class Slot:
     taken: bool = False
     #: a step has other ranks send parameters into the memory of the gradient
     gone: bool = False
+    #: a step has taken it, and this rank alone has it, as its owner
+    alone: bool = False
+    #: backward has added to what is gone on some rank: on none is this round's sum a gradient
+    spoiled: bool = False
     #: was held when the round began, and nothing has read it since ``step()``
     unguarded: bool = False
     #: since it was handed out, the gradient was read whole: there may be other tensors over its
@@ -156,8 +160,11 @@ class Slot:
         self.looks.append((len(self.changes), look))
 
     def is_taken(self) -> bool:
-        """True while the memory of the gradient is an update's, or has become a parameter's."""
-        return self.gone or (self.taken and self.bundle.armed)
+        """True while the memory of the gradient is an update's, or has become a parameter's.
+
+        And where that is so on other ranks: one that is zeroed has other memory on all of them.
+        """
+        return self.gone or self.alone or (self.taken and self.bundle.armed)
 
     def realias(self) -> None:
         """Makes the alias anew, after the parameter got other memory."""

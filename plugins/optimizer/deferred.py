@@ -90,17 +90,26 @@ class Deferred:
         return self._optimizer() is not None
 
     def guard(self) -> None:
-        """Guards ``optimizer.state``, again if it was replaced."""
+        """Guards ``optimizer.state``, again if it was replaced.
+
+        Raises PluginError if other ranks have kept entries of it.
+        """
         optimizer = self.optimizer
         state = optimizer.state
+        if isinstance(state, GuardedState) and state.is_abandoned:
+            state = state.plain()
         if not isinstance(state, GuardedState):
             state = optimizer.state = GuardedState(state, self._synchronize)
         self._copies_state = AliasedState(state, self._real)
 
     def unguard(self) -> None:
-        """Gives the optimizer a plain state back, as it is: nothing is applied."""
-        if self.is_alive and isinstance(self.optimizer.state, GuardedState):
-            self.optimizer.state = defaultdict(dict, dict.items(self.optimizer.state))
+        """Gives the optimizer a plain state back, as it is: nothing is applied.
+
+        One of which other ranks have kept entries stays, as these are not empty.
+        """
+        state = self.optimizer.state if self.is_alive else None
+        if isinstance(state, GuardedState) and not state.abandon():
+            self.optimizer.state = defaultdict(dict, dict.items(state))
 
     def arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any]

@@ -5,20 +5,61 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+
+from bytesched.errors import PluginError
 
 __all__ = ["AliasedState", "GuardedState"]
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """``optimizer.state``; any use of it from outside applies what is outstanding first."""
+    """``optimizer.state``; any use of it from outside applies what is outstanding first.
+
+    Where other ranks hold entries, or parts of them, these raise PluginError when they are used:
+    a script would take them for empty. A copy or a pickle has all of them.
+    """
 
     def __init__(self, content: Any, synchronize: Callable[[], None]) -> None:
         super().__init__(dict, content)
         self._synchronize = synchronize
+        #: parameters of which other ranks have something
+        self._elsewhere: set[Any] = set()
+        self._gather: Callable[[], dict[Any, Any]] = self._refuse
+        #: ``state_dict()`` is about to read what is here, and what others have is added to that
+        self._is_packed = False
+
+    def lies_elsewhere(
+        self, parameters: Iterable[Any], gather: Callable[[], dict[Any, Any]]
+    ) -> None:
+        """Other ranks hold something of ``parameters`` from now on.
+
+        ``gather`` asks for it, and returns whole entries, those that are here among them.
+        """
+        self._elsewhere.update(parameters)
+        self._gather = gather
+
+    def packs(self) -> None:
+        """What is read next is what is here, for `Optimizer.state_dict`."""
+        self._is_packed = True
+
+    def restore(self, entries: dict[Any, Any]) -> None:
+        """These are all, and here."""
+        dict.clear(self)
+        dict.update(self, entries)
+        self._elsewhere.clear()
+
+    def abandon(self) -> bool:
+        """Nothing is outstanding, and nobody is asked any more; whether entries are missing."""
+        self._synchronize, self._gather = _nothing, self._refuse
+        return bool(self._elsewhere)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether that was done."""
+        return self._synchronize is _nothing
 
     def raw(self, key: Any) -> Any:
         """The entry of ``key`` as it is now, made if missing, as ``self[key]`` makes it."""
@@ -29,8 +70,48 @@ class GuardedState(defaultdict[Any, Any]):
         return entry
 
     def plain(self) -> defaultdict[Any, Any]:
-        """The same entries in an ordinary dictionary."""
-        return defaultdict(dict, self.items())
+        """The same entries in an ordinary dictionary, with those that are asked for."""
+        self._synchronize()
+        whole = self._gather() if self._elsewhere else {}
+        return defaultdict(dict, {**whole, **{k: v for k, v in dict.items(self) if k not in whole}})
+
+    def _refuse(self) -> dict[Any, Any]:
+        raise PluginError(
+            f"entries of {len(self._elsewhere)} parameters of the optimizer's state are with other "
+            "ranks (shard=True), and these are not asked any more: call optimizer.state_dict() or "
+            "bytesched.unwrap(optimizer) while all of them train, or load a checkpoint"
+        )
+
+    def _use(self, key: Any) -> None:
+        self._synchronize()
+        if key in self._elsewhere:
+            raise PluginError(
+                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is with other "
+                "ranks, or parts of it are (shard=True): optimizer.state_dict() has all of it, "
+                "bytesched.sharded_state(optimizer) what is here, and what reads or writes "
+                "optimizer.state itself needs training without shard=True"
+            )
+
+    def _use_all(self) -> None:
+        self._synchronize()
+        is_packed, self._is_packed = self._is_packed, False
+        for key in () if is_packed else self._elsewhere:
+            self._use(key)
+
+    def __len__(self) -> int:
+        self._synchronize()
+        return len(self._elsewhere.union(dict.keys(self)))
+
+    def clear(self) -> None:
+        """As of any dictionary; other ranks are taken to do the same."""
+        self._synchronize()
+        self._elsewhere.clear()
+        super().clear()
+
+    def __repr__(self) -> str:
+        self._synchronize()
+        others = f", {len(self._elsewhere)} with other ranks" if self._elsewhere else ""
+        return f"{super().__repr__()}{others}"
 
     def __copy__(self) -> Any:
         return self.plain()
@@ -49,27 +130,42 @@ class GuardedState(defaultdict[Any, Any]):
         return copy.deepcopy(self.plain(), memo)
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(self.items()))
+        return defaultdict, (dict, dict(self.plain()))
 
 
-def _synchronized(name: str) -> Callable[..., Any]:
+def _nothing() -> None:
+    pass
+
+
+def _of_one(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(self: GuardedState, key: Any, *args: Any) -> Any:
+        self._use(key)
+        return method(self, key, *args)
+
+    return call
+
+
+def _of_all(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
     @functools.wraps(method)
     def call(self: GuardedState, *args: Any) -> Any:
-        self._synchronize()
+        self._use_all()
         return method(self, *args)
 
     return call
 
 
-_USES = """
-    __contains__ __delitem__ __eq__ __getitem__ __iter__ __len__ __ne__ __repr__ __setitem__
-    clear get items keys pop popitem setdefault update values
-"""
+_ONE = "__contains__ __delitem__ __getitem__ __setitem__ get pop setdefault"
+_ALL = "__eq__ __iter__ __ne__ items keys popitem update values"
 
-for _name in _USES.split():
-    setattr(GuardedState, _name, _synchronized(_name))
+for _name in _ONE.split():
+    setattr(GuardedState, _name, _of_one(_name))
+for _name in _ALL.split():
+    setattr(GuardedState, _name, _of_all(_name))
 
 
 class AliasedState(dict[Any, Any]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
+from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
 from bytesched.plugins.session.masters import drop_masters, give_back
@@ -105,6 +107,7 @@ class Holding:
     def _hook(self, deferred: Deferred) -> None:
         optimizer = deferred.optimizer
         self._handles += [
+            optimizer.register_state_dict_pre_hook(lambda _: _state_of(deferred).packs()),
             optimizer.register_state_dict_post_hook(
                 partial(self._complete, deferred), prepend=True
             ),
@@ -122,9 +125,13 @@ class Holding:
 
     # -- steps -------------------------------------------------------------------------
 
-    def step(self, deferred: Deferred, slots: int) -> StepTaken:
-        """``deferred`` takes a step, which updates so many parameters here."""
+    def step(self, deferred: Deferred, slots: int, foreign: Iterable[Slot]) -> StepTaken:
+        """``deferred`` takes a step, which updates so many parameters here, and others ``foreign``.
+
+        Some may be in both.
+        """
         history = self._history(deferred)
+        self._lie_elsewhere(deferred, foreign)
         with self._progress.changed:
             history.taken += 1
             if slots:
@@ -148,6 +155,10 @@ class Holding:
 
     # -- here --------------------------------------------------------------------------
 
+    def number_of(self, deferred: Deferred) -> int:
+        """By which ranks know an optimizer."""
+        return self._histories.index(self._history(deferred))
+
     def _history(self, deferred: Deferred) -> _History:
         return next(history for history in self._histories if history.deferred is deferred)
 
@@ -168,13 +179,29 @@ class Holding:
 
     def _drop_foreign(self, deferred: Deferred) -> None:
         """What other ranks hold of the state is let go of."""
-        state = deferred.optimizer.state
-        for slot in self._plan.slots:
+        state = _state_of(deferred)
+        slots = [slot for slot in self._plan.slots if dict.get(state, slot.parameter) is not None]
+        self._lie_elsewhere(deferred, filter(self.ownerships.foreign, slots))
+        for slot in slots:
             part = self.ownerships.part(slot)
             if self.ownerships.own(slot) is None:
                 dict.pop(state, slot.parameter, None)
             elif part is not None and (entry := dict.get(state, slot.parameter)) is not None:
                 dict.__setitem__(state, slot.parameter, cut_entry(entry, slot, part.share))
+
+    def _lie_elsewhere(self, deferred: Deferred, slots: Iterable[Slot]) -> None:
+        """Other ranks hold the state of ``slots`` from now on, or parts of it."""
+        gather = partial(self._whole_state, deferred)
+        _state_of(deferred).lies_elsewhere((slot.parameter for slot in slots), gather)
+
+    def _whole_state(self, deferred: Deferred) -> dict[Any, Any]:
+        """All entries by parameter, in the order of the optimizer's groups. The user's thread."""
+        entries = {
+            self._plan.slots[position].parameter: entry
+            for position, entry in self.gather(deferred).items()
+        }
+        groups = deferred.optimizer.param_groups
+        return {p: entries[p] for group in groups for p in group["params"] if p in entries}
 
     def _entries(self, deferred: Deferred) -> dict[int, Any]:
         """Those that this rank owns, by position in the plan."""
@@ -245,7 +272,7 @@ class Holding:
             if id(slot.parameter) in mine
             for share in self.ownerships.foreign(slot)
         }
-        question = self._histories.index(history), history.taken, history.loads
+        question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
         self.waits_for_ranks()
         found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
@@ -278,9 +305,19 @@ class Holding:
         """Every optimizer gets the entries of all ranks."""
         for history in self._histories:
             if history.deferred.is_alive:
-                state = history.deferred.optimizer.state
-                for position, entry in self.gather(history.deferred).items():
-                    parameter = self._plan.slots[position].parameter
-                    dict.__setitem__(state, parameter, entry)
+                state = _state_of(history.deferred)
+                entries = self._whole_state(history.deferred)
+                others = {key: entry for key, entry in dict.items(state) if key not in entries}
+                with self._reading:
+                    state.restore({**entries, **others})
+                for parameter, entry in entries.items():
                     if self.ownerships.rounded is not None:
                         give_back(entry, parameter, self.ownerships.rounded)
+
+
+def _state_of(deferred: Deferred) -> GuardedState:
+    """That of its optimizer, guarded if the script has put another one there."""
+    deferred.guard()
+    state = deferred.optimizer.state
+    assert isinstance(state, GuardedState)
+    return state

@@ -52,6 +52,8 @@ class ShardedArming(Arming):
         self._holding = holding
         self._wholes = wholes
         self._ownerships = sharding.ownerships
+        self._lockstep = sharding.lockstep
+        self._positions = {slot: position for position, slot in enumerate(slots)}
         self._received = _Received(sharding.ownerships)
         #: until ``step()`` is over: what it updates in this thread, and whether the rest may wait
         self._now: tuple[_Owned, list[Slot]] | None = None
@@ -67,6 +69,7 @@ class ShardedArming(Arming):
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
         whole_because = whole_because or why_now(deferred.optimizer)
         deferred.guard()
+        self._lockstep.takes(self._holding.number_of(deferred), self._taken_by(deferred))
         later: list[tuple[dict[str, Any], Slot]] = []
         now: list[Slot] = []
         foreign: list[Slot] = []
@@ -98,7 +101,7 @@ class ShardedArming(Arming):
         self._wait_for(now)
         owned = [*(slot for _, slot in later), *now]
         update = None if whole_because else deferred.now()
-        taken_step = self._holding.step(deferred, len(owned))
+        taken_step = self._holding.step(deferred, len(owned), foreign)
         step = _Owned(self._spreading, self._wholes, taken_step, owned, update)
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
@@ -119,6 +122,18 @@ class ShardedArming(Arming):
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
+
+    def _taken_by(self, deferred: Deferred) -> list[int]:
+        """The positions of gradients that its step takes."""
+        found = (
+            self._slots.get(id(parameter))
+            for group in deferred.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+        slots = [slot for slot in found if slot is not None]
+        self._wholes.refuse_spoiled(slots)
+        return [self._positions[slot] for slot in slots]
 
     def _look_at(self, slot: Slot, deferred: Deferred) -> None:
         """The parameter may have been given other memory."""

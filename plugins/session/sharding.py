@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
-from bytesched.errors import BytesschedError, PeerLost
+from bytesched.errors import BytesschedError
 from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
@@ -24,6 +24,7 @@ from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.holding import Holding
+from bytesched.plugins.session.lockstep import Lockstep, Place
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
@@ -59,8 +60,8 @@ class Listener(Protocol):
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
         """Whole gradients, after all changes that were noted. The user's thread."""
 
-    def ended(self, rank: int, rounds: int) -> None:
-        """Another rank reduces no more than ``rounds`` rounds."""
+    def heard(self, rank: int, place: Place, is_last: bool) -> None:
+        """Another rank has come to ``place``, perhaps its last one."""
 
 
 class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
@@ -83,10 +84,13 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
     def measured_whole(self) -> bool:
         """Whether anything of the last round was asked for which that saves a question."""
 
-    def part(self, rounds: int, limit_s: float) -> list[int]:
-        """Says that no more rounds follow, and waits until all other ranks have said so.
+    def announce(self, place: Place, is_last: bool) -> None:
+        """Tells all other ranks where this one is, and whether it goes no further."""
 
-        Returns those that have not within ``limit_s`` or are gone.
+    def part(self, limit_s: float) -> list[int]:
+        """Waits until all other ranks go no further.
+
+        Returns those that have not said so within ``limit_s`` or are gone.
         """
 
 
@@ -154,8 +158,8 @@ class Sharding:
         self._wholes = wholes
         #: rounds that have begun, with the one before this
         self._rounds = 1
-        #: how many rounds other ranks have reduced that reduce no more
-        self._ended: dict[int, int] = {}
+        # What other ranks announce is asked for as soon as there is a carrier.
+        self.lockstep = Lockstep(context.progress, self._rank, self._announce)
         here = torch.zeros(1, device=parts.plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
         splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds, may_cut)
@@ -189,7 +193,7 @@ class Sharding:
         self._ballot = Ballot(context, _VOTE, here.device)
         #: rounds since the last vote, and those that measured something whole
         self._seen = self._measured_whole = 0
-        self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes)
+        self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes, self.lockstep)
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
 
@@ -197,7 +201,7 @@ class Sharding:
         """What carries the round that begins."""
         self._wholes.check()
         self._rounds += 1
-        self._complain_of_ended()
+        self.lockstep.begins_round()
         if (tells := self._ballot.outcome()) is not None:
             self._carrier.tell_measurers(tells)
         return self._carrier
@@ -255,7 +259,8 @@ class Sharding:
         if self._progress.error is None:
             # This rank asks no norm any more: one that does looks at whole gradients.
             self._carrier.end_round()
-            left = self._carrier.part(self._rounds, self._timeout_s)
+            self.lockstep.ends()
+            left = self._carrier.part(self._timeout_s)
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)
         self._holding.close()
@@ -301,22 +306,8 @@ class Sharding:
     def _ask(self, rank: int, question: bytes, task: str) -> bytes:
         return self._carrier.ask(rank, question, task=task)
 
-    def ended(self, rank: int, rounds: int) -> None:
-        with self._progress.changed:
-            self._ended[rank] = rounds
-        try:
-            self._complain_of_ended()
-        except PeerLost as error:
-            self._progress.fail(error)
+    def heard(self, rank: int, place: Place, is_last: bool) -> None:
+        self.lockstep.heard(rank, place, is_last)
 
-    def _complain_of_ended(self) -> None:
-        for rank, rounds in tuple(self._ended.items()):
-            if rounds < self._rounds:
-                error = PeerLost(
-                    f"rank {rank} has ended its training after {rounds} rounds, rank {self._rank} "
-                    f"is in round {self._rounds}: give every rank the same number of batches",
-                    peers=[rank],
-                    rank=self._rank,
-                )
-                self._progress.fail(error)
-                raise error
+    def _announce(self, place: Place, is_last: bool) -> None:
+        self._carrier.announce(place, is_last)

@@ -6,6 +6,7 @@ import torch
 
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slice
+from bytesched.plugins.session.lockstep import Lockstep
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.wholes import Wholes
@@ -22,19 +23,31 @@ class Untaken:
     """
 
     def __init__(
-        self, plan: Plan, progress: Progress, spreading: Spreading, wholes: Wholes
+        self,
+        plan: Plan,
+        progress: Progress,
+        spreading: Spreading,
+        wholes: Wholes,
+        lockstep: Lockstep,
     ) -> None:
         self._plan = plan
         self._progress = progress
         self._spreading = spreading
         self._wholes = wholes
+        self._lockstep = lockstep
 
     @torch.no_grad()
     def bring(self) -> None:
         """Those that backward will add to are whole; collective."""
-        slots = [s for s in self._plan.slots if s.used and s.parameter.grad is s.lazy]
-        if self._wholes.are_all_here or not slots:
+        positions = [
+            position
+            for position, slot in enumerate(self._plan.slots)
+            if slot.used and not slot.spoiled and slot.parameter.grad is slot.lazy
+        ]
+        if self._wholes.are_all_here or not positions:
             return
+        self._lockstep.sends(positions)
+        slots = [self._plan.slots[position] for position in positions]
         # What is sent here is received when another rank's forward pass begins, which may wait for
         # parameters: those go first.
         self._progress.wait(

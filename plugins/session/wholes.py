@@ -49,6 +49,8 @@ class Wholes:
         #: the first round was reduced as a whole
         self._round = 1
         self._whole: set[Slot] = set(plan.slots)
+        #: from the round on that begins
+        self._to_spoil: set[Slot] = set()
         #: what backward adds to is whole on every rank, whatever each has read
         self.are_all_here = True
         self._is_logged = False
@@ -66,17 +68,33 @@ class Wholes:
         self._unawaited: set[Slot] = set()
 
     def check(self) -> None:
-        """A new backward pass begins. Raises PluginError if it adds to what is not here."""
+        """A new backward pass begins. Raises PluginError if it adds to another one's gradient.
+
+        What it adds to its own, which a step has taken, is spoiled: a script may still drop it.
+        """
         slots = self._plan.slots
         gone = {id(s.lazy): s for s in slots if s.gone and lies_over(s.lazy, s.view)}
+        self._to_spoil.clear()
         for slot in slots:
             added = gone.get(id(slot.parameter.grad))
-            if added is not None:
+            if added is not None and added is not slot:
                 raise PluginError(
                     f"backward() adds to {slot.name}.grad, that of {added.name} in the last step, "
                     f"on rank {self._rank}, which does not have it: with shard=True, call "
                     "zero_grad() between step() and the next backward()"
                 )
+            if added is slot or (slot.alone and _is_left(slot)):
+                self._to_spoil.add(slot)
+
+    def refuse_spoiled(self, slots: Iterable[Slot]) -> None:
+        """A step takes the gradients of ``slots``. Raises PluginError if one is none."""
+        for slot in slots:
+            if (
+                slot.spoiled
+                and slot.parameter.grad is slot.lazy
+                and lies_over(slot.lazy, slot.view)
+            ):
+                self._refusal(slot)()
 
     def begin_round(self) -> None:
         """Gradients of a new round take the place of those of the last one."""
@@ -84,7 +102,8 @@ class Wholes:
         self.are_all_here = False
         self._whole.clear()
         for slot in self._plan.slots:
-            slot.gone = False
+            slot.gone = slot.spoiled = slot in self._to_spoil
+            slot.alone = False
             # Of gradients that were dropped.
             slot.changes.clear()
         with self._lock:
@@ -116,8 +135,10 @@ class Wholes:
         for slot in slots:
             slot.gone = True
 
-    def taken(self, owned: Iterable[Slot], coming: Iterable[CommTask]) -> None:
+    def taken(self, owned: Sequence[Slot], coming: Iterable[CommTask]) -> None:
         """A step has updated ``owned``, and waits for these chunks of other ranks."""
+        for slot in owned:
+            slot.alone = True
         if len({self._plan.owners[chunk.index] for chunk in coming}) < self._others:
             self._unawaited.update(owned)
 
@@ -183,7 +204,7 @@ class Wholes:
                 self._made[slot] = len(changes)
 
     def _refusal(self, slot: Slot) -> Callable[[], NoReturn]:
-        return partial(_refuse, slot.name, self._rank, is_gone=slot.gone)
+        return partial(_refuse, slot.name, self._rank, is_gone=slot.gone, is_spoiled=slot.spoiled)
 
     @torch.no_grad()
     def _fetch(self, slots: Sequence[Slot]) -> None:
@@ -288,7 +309,18 @@ class Wholes:
         return value.clone(), made
 
 
-def _refuse(name: str, rank: int, *, is_gone: bool) -> NoReturn:
+def _is_left(slot: Slot) -> bool:
+    """Whether its gradient is what was handed out, not zeroed and not replaced."""
+    return slot.parameter.grad is slot.lazy and lies_over(slot.lazy, slot.view)
+
+
+def _refuse(name: str, rank: int, *, is_gone: bool, is_spoiled: bool) -> NoReturn:
+    if is_spoiled:
+        raise PluginError(
+            f"backward() adds to {name}.grad, that of the last step, which not every rank has "
+            f"(seen by rank {rank}): with shard=True, call zero_grad() between step() and the next "
+            "backward(), or before anything uses these gradients"
+        )
     if is_gone:
         raise PluginError(
             f"{name}.grad was read after step() on rank {rank}, which has its parameter "

@@ -254,6 +254,36 @@ def skips_step(who: int, timeout_s: float) -> None:
     told(lambda: tell(equal=_equal(weights(wrapped=False), weights(wrapped=True))))
 
 
+def skips_step_of_shard(who: int, drops: str, timeout_s: float) -> None:
+    """Rank `who` throws one step away, or one of its gradients, and the others wait for it.
+
+    After the error its state is missing, which does not look like an empty one.
+    """
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True)
+
+    def train() -> None:
+        for step in range(STEPS):
+            loss = script.ddp(inputs(step)).square().mean()
+            script.optimizer.zero_grad()
+            loss.backward()
+            skips = step == FAULT_STEP and dist.get_rank() == who
+            if skips:
+                tell(fault_at=time.monotonic())
+            if skips and drops == "gradient":
+                script.model.first_weight.grad = None
+            if not skips or drops == "gradient":
+                script.optimizer.step()
+        bytesched.flush()
+
+    try:
+        told(train)
+    finally:
+        with contextlib.suppress(bytesched.BytesschedError):
+            bytesched.unwrap(script.optimizer)
+        tell(state=_error(script.optimizer.state_dict))
+
+
 def goes_on_after_an_error(who: int, timeout_s: float) -> None:
     """Rank `who` dies; the other catches the error, tries everything again, and starts afresh."""
 

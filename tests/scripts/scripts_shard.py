@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import threading
 import warnings
 from collections.abc import Callable
@@ -301,6 +302,31 @@ def gradients_not_zeroed() -> str:
     return ""
 
 
+def adversaries(job: Job) -> None:
+    """A GAN's usual loop: what the other one's loss leaves in a model is thrown away.
+
+    Once before anything else, once in place, once when the next forward pass is over.
+    """
+    makes, judges = job.ddp(mlp()), job.ddp(nn.Sequential(nn.Linear(4, 37), nn.Linear(37, 1)))
+    maker, judge = job.wrap(adamw(makes), makes), job.wrap(adamw(judges), judges)
+    for step in range(9):
+        if step % 3 < 2:
+            judge.zero_grad(set_to_none=step % 3 == 0)
+        made = makes(job.inputs(step))
+        loss = judges(torch.cat([job.inputs(step, 4, 4), made.detach()])).square().mean()
+        if step % 3 == 2:
+            judge.zero_grad()
+        loss.backward()
+        job.record("norm", nn.utils.clip_grad_norm_(judges.parameters(), 0.1))
+        judge.step()
+        maker.zero_grad()
+        judges(made).mean().backward()
+        maker.step()
+    job.record_state(makes, maker)
+    judge.zero_grad()
+    job.record_state(judges, judge)
+
+
 def loaded(job: Job) -> None:
     """A plain checkpoint, loaded in front of wrap and after some steps."""
     model = job.ddp(mlp())
@@ -350,6 +376,77 @@ def entries_after_unwrap() -> tuple[int, bool]:
         job.unwrap(optimizer)
         train(job, model, optimizer, steps=1)
         return len(optimizer.state), type(optimizer.state[next(model.parameters())]) is dict
+
+
+def copied_and_pickled(job: Job) -> None:
+    """Copies of an optimizer have what a plain one has, in that order, after `unwrap` too."""
+    model = job.ddp(uneven())
+    outside = nn.Parameter(torch.ones(3))
+    optimizer = job.wrap(torch.optim.AdamW([outside, *model.parameters()], lr=0.01), model)
+    train(job, model, optimizer, steps=3)
+
+    def record(one: torch.optim.Optimizer) -> None:
+        state = one.state_dict()
+        job.record("optimizer", state)
+        job.record("order", list(state["state"]))
+
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(optimizer), torch.load(file, weights_only=False)):
+        record(copied)
+    job.record("size", len(optimizer.state))
+    if job.rank == 1:
+        # The other one goes on, as with state_dict().
+        record(copy.deepcopy(optimizer))
+    train(job, model, optimizer, steps=1, first_step=3)
+    job.unwrap(optimizer)
+    record(optimizer)
+
+
+@bytesched.separable
+class Averaging(torch.optim.SGD):
+    """Has what it was before in its state, and goes back there in its `eval`, as some do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.detach().clone()
+        return super().step(closure)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "before" in self.state[parameter]:
+                    parameter.copy_(self.state[parameter]["before"])
+
+
+def state_of_others() -> dict[str, str]:
+    """What uses of the optimizer's state raise where other ranks have a part of it."""
+    found = {}
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(mlp())
+        optimizer = job.wrap(Averaging(model.parameters(), lr=0.1), model)
+        train(job, model, optimizer, steps=2)
+        own = [p for p in model.parameters() if dict.get(optimizer.state, p)]
+        found["own"] = str([list(optimizer.state[p]) for p in own])
+        (foreign, *_) = [p for p in model.parameters() if all(p is not q for q in own)]
+        uses: dict[str, Callable[[], object]] = {
+            "eval": optimizer.eval,
+            "read": lambda: optimizer.state[foreign],
+            "looked for": lambda: foreign in optimizer.state,
+            "written": lambda: optimizer.state.setdefault(foreign, {}),
+            "all": lambda: [*optimizer.state.values()],
+        }
+        for name, use in uses.items():
+            try:
+                use()
+            except bytesched.PluginError as error:
+                found[name] = str(error)
+    return found
 
 
 def saved(path: str) -> None:

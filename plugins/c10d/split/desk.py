@@ -384,7 +384,7 @@ class Desk:
         found = []
         for tensor in tensors:
             expression = expression_of(tensor)
-            if expression is None or expression.slot not in self._index:
+            if expression is None or expression.slot not in self._index or expression.slot.spoiled:
                 return None
             found.append(expression)
         return found

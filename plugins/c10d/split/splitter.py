@@ -29,6 +29,7 @@ from bytesched.plugins.c10d.split.sharded import ShardedExchange
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.session.carrier import Traffic
+from bytesched.plugins.session.lockstep import Place
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.sharding import Listener
@@ -159,7 +160,7 @@ class ExchangeSplitter:
         )
         others, answers = self._open_answers(plan, progress)
         asked = self._open_group("requests")
-        requests = Requests(asked, answer=owners.answer, ended=owners.ended, failed=progress.fail)
+        requests = Requests(asked, answer=owners.answer, heard=owners.heard, failed=progress.fail)
         desk = Desk(
             plan,
             group.rank,
@@ -307,8 +308,10 @@ class ShardedCarrier(ExchangeCarrier):
     def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
         return self._requests.ask(rank, question, task=task)
 
-    def part(self, rounds: int, limit_s: float) -> list[int]:
-        self._requests.end(rounds)
+    def announce(self, place: Place, is_last: bool) -> None:
+        self._requests.announce(place, is_last)
+
+    def part(self, limit_s: float) -> list[int]:
         return self._requests.wait_ended(limit_s)
 
     def close(self) -> None:

@@ -116,6 +116,12 @@ EXITED = [
     for fault in ENDED
     for victim, moment in ((LEADER, "in_backward"), (FOLLOWER, "after_step"))
 ]
+# Where others wait for its parameters, which nothing but its word tells them.
+EXITED_OF_SHARD = [
+    scenario(FOLLOWER, "after_backward", "exit", world_size=3, **SHARD),
+    scenario(LEADER, "after_backward", "exit", **SHARD),
+    scenario(FOLLOWER, "after_backward", "raise", **SHARD),
+]
 
 
 @each(KILLED + AGAIN)
@@ -222,3 +228,17 @@ def test_ends_the_interpreter(scenario: Scenario, runs: Runs) -> None:
     else:
         check_ended_well(ended)
     check_told_of(survivor, ended, {"PeerLost"}, PROMPTLY_S)
+
+
+@each(EXITED_OF_SHARD)
+def test_ends_before_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    fault = scenario.args[2]
+    victim = int(str(scenario.args[0]))
+    ended = ends.pop(victim)
+    assert ended.code == (3 if fault == "exit" else 1)
+    check_ended_well(ended)
+    for survivor in ends:
+        check_told_of(survivor, ended, {"PeerLost"}, PROMPTLY_S)
+        if fault == "exit":
+            assert f"rank {victim} has ended its training after" in survivor.told["message"]

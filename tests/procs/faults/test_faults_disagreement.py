@@ -202,6 +202,27 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
         check_ended_well(end)
 
 
+@each(
+    *on_each_rank("skips-step-of-shard", cases.skips_step_of_shard, "step", NO_TIMEOUT_S),
+    Scenario(
+        "drops-a-gradient-of-shard",
+        cases.skips_step_of_shard,
+        (FOLLOWER, "gradient", NO_TIMEOUT_S),
+        world_size=3,
+    ),
+)
+def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    who, drops = int(str(scenario.args[0])), scenario.args[1]
+    assert {end.told.get("error") for end in ends} <= {"MismatchError", "PeerLost"}
+    for end in ends:
+        check_told_of(end, ends[who], {"MismatchError", "PeerLost"}, PROMPTLY_S)
+        assert "MismatchError" in (end.told["error"], *end.told["message"].split(": "))
+        said = "a gradient was set to None" if drops == "gradient" else "one of them has left"
+        assert said in end.told["message"]
+        assert end.told["state"]["error"] == "PluginError"
+
+
 @each(*on_each_rank("goes-on", cases.goes_on_after_an_error, NO_TIMEOUT_S))
 def test_the_error_stays_until_unwrap(scenario: Scenario, runs: Runs) -> None:
     died, other = culprit_and_other(scenario, runs.of(scenario))

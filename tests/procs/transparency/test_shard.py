@@ -81,6 +81,8 @@ import bytesched
     shard.asked_between_steps,
     shard.norm_of_one_before_its_step,
     shard.dropped_before_backward,
+    shard.copied_and_pickled,
+    shard.adversaries,
     optimizers.two_steps_in_a_row,
     optimizers.step_every_other_backward,
     optimizers.step_skipped,
@@ -136,6 +138,15 @@ def test_no_round_is_over_before_its_sums_are_counted(two_ranks: Ranks) -> None:
 
 def test_unwrapped_optimizers_have_all_state(two_ranks: Ranks) -> None:
     assert two_ranks.run(shard.entries_after_unwrap) == [(8, True), (8, True)]
+
+
+def test_state_of_others_does_not_look_empty(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(shard.state_of_others):
+        assert "before" in found.pop("own")
+        assert found.keys() == {"eval", "read", "looked for", "written", "all"}
+        for raised in found.values():
+            assert "is with other ranks, or parts of it are (shard=True)" in raised
+            assert "optimizer.state_dict() has all of it" in raised
 
 
 def test_gradients_of_others_are_not_read_after_step(two_ranks: Ranks) -> None:
