@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import ends_cases
 import scripts_hostile
 import soak_cases as cases
 from ranks import RankFailure, Ranks, address_of, run_fresh
@@ -26,8 +28,11 @@ _GROWTH_KIB = 48 * 1024
 #: a turn takes seconds: one that takes longer than this hangs, however busy the machine is
 _HANGS_S = 300.0
 
+#: what nothing says where all went well
+_COMPLAINS = re.compile(r"Traceback|Fatal|Error|could not|ends before|not closed")
+
 #: how often each kind of turn is drawn
-_KINDS = {"script": 5, "wander": 5, "hostile": 3, "faulty": 2, "killed": 0.1}
+_KINDS = {"script": 5, "wander": 5, "hostile": 3, "faulty": 2, "ended": 0.5, "killed": 0.1}
 
 
 @dataclass
@@ -103,6 +108,18 @@ class Soak:
             self.failures.append(f"{seed} {fault} {options}: {codes} {said}\n{ended[1 - fault[0]]}")
         return f"{fault} {options}: {codes} {said}"
 
+    def _ended(self, draw: random.Random, seed: str) -> str:
+        options, world_size = _settings(draw, tuned=False), draw.choice((2, 2, 3, 4))
+        if draw.random() < 0.4:
+            options |= {"shard": True, "split": "auto"}
+        ended = run_fresh(
+            ends_cases.ends_well, world_size, args=(seed, options), timeout_s=_HANGS_S
+        )
+        is_well = all(end.code == 0 and not _COMPLAINS.search(end.stderr) for end in ended)
+        if not is_well or len({end.stdout for end in ended}) > 1:
+            self.failures.append(f"{seed} {options}: {ended}")
+        return f"{world_size} ranks, {options}, {max(end.seconds for end in ended):.1f} s"
+
     def leaks(self) -> list[str]:
         """What has grown from turn to turn."""
         found: list[str] = []
@@ -161,11 +178,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
+    parser.add_argument("--kind", choices=sorted(_KINDS), help="only turns of this kind")
     parser.add_argument("--turn", type=int, default=None, help="only this one")
     options = parser.parse_args(argv)
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    soak = Soak(Ranks(2), seed)
+    soak = Soak(Ranks(2), seed, {options.kind: 1} if options.kind else dict(_KINDS))
     number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
     while True:
         seen = len(soak.failures)
