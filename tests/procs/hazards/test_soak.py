@@ -12,6 +12,14 @@ TURNS, SECONDS = 60, 30.0
 
 
 @pytest.mark.slow
+def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
+    soak = Soak(two_ranks, seed=24, kinds={"ended": 1})
+    for number in range(5):
+        soak.turn(number)
+    assert not soak.failures
+
+
+@pytest.mark.slow
 def test_nothing_differs_and_nothing_stays(two_ranks: Ranks) -> None:
     soak = Soak(two_ranks, seed=13, kinds={"script": 5, "wander": 5, "faulty": 2})
     began_s = time.monotonic()
