@@ -23,7 +23,7 @@ def settings(fields: dict[str, Any]) -> Config:
     Raises `ConfigError` for what is wrong with them, before the first collective.
     """
     config = Config.load(**fields)
-    named_policy(config.policy)
+    named_policy(config.policy, config.origin("policy"))
     find_tuner(config)
     return config
 
