@@ -92,14 +92,14 @@ class Soak:
                 self.failures.append(f"{what}: rank {rank}: {found[:5]}")
 
     def _faulty(self, draw: random.Random, seed: str) -> str:
-        fault, options = _fault(draw), _settings(draw, tuned=False)
+        fault, options = _fault(draw, self.ranks.world_size), _settings(draw, tuned=False)
         raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=_HANGS_S)
         if any(raised) and raised[fault[0]] != "Fault":
             self.failures.append(f"{seed} {fault} {options}: {raised}")
         return f"{fault} {options}: {raised}"
 
     def _killed(self, draw: random.Random, seed: str) -> str:
-        fault, options = _fault(draw), _settings(draw, tuned=False)
+        fault, options = _fault(draw, 2), _settings(draw, tuned=False)
         ended = run_fresh(cases.killed, args=(seed, fault, options), timeout_s=_HANGS_S)
         said = ended[1 - fault[0]].stdout.strip()
         codes = [end.code for end in ended]
@@ -169,8 +169,8 @@ def _settings(draw: random.Random, *, tuned: bool = True) -> dict[str, Any]:
     return settings
 
 
-def _fault(draw: random.Random) -> tuple[int, int, str]:
-    return draw.randrange(2), draw.randrange(6), draw.choice(cases.MOMENTS)
+def _fault(draw: random.Random, ranks: int) -> tuple[int, int, str]:
+    return draw.randrange(ranks), draw.randrange(6), draw.choice(cases.MOMENTS)
 
 
 def main(argv: list[str]) -> int:
@@ -178,12 +178,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
+    parser.add_argument("--ranks", type=int, default=2, help="of turns that draw no number")
     parser.add_argument("--kind", choices=sorted(_KINDS), help="only turns of this kind")
     parser.add_argument("--turn", type=int, default=None, help="only this one")
     options = parser.parse_args(argv)
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    soak = Soak(Ranks(2), seed, {options.kind: 1} if options.kind else dict(_KINDS))
+    soak = Soak(Ranks(options.ranks), seed, {options.kind: 1} if options.kind else dict(_KINDS))
     number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
     while True:
         seen = len(soak.failures)
