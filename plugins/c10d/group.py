@@ -152,17 +152,17 @@ class Group:
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
-    def wait_left(self, works: Iterable[Any]) -> None:
+    def wait_left(self, works: Iterable[Any], limit_s: float = _LEAVE_S) -> None:
         """Returns when ``works`` have ended, or cannot, or after a while; raises nothing.
 
         Before this rank goes: Gloo sends a message when its receiver takes it, and closing the
         connection before that would look like a death to the other rank.
         """
-        deadline_s = time.monotonic() + min(_LEAVE_S, self.timeout_s)
+        deadline_s = time.monotonic() + min(limit_s, self.timeout_s)
         for work in works:
-            limit_s = max(deadline_s - time.monotonic(), 0.001)
+            left_s = max(deadline_s - time.monotonic(), 0.001)
             with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=limit_s))
+                work.wait(timedelta(seconds=left_s))
 
     def complete(self, work: Any) -> None:
         """Waits for the end of ``work``, a collective; raises what torch raises.

@@ -22,6 +22,9 @@ from bytesched.tree import WORD_TASKS, children, parent
 __all__ = ["Follower", "Largest", "Leader"]
 
 _TAG: Final = 7
+#: for words that are under way when a session ends: those of a round that is over have been heard,
+#: and those of one that is given up will not be
+_LAST_S: Final = 1.0
 #: what fails if a message cannot be sent or received
 _TASK: Final = "the leader's order"
 _PLAN: Final = "the order to replay"
@@ -51,7 +54,7 @@ class _Sending:
 
     def close(self) -> None:
         """Lets go of messages, once they have left: each keeps the connections open."""
-        self._group.wait_left([work for work, _ in self._under_way])
+        self._group.wait_left([work for work, _ in self._under_way], _LAST_S)
         self._under_way.clear()
 
 

@@ -13,7 +13,6 @@ from together import together
 
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.leader import Largest
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.requests import Requests
 
@@ -142,21 +141,3 @@ def test_a_vote_of_the_last_round_is_over_before_a_rank_goes(
 
     together(goes)
     assert votes.tolist() == [[2], [2]]
-
-
-def test_numbers_of_the_last_round_are_over_before_a_rank_goes(
-    groups: list[Group], may_take: threading.Event
-) -> None:
-    largest = [Largest(group) for group in groups]
-
-    def goes(rank: int) -> None:
-        if rank:
-            assert may_take.wait(_LIMIT_S)
-        largest[rank].begin([rank])
-        if rank:
-            assert largest[rank].read() == [1]
-        largest[rank].close()
-        groups[rank].close()
-        may_take.set()
-
-    together(goes)
