@@ -157,6 +157,7 @@ class Config:
 
         Raises `ConfigError` for an unknown name or an impossible value, with where it stood.
         """
+        _refuse_unknown_variables()
         layers: tuple[tuple[Callable[[str], str], Mapping[str, object]], ...] = (
             (lambda _: f"file {FILE_NAME}", _from_file(Path(FILE_NAME))),
             (_origin_of_variable, _from_environment()),
@@ -172,35 +173,30 @@ class Config:
                 if origin == "code" and values.get(name, value) != value:
                     hidden.append(f"{name} = {value!r} hides {values[name]!r} ({origins[name]})")
                 values[name], origins[name] = value, origin
-        config = cls(**values)
+        try:
+            config = cls(**values)
+        except ConfigError as error:
+            # Each value is possible alone; these are not together.
+            given = [
+                f"{n} is from {origin}" for n, origin in origins.items() if f"{n} = " in str(error)
+            ]
+            raise ConfigError(f"{error} ({', '.join(given)})") from None
         object.__setattr__(config, "_origins", origins)
-        if rank_view().rank == 0:
-            for complaint in unread_variables():
-                _log.warning("%s", complaint)
-            if hidden:
-                _log.info("an argument in the code comes first: %s", "; ".join(hidden))
+        if hidden and rank_view().rank == 0:
+            _log.info("an argument in the code comes first: %s", "; ".join(hidden))
         return config
 
     def explain(self) -> list[tuple[str, object, str]]:
         """Return (field, value, origin) for every field, in the order of definition."""
-        return [(name, getattr(self, name), self._origin(name)) for name in FIELDS]
+        return [(name, getattr(self, name), self.origin(name)) for name in FIELDS]
 
-    def _origin(self, name: str) -> str:
+    def origin(self, name: str) -> str:
+        """Return where the value of a field is from."""
         is_default = getattr(self, name) == FIELDS[name].default
         return self._origins.get(name, "default" if is_default else "code")
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-
-
-def unread_variables() -> list[str]:
-    """Return a sentence for each `BYTESCHED_` variable that sets no field."""
-    known = [variable(name) for name in FIELDS]
-    return [
-        f"{name} is set, but nothing reads it{nearest(name, known)}"
-        for name in own_variables()
-        if name not in known
-    ]
 
 
 def warn_of_unused(
@@ -275,6 +271,15 @@ def _checked(name: str, value: object, origin: str = "code") -> object:
 
 def _origin_of_variable(name: str) -> str:
     return _COMMAND_LINE if name in _on_command_line else f"environment {variable(name)}"
+
+
+def _refuse_unknown_variables() -> None:
+    known = [variable(name) for name in FIELDS]
+    for name, text in own_variables().items():
+        if name not in known:
+            raise ConfigError(
+                f"there is no field for {name} = {shown(text)} (environment){nearest(name, known)}"
+            )
 
 
 def _from_environment() -> dict[str, object]:

@@ -68,11 +68,16 @@ def policy_names() -> list[str]:
     return sorted(_POLICIES)
 
 
-def named_policy(name: str) -> Policy:
-    """A new policy of that name; ConfigError if there is none."""
+def named_policy(name: str, origin: str = "") -> Policy:
+    """A new policy of that name; ConfigError if there is none.
+
+    Args:
+        origin: where the name stood, if that is known.
+    """
     try:
         return _POLICIES[name]()
     except KeyError:
+        where = f" ({origin})" if origin else ""
         raise ConfigError(
-            f"no policy {shown(name)}; there are {', '.join(policy_names())}"
+            f"no policy {shown(name)}{where}; there are {', '.join(policy_names())}"
         ) from None

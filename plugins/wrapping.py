@@ -11,7 +11,7 @@ from bytesched.plugins import registry
 from bytesched.policy import named_policy
 from bytesched.tunable import find_tuner
 
-__all__ = ["Begin", "check", "settings", "wrap_optimizer"]
+__all__ = ["Begin", "check", "settings", "why_wrapped", "wrap_optimizer"]
 
 #: makes the session behind an optimizer of a model, or None if it stays as it was; collective
 Begin = Callable[[Any, Any, Config], registry.Wrapped | None]
@@ -23,7 +23,7 @@ def settings(fields: dict[str, Any]) -> Config:
     Raises `ConfigError` for what is wrong with them, before the first collective.
     """
     config = Config.load(**fields)
-    named_policy(config.policy)
+    named_policy(config.policy, config.origin("policy"))
     find_tuner(config)
     return config
 
@@ -39,7 +39,20 @@ def check(optimizer: Any, model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise PluginError(f"{type(model).__name__} is not a torch module")
     if registry.is_wrapped(optimizer):
-        raise PluginError("this optimizer is wrapped already; unwrap it first")
+        raise PluginError(why_wrapped(optimizer, model))
+
+
+def why_wrapped(optimizer: Any, model: Any) -> str:
+    """Why ``optimizer``, which is wrapped, is not wrapped with ``model``; what to do about it."""
+    name = type(optimizer).__name__
+    if any(session.root is model for session in registry.sessions(optimizer)):
+        return f"this {name} is wrapped already; unwrap it first"
+    return (
+        f"this {name} is wrapped already, with another model than this {type(model).__name__}, and "
+        "can be with one alone: give each model an optimizer of its own, of the same class and "
+        "settings, and wrap both; or leave it at that, and the other model trains as without "
+        "bytesched"
+    )
 
 
 def wrap_optimizer(optimizer: Any, model: Any, config: Config, begin: Begin) -> Any:

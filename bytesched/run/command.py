@@ -22,6 +22,7 @@ from bytesched.run.copies import watch_copies
 from bytesched.run.script import compiled, run_file, run_module
 from bytesched.run.untuned import watch_steps
 from bytesched.run.watch import noticed_something, watch
+from bytesched.tunable import find_tuner
 
 CANNOT_START = 2
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         set_on_command_line(arguments.settings)
         config = Config.load()
-        named_policy(config.policy)
+        named_policy(config.policy, config.origin("policy"))
+        find_tuner(config)
     except ConfigError as error:
         parser.error(str(error))
     log.show(config.log_level, rank_view().rank)

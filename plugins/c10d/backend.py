@@ -137,9 +137,12 @@ class C10dBackend:
 
     def close(self) -> None:
         summing, self._summing = self._summing, None
-        if summing is not None and not summing.is_completed():
-            # The other ranks take no part in it: a connection that waits for them does not end.
-            self.abort()
+        if summing is not None:
+            # All ranks that have reduced the last round take part in it, busy as they may be.
+            self._data.wait_left([summing])
+            if not summing.is_completed():
+                # A connection that waits for them does not end.
+                self.abort()
         del summing
         if self._levels is not None:
             self._levels.close()

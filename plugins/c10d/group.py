@@ -26,6 +26,9 @@ __all__ = ["Group"]
 #: for threads of a broken group to end
 PATIENCE_S: Final = 5.0
 
+#: for the last messages to be taken by ranks that are busy
+_LEAVE_S: Final = 30.0
+
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
@@ -148,6 +151,18 @@ class Group:
                 work.wait(limit)
         except RuntimeError as error:
             raise self.error(error, task=task) from error
+
+    def wait_left(self, works: Iterable[Any], limit_s: float = _LEAVE_S) -> None:
+        """Returns when ``works`` have ended, or cannot, or after a while; raises nothing.
+
+        Before this rank goes: Gloo sends a message when its receiver takes it, and closing the
+        connection before that would look like a death to the other rank.
+        """
+        deadline_s = time.monotonic() + min(limit_s, self.timeout_s)
+        for work in works:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=left_s))
 
     def complete(self, work: Any) -> None:
         """Waits for the end of ``work``, a collective; raises what torch raises.

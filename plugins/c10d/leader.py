@@ -5,19 +5,16 @@ What is said, and when nothing is, is decided by `bytesched.course`; here are me
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from bytesched.course import Course, Words
-from bytesched.errors import TransportError
 from bytesched.plugins.c10d.group import Group
 from bytesched.task import CommTask
 from bytesched.tree import WORD_TASKS, children, parent
@@ -25,8 +22,9 @@ from bytesched.tree import WORD_TASKS, children, parent
 __all__ = ["Follower", "Largest", "Leader"]
 
 _TAG: Final = 7
-#: for messages that are under way when a session ends: what they say has happened already
-_LAST: Final = timedelta(seconds=1)
+#: for words that are under way when a session ends: those of a round that is over have been heard,
+#: and those of one that is given up will not be
+_LAST_S: Final = 1.0
 #: what fails if a message cannot be sent or received
 _TASK: Final = "the leader's order"
 _PLAN: Final = "the order to replay"
@@ -55,10 +53,8 @@ class _Sending:
             self._group.wait_message(work, task=_TASK)
 
     def close(self) -> None:
-        """Lets go of messages, once they have arrived: each keeps the connections open."""
-        with contextlib.suppress(TransportError):
-            while self._under_way:
-                self._group.wait_message(self._under_way.popleft()[0], task=_TASK, limit=_LAST)
+        """Lets go of messages, once they have left: each keeps the connections open."""
+        self._group.wait_left([work for work, _ in self._under_way], _LAST_S)
         self._under_way.clear()
 
 
@@ -218,5 +214,5 @@ class Largest:
         """Lets go of what is under way, once it has ended: it keeps the connections open."""
         if self._under_way is not None:
             (_, work), self._under_way = self._under_way, None
-            with contextlib.suppress(TransportError):
-                self._group.wait_message(work, task=_PLAN, limit=_LAST)
+            # The others begin it at the end of the same round, whatever their scripts do.
+            self._group.wait_left([work])

@@ -22,6 +22,7 @@ from bytesched.plugins.registry import Wrapped, is_wrapped, sessions, unwrap
 from bytesched.plugins.script.calls import is_in_a_mode
 from bytesched.plugins.script.owners import parameter_ids
 from bytesched.plugins.session.agree import settings
+from bytesched.plugins.wrapping import why_wrapped
 
 __all__ = ["Announced", "Watched", "reasons"]
 
@@ -204,6 +205,8 @@ class Watched(ABC):
 
     def _wrap(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         if is_wrapped(optimizer):
+            if not any(session.root is module for session in sessions(optimizer)):
+                self._say(why_wrapped(optimizer, module))
             return
         try:
             wrap_found(optimizer, module)

@@ -54,6 +54,17 @@ def two_models(job: Job) -> None:
         job.record_state(model, optimizer)
 
 
+def two_models_of_one_optimizer(job: Job) -> None:
+    models = [job.ddp(mlp()), job.ddp(mlp())]
+    optimizer = adamw(nn.ModuleList(models))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(model(job.inputs(step)).square().mean() for model in models).backward()
+        optimizer.step()
+    for model in models:
+        job.record_state(model)
+
+
 def two_optimizers(job: Job) -> None:
     """Each has one half of the model, and the second also something that is not in it."""
     module = mlp()
@@ -461,6 +472,7 @@ CASES: dict[str, Case] = {
         optimizer_after_ddp,
         optimizer_before_ddp,
         two_models,
+        two_models_of_one_optimizer,
         two_optimizers,
         another_optimizer_is_never_used,
         a_new_optimizer_in_the_middle,

@@ -221,6 +221,8 @@ def _penalised(job: Job, model: nn.Module, _: object, draw: random.Random) -> No
     inputs = job.inputs(55).requires_grad_(True)
     (slope,) = torch.autograd.grad(inner(inputs).sum(), inputs, create_graph=True)
     weights = [p for p in inner.parameters() if p.requires_grad]
+    if not weights:
+        return
     gradients = torch.autograd.grad(slope.square().sum(), weights, allow_unused=True)
     job.record("penalty", [g for g in gradients if g is not None])
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from training import STEPS, Job, adamw, mlp, sgd, train
+
+from bytesched.errors import PluginError
 
 SPLITTABLE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.1}),
@@ -194,6 +197,27 @@ def two_models(job: Job) -> None:
         job.record("losses", [judged, fooled])
     job.record_state(generator, one)
     job.record_state(discriminator, other)
+
+
+def two_models_of_one_optimizer(job: Job) -> None:
+    """The encoder is wrapped with it; the head trains under plain DDP."""
+    encoder, head = job.ddp(mlp()), job.ddp(nn.Linear(4, 3))
+    optimizer = adamw(nn.ModuleList([encoder, head]))
+    job.wrap(optimizer, encoder)
+    if job.wrapped:
+        with pytest.raises(PluginError, match="AdamW is wrapped already, with another"):
+            job.wrap(optimizer, head)
+        with pytest.raises(PluginError, match="AdamW is wrapped already; unwrap"):
+            job.wrap(optimizer, encoder)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = head(encoder(job.inputs(step))).square().mean()
+        loss.backward()
+        job.record("norm", nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1))
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(encoder, optimizer)
+    job.record_state(head)
 
 
 def parameters_outside_the_model(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import drawn_cases
+import ends_cases
 import scripts_hostile
 import soak_cases as cases
 from hostile import plan_of, verdict_of
@@ -29,10 +31,19 @@ _GROWTH_KIB = 48 * 1024
 #: a turn takes seconds: one that takes longer than this hangs, however busy the machine is
 _HANGS_S = 300.0
 
+#: what nothing says where all went well
+_COMPLAINS = re.compile(r"Traceback|Fatal|Error|could not|ends before|not closed")
+
 #: how often each kind of turn is drawn
-_KINDS = {"script": 5, "wander": 5, "hostile": 3, "drawn": 3, "faulty": 2, "killed": 0.1}
-#: with more than two ranks: what has the same bits in every order of addition
-_KINDS_OF_MANY = {"drawn": 5, "faulty": 2, "killed": 0.1}
+_KINDS = {
+    "script": 5,
+    "wander": 5,
+    "hostile": 3,
+    "drawn": 3,
+    "faulty": 2,
+    "ended": 0.5,
+    "killed": 0.1,
+}
 
 
 @dataclass
@@ -129,6 +140,18 @@ class Soak:
         rank = draw.randrange(self.ranks.world_size)
         return rank, draw.randrange(6), draw.choice(cases.MOMENTS)
 
+    def _ended(self, draw: random.Random, seed: str) -> str:
+        options, world_size = _settings(draw, tuned=False), draw.choice((2, 2, 3, 4))
+        if draw.random() < 0.4:
+            options |= {"shard": True, "split": "auto"}
+        ended = run_fresh(
+            ends_cases.ends_well, world_size, args=(seed, options), timeout_s=_HANGS_S
+        )
+        is_well = all(end.code == 0 and not _COMPLAINS.search(end.stderr) for end in ended)
+        if not is_well or len({end.stdout for end in ended}) > 1:
+            self.failures.append(f"{seed} {options}: {ended}")
+        return f"{world_size} ranks, {options}, {max(end.seconds for end in ended):.1f} s"
+
     def leaks(self) -> list[str]:
         """What has grown from turn to turn."""
         found: list[str] = []
@@ -183,12 +206,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="of all turns; drawn if not given")
+    parser.add_argument("--kind", choices=sorted(_KINDS), help="only turns of this kind")
     parser.add_argument("--turn", type=int, default=None, help="only this one")
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 3, 4))
+    parser.add_argument(
+        "--ranks", type=int, default=2, choices=(2, 3, 4), help="of turns that draw no number"
+    )
     options = parser.parse_args(argv)
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    kinds = _KINDS if options.ranks == 2 else _KINDS_OF_MANY
+    kinds = {options.kind: 1.0} if options.kind else _KINDS
     soak = Soak(Ranks(options.ranks), seed, kinds)
     number, until_s = options.turn or 0, time.monotonic() + 60 * options.minutes
     while True:

@@ -142,14 +142,16 @@ class Answers:
         return self._messages.lost()
 
     def close(self) -> None:
-        """Ends the threads. Idempotent.
+        """Ends the threads, when the others have what this rank said. Idempotent.
 
-        They end by themselves where all ranks have ended the round; where one has not, connections
-        are broken after a while.
+        Each takes it when it has begun the round, whatever its script does meanwhile. The threads
+        end by themselves where all ranks have ended the round; where one has not, connections are
+        broken after a while, which harms no rank that has what this one said.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._group.wait_left([work for work, _ in (*self._sent_before, *self._sent)])
         deadline_s = monotonic() + PATIENCE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - monotonic()))

@@ -114,8 +114,12 @@ class Requests:
         return self._messages.lost()
 
     def close(self) -> None:
-        """Ends the threads, by breaking connections if one still serves. Idempotent."""
+        """Ends the threads, by breaking connections if one still serves. Idempotent.
+
+        The others have heard by then that this rank has ended.
+        """
         self._closed = True
+        self._group.wait_left([work for work, _ in self._farewells])
         if any(thread.is_alive() for thread in self._threads.values()):
             self._group.abort()
         for thread in self._threads.values():

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+import soak_cases
 from ranks import Ranks
 from soak import Soak
 
 TURNS, SECONDS = 60, 30.0
+
+
+@pytest.mark.slow
+def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
+    soak = Soak(two_ranks, seed=24, kinds={"ended": 1})
+    for number in range(5):
+        soak.turn(number)
+    assert not soak.failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}])
+def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    count = 200
+    for threads, descriptors, objects in two_ranks.run(
+        soak_cases.left_by_iterations, count, options
+    ):
+        assert (threads, descriptors) == (0, 0)
+        # What is under way at a moment differs a little.
+        assert objects < count / 2
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ MODES = {
     "optimizer_after_ddp": ["cross"],
     "optimizer_before_ddp": ["cross"],
     "two_models": ["cross", "cross"],
+    "two_models_of_one_optimizer": ["cross"],
     "two_optimizers": ["cross", "cross"],
     "another_optimizer_is_never_used": ["cross"],
     "a_new_optimizer_in_the_middle": ["cross"],
@@ -51,6 +52,7 @@ MODES = {
 REASONS = {
     "compiled_as_a_function": "nothing calls it outside compiled code",
     "declined_by_the_script": "enabled is off",
+    "two_models_of_one_optimizer": "this AdamW is wrapped already, with another model",
     "sparse_gradients": "has sparse gradients",
     "special_parameters": "is a Special, not a plain Parameter",
     "inside_join": "join()",

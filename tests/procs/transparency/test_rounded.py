@@ -20,6 +20,12 @@ def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True, gather_dtype=torch.bfloat16)
 
 
+def test_a_checkpoint_of_three_ranks(three_ranks: Ranks) -> None:
+    # Sums of three have the order of the ranks, which is not that of DDP: now and then a digit of
+    # bfloat16 is another.
+    check(three_ranks, rounded.resumed, shard=True, gather_dtype=torch.bfloat16, rtol=1e-2)
+
+
 def test_unwrapped_parameters_have_all_digits(two_ranks: Ranks) -> None:
     options = {"shard": True, "gather_dtype": torch.bfloat16}
     for found, _ in two_ranks.run(compare, address_of(rounded.unwrapped), (), options):

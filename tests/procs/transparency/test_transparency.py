@@ -53,6 +53,7 @@ def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> N
     optimizers.two_optimizers,
     optimizers.one_wrapped_of_two_optimizers,
     optimizers.two_models,
+    optimizers.two_models_of_one_optimizer,
     optimizers.parameters_outside_the_model,
     optimizers.parameters_outside_the_optimizer,
     optimizers.two_steps_in_a_row,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from connected import two_connected
 from together import together
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore
 
 from bytesched.course import Course
 from bytesched.errors import PeerLost, TransportError
@@ -131,24 +131,6 @@ class Forgotten:
         raise RuntimeError("Operation timed out!")
 
 
-def two_connected() -> list[Group]:
-    """Two ranks of one group, in this process."""
-    store = HashStore()
-    groups: list[Any] = [None, None]
-
-    def connect(rank: int) -> None:
-        backend = dist.ProcessGroupGloo(PrefixStore("data", store), rank, 2, timedelta(seconds=300))
-        notes = Notes(PrefixStore("notes", store), rank)
-        groups[rank] = Group(backend, store, notes, name="s/data", timeout_s=300.0)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    return groups
-
-
 def test_a_forgotten_collective_ends_with_its_connection() -> None:
     group, other = two_connected()
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -178,7 +160,7 @@ def test_a_forgotten_collective_ends_with_its_connection() -> None:
 
 
 def test_a_sum_that_nobody_joins_does_not_hold_up_the_end() -> None:
-    group, other = two_connected()
+    group, other = two_connected(timeout_s=0.5)
     control, others_control = two_connected()
     backend = C10dBackend(group, control)
     backend.sum(torch.ones(1), "votes")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.config import FIELDS, Config, ConfigFields, unread_variables, variable
+from bytesched.config import FIELDS, Config, ConfigFields, variable
 from bytesched.environment import RankView, child_environment, rank_view, seen_variables
 from bytesched.errors import ConfigError
 from bytesched.values import parse_size
@@ -196,13 +196,83 @@ def test_a_hidden_setting_is_said_on_rank_0_only(
     assert not caplog.records
 
 
-def test_unknown_variable_warns_with_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTESCHED_PARTITON_BYTES", "4MiB")
-    Config.load()
-    assert "did you mean BYTESCHED_PARTITION_BYTES?" in caplog.text
-    assert len(unread_variables()) == 1
+    with pytest.raises(
+        ConfigError,
+        match=r"BYTESCHED_PARTITON_BYTES = '4MiB' .*did you mean BYTESCHED_PARTITION_BYTES",
+    ):
+        Config.load()
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "said"),
+    [
+        (
+            "partition_bytes = 4096",
+            {"BYTESCHED_CREDIT_BYTES": "1KiB"},
+            "credit_bytes = 1024 is below partition_bytes = 4096",
+        ),
+        ("gather_dtype = 'bfloat16'", {}, "gather_dtype = 'bfloat16' without shard = True"),
+        ("split = 'off'", {"BYTESCHED_SHARD": "1"}, "shard = True and split = 'off'"),
+        ("shard = true", {"BYTESCHED_TUNE": "on"}, "shard = True and tune = True"),
+    ],
+)
+def test_values_that_exclude_each_other_are_refused_with_where_each_stood(
+    file: str,
+    variables: dict[str, str],
+    said: str,
+    empty_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (empty_folder / "bytesched.toml").write_text(file)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        Config.load()
+    for name in variables:
+        field = name.removeprefix("BYTESCHED_").lower()
+        assert f"{field} is from environment {name}" in str(caught.value)
+    assert f"{file.split(' ')[0]} is from file bytesched.toml" in str(caught.value)
+
+
+_JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.binary(max_size=4),
+)
+
+
+def refusal(**fields: object) -> str:
+    """Why the settings are refused; empty if they are not."""
+    try:
+        hash(Config.load(**fields))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@given(value=_JUNK)
+def test_any_value_is_taken_or_refused_with_its_name_and_where_it_stood(
+    field: str, value: object
+) -> None:
+    why = refusal(**{field: value})
+    assert not why or (f"{field} = " in why and "code" in why)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
+def test_any_variable_is_taken_or_refused_with_its_name(field: str, text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable(field), text)
+        why = refusal()
+    assert not why or (f"{field} = " in why and f"environment {variable(field)}" in why)
 
 
 def test_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
