@@ -119,7 +119,7 @@ class Requests:
         The others have heard by then that this rank has ended.
         """
         self._closed = True
-        self._group.wait_left([work for work, _ in self._farewells])
+        self._group.wait_left([work for said in self._announced.values() for work, _ in said])
         if any(thread.is_alive() for thread in self._threads.values()):
             self._group.abort()
         for thread in self._threads.values():

@@ -15,6 +15,7 @@ from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.split.answers import Answers
 from bytesched.plugins.c10d.split.requests import Requests
+from bytesched.plugins.session.lockstep import Place
 
 _LIMIT_S = 20.0
 
@@ -104,13 +105,14 @@ def test_a_rank_that_asks_no_more_goes_when_all_have_heard_that(
     groups: list[Group], may_take: threading.Event
 ) -> None:
     errors: list[BaseException] = []
-    ended: list[tuple[int, int]] = []
+    heard: list[tuple[int, Place, bool]] = []
     going, late = (
-        Requests(group, answer=bytes, ended=lambda *args: ended.append(args), failed=errors.append)
+        Requests(group, answer=bytes, heard=lambda *args: heard.append(args), failed=errors.append)
         for group in groups
     )
-    late.end(3)
-    going.end(3)
+    place = Place(3, 3, 0, 0, 0)
+    late.announce(place, True)
+    going.announce(place, True)
     assert going.wait_ended(_LIMIT_S) == []
     going.close()
     groups[0].close()
@@ -119,7 +121,7 @@ def test_a_rank_that_asks_no_more_goes_when_all_have_heard_that(
     late.close()
     groups[1].close()
     assert not errors
-    assert sorted(ended) == [(0, 3), (1, 3)]
+    assert sorted(heard) == [(0, place, True), (1, place, True)]
 
 
 def test_a_vote_of_the_last_round_is_over_before_a_rank_goes(
