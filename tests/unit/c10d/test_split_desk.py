@@ -64,7 +64,8 @@ def gradients(*, come_here: bool = True) -> tuple[list[Slot], list[Tensor]]:
     plan: Any = SimpleNamespace(slots=slots, owner=lambda _: 0, shares=lambda _: [0])
     exchange: Any = SimpleNamespace(is_summed=True)
     progress: Any = SimpleNamespace(wait=at_once)
-    meter: Any = SimpleNamespace(waited=lambda *_: None, causes=SimpleNamespace(asked=id))
+    causes = SimpleNamespace(asked=id)
+    meter: Any = SimpleNamespace(moment=tuple, waited=lambda *_: None, causes=causes)
     answers: Any = Alone()
     desk = Desk(
         plan,
