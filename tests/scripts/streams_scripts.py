@@ -32,6 +32,8 @@ DELAY_S = 0.002
 class RecordingStreams(Streams):
     """As late as a device would be: what was queued is computed after a while, on a thread."""
 
+    are_several = True
+
     def __init__(self, device: torch.device, fail: Callable[[BaseException], None]) -> None:
         self.log: list[Event] = []
         self.session: Session | None = None

@@ -28,7 +28,9 @@ def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> 
     for threads, descriptors, objects in two_ranks.run(
         soak_cases.left_by_iterations, count, options
     ):
-        assert (threads, descriptors) == (0, 0)
+        # Of parameters to spread, each turn under way has a thread, made when there first is one.
+        assert threads <= (2 if options.get("shard") else 0)
+        assert descriptors == 0
         # What is under way at a moment differs a little.
         assert objects < count / 2
 

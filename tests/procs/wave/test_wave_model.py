@@ -77,4 +77,4 @@ def test_closed_waves_and_settings_that_do_nothing_say_so(two_ranks: Ranks) -> N
         for said, name in ((step, "step"), (predict, "predict"), (state_dict, "state_dict")):
             assert said == f"rank {rank}: {name}() of ModelWaves that are closed; make others"
         unused = "enabled = False (code), compression = 'fp16' (code)"
-        assert warnings == ([] if rank else [f"ModelWaves does not use {unused}"])
+        assert warnings == ([] if rank else [f"bytesched: ModelWaves does not use {unused}"])
