@@ -61,7 +61,24 @@ _stderr.setFormatter(_line)
 
 
 class _Logger(logging.Logger):
-    """Hands each record to every handler of the script's, but only once to a terminal."""
+    """Hands each record to every handler of the script's, but only once to a terminal.
+
+    It stays enabled where `dictConfig` and `fileConfig` disable whatever they do not name, as they
+    do unless they are told otherwise.
+    """
+
+    _is_disabled = False
+
+    @property
+    def disabled(self) -> bool:
+        """Whether the script has said so of this logger."""
+        return self._is_disabled
+
+    @disabled.setter
+    def disabled(self, disabled: bool) -> None:
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if not disabled or caller != "logging.config":
+            self._is_disabled = disabled
 
     def callHandlers(self, record: logging.LogRecord) -> None:
         handlers = list(_handlers_of(self))

@@ -254,9 +254,10 @@ class Session(HookedModel):
 
 def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:
     """What is sent from now on, in a line."""
+    chunks = f"{len(plan.chunks)} chunk{'s' if len(plan.chunks) > 1 else ''}"
     return (
-        f"{ranks} ranks, {len(plan.slots)} tensors, {size_text(plan.nbytes)} in "
-        f"{len(plan.chunks)} chunks of {size_text(setting.partition_bytes)}, "
+        f"{ranks} ranks, {len(plan.slots)} tensors, {size_text(plan.nbytes)} in {chunks} "
+        f"of up to {size_text(setting.partition_bytes)}, "
         f"{size_text(setting.credit_bytes)} under way at a time, "
         f"policy {setting.policy}, mode {mode}"
     )

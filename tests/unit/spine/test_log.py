@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,3 +142,25 @@ def test_levels_and_filters_of_the_script_decide(capsys: pytest.CaptureFixture[s
         logger.warning("level")
         logger.error("lost")
     assert capsys.readouterr().err == "bytesched: root\nbytesched: error: lost\n"
+
+
+@pytest.mark.parametrize("is_shown_before", [True, False])
+def test_a_configuration_that_does_not_name_us_leaves_us_enabled(is_shown_before: bool) -> None:
+    # In a process of its own: a configuration closes all handlers that there are.
+    show = "log.show('INFO', rank=0)\n"
+    script = (
+        "import logging, logging.config\n"
+        "import bytesched.log as log\n"
+        "logger = logging.getLogger('bytesched')\n"
+        f"{show if is_shown_before else ''}"
+        "logging.config.dictConfig({'version': 1})\n"
+        "assert logging.getLogger('bytesched') is logger\n"
+        f"{show}"
+        "logger.info('started')\n"
+        "logger.disabled = True\n"
+        "logger.error('disabled by the script')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stderr == "bytesched: started\n"
