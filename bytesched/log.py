@@ -23,8 +23,9 @@ def show(level: str, rank: int) -> None:
     DEBUG shows everything everywhere. Another call changes level and rank, and adds nothing.
 
     Lines go where the script's own go to a terminal, if its handlers let them through, and to
-    stderr if it has no handler at all. Its other handlers, of files for instance, get every
-    message, in their own format. A level that the script gives the logger stays.
+    stderr if it has no handler at all. Its other handlers, of files for instance, and those with
+    a formatter of a class of their own get every message in their own format. A level that the
+    script gives the logger stays.
     """
     global _rank, _shown
     wanted: int = getattr(logging, level)
@@ -33,7 +34,11 @@ def show(level: str, rank: int) -> None:
     if _log.level in (logging.NOTSET, _shown):
         _shown = wanted if everything else max(wanted, logging.WARNING)
         _log.setLevel(_shown)
-    _log.__class__ = _Logger
+    if not isinstance(_log, _Logger):
+        # Of the script's own class as well, if it has set one.
+        kind = type(_log)
+        of_both = type("_Logger", (_Logger, kind), {})
+        _log.__class__ = _Logger if kind is logging.Logger else of_both
 
 
 class _Line(logging.Formatter):
@@ -88,7 +93,7 @@ class _Logger(logging.Logger):
         for handler in handlers:
             if record.levelno < handler.level:
                 continue
-            if not _is_terminal(handler):
+            if not _is_terminal(handler) or not _is_plain(handler.formatter):
                 handler.handle(record if _shows_name(handler) else _prefixed(record))
             elif not is_shown:
                 # A copy shares the stream and the lock; the script's keeps its own format.
@@ -103,6 +108,11 @@ def _handlers_of(logger: logging.Logger) -> Iterator[logging.Handler]:
     while above is not None:
         yield from (h for h in above.handlers if not isinstance(h, logging.NullHandler))
         above = above.parent if above.propagate else None
+
+
+def _is_plain(formatter: logging.Formatter | None) -> bool:
+    """Whether lines are laid out by a format alone, and not by a class of the script's."""
+    return formatter is None or type(formatter) is logging.Formatter
 
 
 def _is_terminal(handler: logging.Handler) -> bool:

@@ -12,11 +12,13 @@ __all__ = ["runs_bytesched", "under_run"]
 
 _PYTHON: Final = re.compile(r"python(\d+(\.\d+)*)?")
 #: launchers that start `-m MODULE` on every rank as Python does
-_LAUNCHERS: Final = frozenset({"torchrun", "accelerate", "deepspeed"})
+_LAUNCHERS: Final = frozenset({"torchrun", "accelerate"})
+#: those among their options after which they start a program of any kind
+_ANY_PROGRAM: Final = ("--no-python", "--no_python")
 #: the same, started by `python -m`
-_LAUNCHER_MODULES: Final = frozenset(
-    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
-)
+_LAUNCHER_MODULES: Final = frozenset({"torch.distributed.run", "accelerate.commands.launch"})
+#: a launcher that puts an option of its own in front of those of the script
+_INTRUDER: Final = "torch.distributed.launch"
 _MODULE_OPTIONS: Final = ("-m", "--module")
 #: options of the interpreter that take a value of their own
 _WITH_VALUE: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
@@ -25,7 +27,7 @@ _WITH_VALUE: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
 def runs_bytesched(command: Sequence[str]) -> bool:
     """Whether the command itself starts bytesched: `run`, `bench` or another of its commands."""
     started = pairwise(command)
-    return Path(command[0]).name == "bytesched" or any(
+    return "bytesched" in (Path(word).name for word in command) or any(
         option in _MODULE_OPTIONS and module.partition(".")[0] == "bytesched"
         for option, module in started
     )
@@ -51,9 +53,12 @@ def _interpreted(command: Sequence[str], at: int) -> list[str] | None:
     while at < len(command):
         word = command[at]
         if word == "-m":
-            if command[at + 1 : at + 2] and command[at + 1] in _LAUNCHER_MODULES:
+            module = next(iter(command[at + 1 : at + 2]), "")
+            if module in _LAUNCHER_MODULES:
                 return _launched(command, at + 2)
-            return _inserted(command, at)
+            return None if module == _INTRUDER else _inserted(command, at)
+        if Path(word).name in _LAUNCHERS:
+            return _launched(command, at + 1)
         if word in ("-", "-c") or not word.startswith("-"):
             return None if word.startswith("-") else _inserted(command, at)
         at += 2 if word in _WITH_VALUE else 1
@@ -62,16 +67,20 @@ def _interpreted(command: Sequence[str], at: int) -> list[str] | None:
 
 def _launched(command: Sequence[str], at: int) -> list[str] | None:
     """The same; options of a launcher begin at `at`, and not all of them are known here."""
+    is_python = True
     for index in range(at, len(command)):
         word = command[index]
+        is_python = is_python and word not in _ANY_PROGRAM
+        if _PYTHON.fullmatch(Path(word).name):
+            return _interpreted(command, index + 1)
+        if not is_python:
+            continue
         if word in _MODULE_OPTIONS:
             following = command[index + 1 : index + 2]
             # An option stands between it and its module: which word that is, is not known.
             return None if not following or following[0][:1] == "-" else _inserted(command, index)
         if word.endswith(".py"):
             return _inserted(command, index)
-        if _PYTHON.fullmatch(Path(word).name):
-            return _interpreted(command, index + 1)
     return None
 
 

@@ -64,6 +64,8 @@ class Deferred:
         #: of the step pre-hook
         self.hook_id = -1
         self._synchronize = synchronize
+        #: the groups of a copy, as they were before it was stepped
+        self._before: list[dict[str, Any]] = []
         #: parameter by its alias
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._ids: set[int] = set()
@@ -143,11 +145,19 @@ class Deferred:
         """The optimizer with its groups, and no parameter in them."""
         return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
 
+    def steps(self, param_groups: list[dict[str, Any]]) -> None:
+        """A copy with these groups is about to be stepped in place of the optimizer."""
+        self._before = [{**group} for group in param_groups]
+
     def stepped(self, copied: torch.optim.Optimizer) -> None:
-        """``copied`` was stepped in place of the optimizer: what it counts in its groups counts."""
-        for group, after in zip(self.optimizer.param_groups, copied.param_groups, strict=False):
+        """``copied`` was stepped in place of the optimizer: what it counts in its groups counts.
+
+        What a hook of the script has changed in the optimizer's own groups since then stays.
+        """
+        groups = zip(self.optimizer.param_groups, self._before, copied.param_groups, strict=False)
+        for group, before, after in groups:
             for name, value in after.items():
-                if name != "params" and group.get(name, self) is not value:
+                if name != "params" and before.get(name, self) is not value:
                     group[name] = value
 
     def is_outer(self) -> bool:

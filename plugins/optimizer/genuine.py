@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -52,9 +53,14 @@ def _module_of(kind: type) -> dict[str, Any]:
 
 def _layers(value: Any) -> Iterator[FunctionType]:
     """A function, and what it is wrapped around."""
-    while isinstance(value, FunctionType):
-        yield value
-        value = getattr(value, "__wrapped__", None)
+    while isinstance(value, (FunctionType, MethodType, partial)):
+        if isinstance(value, partial):
+            value = value.func
+        elif isinstance(value, MethodType):
+            value = value.__func__
+        else:
+            yield value
+            value = getattr(value, "__wrapped__", None)
 
 
 def _package(function: FunctionType) -> str:

@@ -178,6 +178,7 @@ class _Apart(_Copy):
             for slot, gradient in zip(self._slots.values(), self.gradients(number), strict=True):
                 slot.view.copy_(gradient)
             vars(now).update(vars(self._deferred.copy_of_nothing()))
+            self._deferred.steps(now.param_groups)
             return torch.zeros(())
 
         with _NoCollectives():  # type: ignore[no-untyped-call]

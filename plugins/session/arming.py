@@ -21,20 +21,10 @@ __all__ = ["Arming", "is_of_arena", "why_now"]
 
 
 class Arming:
-    """The steps of all optimizers of one model.
-
-    Args:
-        has_idle_cores: updates run beside the next forward pass even where nothing is on the wire.
-    """
+    """The steps of all optimizers of one model."""
 
     def __init__(
-        self,
-        slots: list[Slot],
-        synchronizing: Synchronizing,
-        updater: Updater,
-        context: Context,
-        *,
-        has_idle_cores: bool = False,
+        self, slots: list[Slot], synchronizing: Synchronizing, updater: Updater, context: Context
     ) -> None:
         self._slots = {id(slot.parameter): slot for slot in slots}
         self._synchronizing = synchronizing
@@ -42,7 +32,6 @@ class Arming:
         self._progress = context.progress
         self._streams = context.streams
         self._meter = context.meter
-        self._has_idle_cores = has_idle_cores
         #: slots whose gradient is a plain tensor for the length of one whole step
         self._stepped_plain: list[tuple[Slot, torch.Tensor]] = []
 
@@ -59,8 +48,7 @@ class Arming:
         """
         optimizer = deferred.optimizer
         whole_because = whole_because or why_now(optimizer)
-        is_later = self._progress.outstanding or self._has_idle_cores
-        if not is_later or not deferred.cross or whole_because:
+        if not self._progress.outstanding or not deferred.cross or whole_because:
             self._synchronize(optimizer)
             self._meter.stepped(0, whole_because)
             return None

@@ -124,7 +124,10 @@ class Stepping:
             if hooked:
                 why = "a pre-hook of step() was registered after the wrap"
             eager = self._updates(deferred, whole_because=why)
-            return None if eager is None else ((deferred.copy(eager), *args[1:]), kwargs)
+            if eager is None:
+                return None
+            deferred.steps(eager)
+            return (deferred.copy(eager), *args[1:]), kwargs
         copied = deferred.copy_of_nothing()
         update = partial(self._update_last, deferred, copied, whole_because=why)
         if closure is None:
@@ -150,7 +153,9 @@ class Stepping:
         """``step()`` of ``copied`` is about to update: these groups."""
         eager = self._updates(deferred, whole_because=whole_because)
         groups = deferred.optimizer.param_groups if eager is None else eager
-        # Not the groups alone: the closure or a hook may have loaded another state.
+        # Not the groups alone: the closure or a hook may have loaded or made another state.
+        deferred.guard()
+        deferred.steps(groups)
         copied.__dict__.update(deferred.copy(groups).__dict__)
         return groups
 

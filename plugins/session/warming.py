@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
-from typing import Final
 
 import torch
 
@@ -35,9 +34,6 @@ from bytesched.plugins.session.warmup import WarmedUp, WarmUp
 from bytesched.plugins.session.wholes import Wholes
 
 __all__ = ["WarmingUp"]
-
-#: Up to this CPU time of a step over its time, a core is left for updates beside the forward pass.
-_IDLE: Final = 0.5
 
 
 class WarmingUp:
@@ -107,24 +103,23 @@ class WarmingUp:
         """Reduces the round as a whole; collective."""
         self._first_use.close()
         cpu_ns = process_time_ns() - self._began_cpu_ns
-        cpu_load = cpu_ns / max(perf_counter_ns() - self._began_ns, 1)
         warm_up = WarmUp(
             self._context.backend,
             self._config,
             self._slots,
-            cpu_load=cpu_load,
+            cpu_load=cpu_ns / max(perf_counter_ns() - self._began_ns, 1),
             decisions=self._decisions,
             knobs=self._context.backend.knobs | self._takeover.knobs,
         )
         warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
-        running = self._running(warm, has_idle_cores=cpu_load < _IDLE)
+        running = self._running(warm)
         for deferred in self._deferred:
             running.introduce(deferred)
         running.hand_out()
         self._ended(running)
         return running
 
-    def _running(self, warm: WarmedUp, *, has_idle_cores: bool) -> Running:
+    def _running(self, warm: WarmedUp) -> Running:
         context, plan, setting = self._context, warm.plan, warm.decision.setting
         progress, streams, meter = context.progress, context.streams, context.meter
         synchronizing = Synchronizing(plan, progress, streams, meter)
@@ -144,13 +139,7 @@ class WarmingUp:
         meter.active(plan.nbytes, len(plan.chunks), setting)
         parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
         splitting: Splitting | Sharding | None = None
-        arming = Arming(
-            plan.slots,
-            synchronizing,
-            updater,
-            context,
-            has_idle_cores=has_idle_cores and plan.slots[0].parameter.device.type == "cpu",
-        )
+        arming = Arming(plan.slots, synchronizing, updater, context)
         if self._config.shard:
             assert self._splitter is not None
             holding, wholes = Holding(plan, context), Wholes(plan, context)

@@ -82,7 +82,9 @@ class Answers:
         """Questions are of a new round. The user's thread."""
         self.end_round()
         # Every rank has begun the last round, and so receives what belongs to the one before.
-        for work, _ in self._sent_before:
+        # Each once: Gloo takes a second wait for a message that never leaves.
+        while self._sent_before:
+            work, _ = self._sent_before.pop(0)
             self._group.wait_message(work, task=_TASK)
         self._sent_before, self._sent = self._sent, []
         with self._changed:

@@ -119,7 +119,8 @@ class Requests:
         The others have heard by then that this rank has ended.
         """
         self._closed = True
-        self._group.wait_left([work for said in self._announced.values() for work, _ in said])
+        for said in self._announced.values():
+            self._group.wait_left([work for work, _ in list(said)])
         if any(thread.is_alive() for thread in self._threads.values()):
             self._group.abort()
         for thread in self._threads.values():
@@ -159,7 +160,7 @@ class Requests:
     def _let_go(self, peer: int, received: int) -> None:
         """So many announcements have come to ``peer``: of no others the memory is read."""
         announced = self._announced[peer]
-        while len(announced) > self._announcements - received:
+        while not self._closed and len(announced) > self._announcements - received:
             work, _ = announced.popleft()
             self._messages.wait(work, peer, task="an announcement")
 

@@ -53,8 +53,7 @@ def replay(log: list[Event], chunks: dict[str, list[int]]) -> int:
             updates += len(whom)
             unread |= set(whom)
             for name in whom:
-                # The first round is reduced as a whole: none of its chunks is here.
-                for chunk in filter(state.__contains__, chunks[name]):
+                for chunk in chunks[name]:
                     assert state[chunk] == "complete", f"{where}: chunk {chunk} is {state[chunk]}"
                     assert chunk in stepped, f"{where}: step() was not called"
         elif what == "read":

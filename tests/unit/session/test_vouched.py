@@ -210,3 +210,20 @@ def test_an_update_that_waits_for_another_is_an_error_at_once(
     loopback.release()
     with pytest.raises(PluginError, match="does not update each parameter on its own"):
         ours.flush()
+
+
+def test_what_a_hook_after_the_step_changes_in_a_group_stays(loopback: Loopback) -> None:
+    def halving(model: nn.Module) -> SGD:
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def halve(*_: Any) -> None:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+        optimizer.register_step_post_hook(halve)
+        return optimizer
+
+    both = Training(loopback, halving), Training(None, halving)
+    for training in both:
+        training.train(4)
+    check_equal(*both)
+    assert both[0].optimizer.param_groups[0]["lr"] == both[1].optimizer.param_groups[0]["lr"]

@@ -23,6 +23,7 @@ RUN = "-m bytesched run"
         "mpirun -np 2 python3 {} train.py",
         "env A=1 horovodrun -np 2 python {} a.py",
         "accelerate launch --multi_cpu {} t.py",
+        "python /v/bin/torchrun --nnodes 2 {} t.py",
     ],
 )
 def test_a_script_is_found(changed: str) -> None:
@@ -39,14 +40,22 @@ def test_the_long_name_of_the_option_is_known() -> None:
 @pytest.mark.parametrize(
     "command",
     ["bash train.sh", "./train", "python -c pass", "python -", "python", "python -u", "torchrun",
-     "torchrun -m --nnodes 2 x", "torchrun -m", "mpirun -np 2 ./train.py"],
+     "torchrun -m --nnodes 2 x", "torchrun -m", "mpirun -np 2 ./train.py",
+     "accelerate launch --no_python ./train.sh --main train.py", "deepspeed train.py",
+     "python -m torch.distributed.launch train.py"],
 )  # fmt: skip
 def test_where_there_is_none_nothing_is_changed(command: str) -> None:
     assert under_run(command.split()) is None
 
 
 @pytest.mark.parametrize(
-    "command", ["bytesched bench", "python -m bytesched bench", "python -m bytesched.plugins.demo"]
+    "command",
+    [
+        "bytesched bench",
+        "mpirun -np 2 bytesched run t.py",
+        "python -m bytesched bench",
+        "python -m bytesched.plugins.demo",
+    ],
 )
 def test_what_is_bytesched_already_is_known(command: str) -> None:
     assert runs_bytesched(command.split())
