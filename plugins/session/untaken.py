@@ -42,7 +42,7 @@ class Untaken:
         positions = [
             position
             for position, slot in enumerate(self._plan.slots)
-            if not (slot.taken or slot.gone or slot.spoiled) and slot.parameter.grad is slot.lazy
+            if slot.used and not slot.spoiled and slot.parameter.grad is slot.lazy
         ]
         if self._wholes.are_all_here or not positions:
             return

@@ -61,7 +61,6 @@ import bytesched
     shard.brought_by_flush,
     shard.unwrapped_before_step,
     shard.norms_asked_when_another_has_ended,
-    untaken.unused_in_between,
     untaken.zeroed_in_place,
     untaken.scaled_by_each_rank,
     untaken.changed_and_flushed,
