@@ -30,7 +30,7 @@ def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> 
     ):
         # Of parameters to spread, each turn under way has a thread, made when there first is one.
         assert threads <= (2 if options.get("shard") else 0)
-        assert descriptors == 0
+        assert descriptors <= 0
         # What is under way at a moment differs a little.
         assert objects < count / 2
 
