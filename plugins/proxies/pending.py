@@ -268,6 +268,11 @@ def _give_own_memory(grad: LazyGrad) -> None:
     """Leaves the memory that is on the wire to the update, which still needs it."""
     with torch._C.DisableTorchFunctionSubclass():
         memory = torch.empty_like(grad.data)
+    move_apart(grad, memory)
+
+
+def move_apart(grad: LazyGrad, memory: torch.Tensor) -> None:
+    """Gives ``grad``, and all views of it, ``memory`` for their own."""
     _move(grad, memory)
     free(grad)
 

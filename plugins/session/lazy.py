@@ -11,7 +11,16 @@ from bytesched.plugins.layout.memory import is_laid_out_as, lies_over
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import free, has_aliases, has_own_memory, keep_apart, plain
 
-__all__ = ["give_back", "is_kept", "is_known", "is_seen", "kept_or_seen", "moved", "withhold"]
+__all__ = [
+    "give_back",
+    "is_kept",
+    "is_known",
+    "is_left",
+    "is_seen",
+    "kept_or_seen",
+    "moved",
+    "withhold",
+]
 
 
 def _own_references() -> int:
@@ -64,6 +73,11 @@ def moved(slots: Iterable[Slot]) -> list[Slot]:
 def is_known(slot: Slot) -> bool:
     """True if the script has the lazy gradient, or a view of it."""
     return slot.parameter.grad is slot.lazy or is_kept(slot) or is_seen(slot)
+
+
+def is_left(slot: Slot) -> bool:
+    """True if the gradient is what was handed out, not zeroed and not replaced."""
+    return slot.parameter.grad is slot.lazy and lies_over(slot.lazy, slot.view)
 
 
 def give_back(slot: Slot) -> None:

@@ -251,12 +251,14 @@ class _Owned:
         for master in self._masters(slots):
             master.give(self._state)
         complete = []
+        owned = [(slot, chunk) for slot in slots for chunk in self._spreading.owned_chunks([slot])]
+        for slot, chunk in owned:
+            self._spreading.stage(chunk, slot)
         with self._lock:
-            for slot in slots:
-                for chunk in self._spreading.owned_chunks([slot]):
-                    self._left[chunk.index] -= 1
-                    if not self._left[chunk.index]:
-                        complete.append(chunk)
+            for _, chunk in owned:
+                self._left[chunk.index] -= 1
+                if not self._left[chunk.index]:
+                    complete.append(chunk)
         for chunk in complete:
             self._spreading.send(chunk, self._turn)
         self._taken.ends(len(slots))

@@ -10,13 +10,13 @@ import torch
 from bytesched.errors import PluginError
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
-from bytesched.plugins.proxies.pending import is_held, keep_apart, release
+from bytesched.plugins.proxies.pending import is_held, keep_apart, move_apart, release
 from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.disowned import disown_gradients, disown_updates
-from bytesched.plugins.session.lazy import give_back, kept_or_seen, moved
+from bytesched.plugins.session.lazy import give_back, is_left, kept_or_seen, moved
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.sharding import Sharding
@@ -161,16 +161,24 @@ class Running:
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
             slot.used_alone = False
+        #: in memory where sums of other owners do not come whole
+        earlier: dict[Slot, torch.Tensor] = {}
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
             if slot.parameter.grad is None:
                 self._source_ready(slot)
             else:
+                if self._sharding is not None and is_left(slot) and not slot.gone:
+                    earlier[slot] = slot.view.clone()
                 self.gradient(slot)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
             for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
                 slot.used = ranks > 0
+        for slot, gradient in earlier.items():
+            # No rank has used it: its gradient stays what it was, as in plain DDP.
+            if not slot.used:
+                move_apart(slot.lazy, gradient)
 
     def hand_out(self) -> None:
         """Gradients of this round become lazy views of what is reduced, or what they stand for."""

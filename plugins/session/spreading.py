@@ -91,13 +91,23 @@ class Spreading:
         if chunks:
             self._carrier.expect(chunks, None)
 
-    def send(self, chunk: CommTask, turn: int) -> None:
-        """Sends the parameters of ``chunk``, which are updated, to all other ranks."""
-        self._send(chunk, turn, _parameters, self.ownerships.rounded)
+    @torch.no_grad()
+    def stage(self, chunk: CommTask, slot: Slot) -> None:
+        """Puts what ``chunk`` has of ``slot``, which is updated, where `send` finds it.
 
+        At once: the script may write to the parameter before the rest of the chunk is updated.
+        """
+        self._stage(chunk, _parameters, self.ownerships.rounded, slot)
+
+    def send(self, chunk: CommTask, turn: int) -> None:
+        """Sends the parameters of ``chunk``, which are staged, to all other ranks."""
+        self._carrier.spread(chunk, turn)
+
+    @torch.no_grad()
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._send(chunk, self.turn, part_of, None)
+        self._stage(chunk, part_of, None)
+        self._carrier.spread(chunk, self.turn)
 
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
@@ -117,20 +127,19 @@ class Spreading:
             self._progress.outstanding -= 1
             self._progress.notify()
 
-    @torch.no_grad()
-    def _send(
+    def _stage(
         self,
         chunk: CommTask,
-        turn: int,
         part_of: Callable[[Slice], torch.Tensor],
         dtype: torch.dtype | None,
+        only: Slot | None = None,
     ) -> None:
         memory, offset = self._carrier.stage(chunk, dtype), 0
         for slice_ in self._plan.slices[chunk.index]:
             n = slice_.stop_at - slice_.start_at
-            memory[offset : offset + n].copy_(part_of(slice_))
+            if only is None or slice_.slot is only:
+                memory[offset : offset + n].copy_(part_of(slice_))
             offset += n
-        self._carrier.spread(chunk, turn)
 
     def __repr__(self) -> str:
         return f"<Spreading, turn {self.turn}>"

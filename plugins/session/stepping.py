@@ -68,8 +68,11 @@ class Stepping:
         try:
             handles.append(optimizer.register_step_pre_hook(partial(self._before_step, deferred)))
             deferred.hook_id = handles[0].id
+            handles.append(optimizer.register_step_post_hook(partial(self._after_step, deferred)))
+            # Before those of the script: what they write is no part of the update.
+            post_hooks: Any = optimizer._optimizer_step_post_hooks
+            post_hooks.move_to_end(handles[1].id, last=False)
             handles += [
-                optimizer.register_step_post_hook(partial(self._after_step, deferred)),
                 optimizer.register_state_dict_pre_hook(lambda _: self._synchronize_all()),
                 optimizer.register_load_state_dict_pre_hook(partial(self._before_load, model)),
                 optimizer.register_load_state_dict_post_hook(lambda _: deferred.guard()),

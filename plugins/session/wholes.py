@@ -17,7 +17,7 @@ from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.asking import Ask, gathered, packed
-from bytesched.plugins.session.lazy import give_back, is_known, withhold
+from bytesched.plugins.session.lazy import give_back, is_known, is_left, withhold
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.task import CommTask
@@ -83,7 +83,7 @@ class Wholes:
                     f"on rank {self._rank}, which does not have it: with shard=True, call "
                     "zero_grad() between step() and the next backward()"
                 )
-            if added is slot or (slot.alone and _is_left(slot)):
+            if added is slot or (slot.alone and is_left(slot)):
                 self._to_spoil.add(slot)
 
     def refuse_spoiled(self, slots: Iterable[Slot]) -> None:
@@ -307,11 +307,6 @@ class Wholes:
             return self._owned_sum(slot).clone(), self._made.get(slot, 0)
         value, made = kept
         return value.clone(), made
-
-
-def _is_left(slot: Slot) -> bool:
-    """Whether its gradient is what was handed out, not zeroed and not replaced."""
-    return slot.parameter.grad is slot.lazy and lies_over(slot.lazy, slot.view)
 
 
 def _refuse(name: str, rank: int, *, is_gone: bool, is_spoiled: bool) -> NoReturn:

@@ -458,6 +458,28 @@ def step_hooks(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def hooks_that_write(job: Job) -> None:
+    """The user's own hooks, there before the wrap, replace gradients and write to weights."""
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    parameters = list(model.parameters())
+
+    def halve(*_: Any) -> None:
+        for parameter in parameters[::2]:
+            parameter.grad = parameter.grad * 0.5
+
+    def shrink(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.99)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(shrink)
+    job.wrap(optimizer, model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
 def scaled(job: Job, kind: type[optim.Optimizer], arguments: dict[str, Any]) -> None:
     """`GradScaler`, with an overflow on one rank that every rank has to notice."""
     model = job.ddp(mlp())

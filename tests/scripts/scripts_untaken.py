@@ -164,3 +164,30 @@ def read_when_others_have_gone_on(job: Job) -> None:
     optimizer.step()
     job.record_state(model, optimizer)
     store.delete_key("gone on")
+
+
+class _Branch(nn.Module):
+    """Two layers, the second of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return self.second(y) if both else y
+
+
+def unused_in_between(job: Job) -> None:
+    """Gradients are added up over four rounds; one rank uses a layer, in the first and the last."""
+    model = job.ddp(_Branch(), find_unused_parameters=True)
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(3 * STEPS):
+        both = step % 4 in (0, 3) and job.rank == step % 3 % 2
+        model(job.inputs(step), both=both).square().mean().backward()
+        if step % 8 == 6:
+            job.record(f"{step}", [p.grad for p in model.parameters()])
+        if step % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.record_state(model, optimizer)

@@ -61,6 +61,7 @@ import bytesched
     shard.brought_by_flush,
     shard.unwrapped_before_step,
     shard.norms_asked_when_another_has_ended,
+    untaken.unused_in_between,
     untaken.zeroed_in_place,
     untaken.scaled_by_each_rank,
     untaken.changed_and_flushed,
@@ -91,9 +92,14 @@ import bytesched
     optimizers.closure_beside_no_sync,
     optimizers.muon,
     optimizers.adafactor,
+    optimizers.hooks_that_write,
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script, shard=True)
+
+
+def test_unused_in_between_on_three_ranks(three_ranks: Ranks) -> None:
+    check(three_ranks, untaken.unused_in_between, shard=True, rtol=1e-5)
 
 
 @named(shard.hooked_last, shard.all_in_closures, shard.norm_of_one_before_its_step)

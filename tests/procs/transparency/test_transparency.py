@@ -68,6 +68,7 @@ def test_schedule(two_ranks: Ranks, script: Callable[..., None], name: str) -> N
     optimizers.beside_one_that_steps_whole,
     optimizers.delegating,
     optimizers.global_step_hooks,
+    optimizers.hooks_that_write,
 )
 def test_stepping(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
