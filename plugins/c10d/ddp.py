@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
@@ -193,6 +194,7 @@ def attach(
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
+        session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
                 session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
@@ -204,6 +206,12 @@ def attach(
             session.take_over(partial(_take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
     return session
+
+
+def _is_within(ranks: Set[int], group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has several ranks, and no others than ``ranks``."""
+    others = distributed_c10d._world.pg_group_ranks.get(group, {})
+    return len(others) > 1 and ranks >= others.keys()
 
 
 def _levels(

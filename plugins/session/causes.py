@@ -32,6 +32,8 @@ _NOT_USERS: Final = (
     str(Path(__file__).resolve().parents[1]) + os.sep,
     contextlib.__file__,
     functools.__file__,
+    # Around what torch calls deprecated.
+    str(sys.modules["typing_extensions"].__file__),
     "<",
 )
 #: torch's way to the class of a tensor, which no user calls

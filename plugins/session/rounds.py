@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError, UnusedParameterError
 from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.session.by_hand import ByHand
 from bytesched.plugins.session.phase import Context, Phase
 from bytesched.plugins.session.takeover import Takeover
 
@@ -67,6 +68,8 @@ class Rounds:
         self.forward_seen = False
         #: rounds that came to their end
         self.finished = 0
+        #: what looks at the first steps for gradients that the script reduces itself
+        self.by_hand: ByHand | None = None
         self._rank = context.backend.rank
         self._progress = context.progress
         self._streams = context.streams
@@ -218,6 +221,8 @@ class Rounds:
         if phase is not self.phase:
             self._enter(phase)
         self._open = False
+        if self.by_hand is not None:
+            self.by_hand.backward_ends()
         self._meter.backward_ends()
 
     def _enter(self, phase: Phase) -> None:

@@ -17,6 +17,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.entries import guard_entries
 from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
+from bytesched.plugins.session.by_hand import ByHand
 from bytesched.plugins.session.checkpoint import ShardedState, plain_name
 from bytesched.plugins.session.hooked import HookedModel
 from bytesched.plugins.session.phase import Context, Life
@@ -150,6 +151,16 @@ class Session(HookedModel):
         """
         self._takeover.use(take, can_stop=can_stop)
         self.on_close(self._takeover.give_back)
+
+    def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
+        """Warns of a script that reduces all gradients itself.
+
+        Args:
+            is_again: whether a process group has no ranks but those of this session.
+        """
+        by_hand = ByHand(self._rounds.slots, is_again, speaks=self._backend.rank == 0)
+        self._rounds.by_hand = by_hand
+        self._undo.append(by_hand.close)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""

@@ -170,6 +170,9 @@ class Stepping:
         self._progress.check()
         self._meter.step_begins()
         self._rounds.finish()
+        by_hand = self._rounds.by_hand
+        if by_hand is not None and by_hand.step_begins():
+            self._rounds.by_hand = None
         return self._rounds.phase.step(deferred, whole_because=whole_because)
 
     def _after_step(

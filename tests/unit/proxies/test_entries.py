@@ -1,0 +1,82 @@
+"""What takes tensors past `__torch_function__` waits for them, and tells who watches."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Backend, HashStore
+
+from bytesched.plugins.proxies import hold
+from bytesched.plugins.proxies.entries import guard_entries, watch_reductions
+
+
+@pytest.mark.parametrize("kind", [dist.ProcessGroup, Backend])
+def test_every_method_of_process_groups_that_takes_tensors_waits(kind: type) -> None:
+    guard_entries()
+    takes = {
+        name
+        for name, method in vars(kind).items()
+        # Of pybind11: the signatures stand in it.
+        if any(
+            re.search(r"\(.*torch\.Tensor.*\) ->", line)
+            for line in (getattr(inspect.unwrap(method), "__doc__", None) or "").splitlines()
+        )
+    }
+    assert "allreduce" in takes
+    assert {name for name in takes if not hasattr(getattr(kind, name), "__wrapped__")} == set()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank of torch.distributed."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_a_group_sends_is_waited_for(alone: None) -> None:
+    guard_entries()
+    parameter = nn.Parameter(torch.ones(4))
+    waited: list[nn.Parameter] = []
+    hold(parameter, lambda: waited.append(parameter))
+    world: Any = dist.group.WORLD
+    world.broadcast([parameter])
+    assert len(waited) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reductions_of_the_script_are_told_of(alone: None) -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.told: list[tuple[dist.ProcessGroup, int]] = []
+
+        def look(self, group: dist.ProcessGroup, count: int) -> None:
+            self.told.append((group, count))
+
+    guard_entries()
+    watcher, dropped = Watcher(), Watcher()
+    told, world = watcher.told, dist.group.WORLD
+    end = watch_reductions(watcher.look)
+    watch_reductions(dropped.look)
+    still_told = dropped.told
+    del dropped
+    gc.collect()
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce_coalesced([torch.ones(3), torch.ones(4)])
+    dist.reduce(torch.ones(5), 0)
+    dist.reduce_scatter_tensor(torch.empty(6), torch.ones(6))
+    dist.reduce_scatter(torch.empty(2), [torch.ones(2)])
+    dist.broadcast(torch.ones(8), 0)
+    assert told == [(world, 3), (world, 7), (world, 5), (world, 6), (world, 2)]
+    end()
+    dist.all_reduce(torch.ones(3))
+    assert len(told) == 5
+    assert still_told == []
