@@ -28,6 +28,7 @@ from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
 from bytesched.plugins.c10d.split.sharded import ShardedExchange
+from bytesched.plugins.session import owning
 from bytesched.plugins.session.wholes import Wholes
 
 
@@ -813,3 +814,36 @@ def refusals() -> dict[str, str]:
     other = DistributedDataParallel(mlp())
     note("lbfgs", lambda: bytesched.wrap(torch.optim.LBFGS(other.parameters()), other, shard=True))
     return found
+
+
+def written_before_its_neighbour_is_updated(job: Job) -> None:
+    """A step updates one weight at once, and the one that is sent together with it later."""
+    norm = nn.LayerNorm(8)
+    model = job.ddp(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), norm))
+    optimizer = job.wrap(adamw(model), model)
+    written = threading.Event()
+    waited: list[bool] = []
+    update = owning._Owned.update
+
+    def updates(owned: owning._Owned, groups: Any) -> None:
+        slots = [slot for _, some in groups for slot in some]
+        if any(slot.parameter is norm.weight for slot in slots):
+            waited.append(written.wait(60))
+        update(owned, groups)
+
+    train(job, model, optimizer, steps=2)
+    is_owner = bool(job.wrapped and dict.get(optimizer.state, norm.weight))
+    for step in range(2, STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        norm.bias.grad = norm.bias.grad.clone()
+        with mock.patch.object(owning._Owned, "update", updates):
+            optimizer.step()
+            with torch.no_grad():
+                norm.bias.mul_(0.9)
+            written.set()
+            if job.wrapped:
+                bytesched.flush(optimizer)
+        written.clear()
+    assert waited == [True] * len(waited) and bool(waited) == is_owner
+    job.record_state(model, optimizer)
