@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from drawn_training import At, Plan, Skipped, nothing_happens, train
+from drawn_plans import Plan
+from drawn_training import At, Skipped, nothing_happens, train
 from torch import Tensor, nn
 from training import Job, differences
 
@@ -51,8 +52,9 @@ class Fate:
             if step == self.step and moment == self.moment:
                 happen()
             elif step == self.step and (moment, self.moment) == ("forward", "backward"):
+                # One of the front half: others may be unused.
                 parameters = list(model.parameters())
-                parameters[len(parameters) // 2].register_hook(happen)
+                parameters[len(parameters) // 2 - 1].register_hook(happen)
 
         return at
 
@@ -91,7 +93,7 @@ def compared(plan: Plan, fate: Fate | None = None) -> Seen:
     names, got_names = ([name for name, _ in job.records] for job in (plain, wrapped))
     found = list(differences(names, got_names, "recorded"))
     for (name, expected), (_, got) in zip(plain.records, wrapped.records, strict=False):
-        found += differences(expected, got, name)
+        found += differences(expected, got, name, plan.rtol(name))
     return Seen(found[:5])
 
 

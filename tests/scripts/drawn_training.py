@@ -1,62 +1,36 @@
 """Training that is drawn from a seed as a whole: models, optimizers, loop, and acts in between.
 
 A `Plan` says what is trained. Numbers have the same bits in every order of addition: of more than
-two ranks, all but two have a loss of zero in a round.
+two ranks, all but two have a loss of zero in a round, and gradients of four ranks have few digits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import scripts_hostile as hostile
 import torch
-from drawn_optimizers import LATE_STEPS, SETTINGS, Own, made, stepped
+from drawn_gan import gan_round
+from drawn_optimizers import SETTINGS, Own, made, stepped
+from drawn_plans import Plan
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from training import Job
 
-#: where something may happen to a rank, in the order of a round
-MOMENTS = ("zeroed", "accumulated", "forward", "backward", "before_step", "after_step")
-LOOPS = ("one", "several", "two_models", "gan", "joint")
-
 At = Callable[[str, int, nn.Module], None]
 
 
 class Skipped(Exception):
     """Raised where a rank leaves out the rest of a round."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A training; what it does in its rounds is drawn from `seed`."""
-
-    seed: str
-    world_size: int = 2
-    loop: str = "one"
-    #: names of `drawn_optimizers`
-    optimizers: tuple[str, ...] = ("adamw",)
-    #: fields of Config
-    options: dict[str, Any] = field(default_factory=dict)
-    #: no acts in between, and no backward pass inside `step()`
-    calm: bool = False
-
-    @property
-    def rounds(self) -> int:
-        if "Late" in self.optimizers:
-            return LATE_STEPS
-        return 4 + random.Random(f"{self.seed} rounds").randrange(4)
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.options.get("shard"))
 
 
 class Branches(nn.Module):
@@ -86,6 +60,8 @@ class Drawn:
         self.optimizers: list[Optimizer] = []
         self.scaler: GradScaler | None = None
         self.finds_unused = plan.loop == "one" and self.draw.random() < 0.3
+        #: a step was not skipped
+        self._has_stepped = False
 
     # ---- what is trained
 
@@ -106,13 +82,19 @@ class Drawn:
 
     def _model(self, width: int) -> Any:
         if self.finds_unused:
-            return self.job.ddp(Branches(width), find_unused_parameters=True)
+            return self._ddp(Branches(width))
         layers: list[nn.Module] = [nn.Linear(8, width)]
         for _ in range(1 if "Large" in self.plan.optimizers else self.draw.randint(1, 3)):
             layers += [nn.Tanh(), nn.Linear(width, width)]
         if self.plan.loop == "one" and not self.plan.calm and self.draw.random() < 0.2:
             layers.append(nn.BatchNorm1d(width))
-        return self.job.ddp(nn.Sequential(*layers))
+        return self._ddp(nn.Sequential(*layers))
+
+    def _ddp(self, module: nn.Module) -> Any:
+        if self.plan.world_size == 4:
+            for p in module.parameters():
+                p.register_hook(with_few_digits)
+        return self.job.ddp(module, find_unused_parameters=self.finds_unused)
 
     def _model_of(self, index: int) -> Any:
         return self.models[index % len(self.models)]
@@ -128,7 +110,7 @@ class Drawn:
 
     def train(self) -> None:
         self.build()
-        one_round = self._gan_round if self.plan.loop == "gan" else self._round
+        one_round = partial(gan_round, self) if self.plan.loop == "gan" else self._round
         for step in range(self.plan.rounds):
             # A rank that leaves out the rest of a round draws what the others do all the same.
             self.draw = random.Random(f"{self.plan.seed} {step}")
@@ -164,7 +146,7 @@ class Drawn:
         saved = copy.deepcopy((self.models[0].module.state_dict(), self.optimizers[0].state_dict()))
         module = copy.deepcopy(self.models[0].module)
         self.job.unwrap(self.optimizers[0])
-        self.models[0] = self.job.ddp(module, find_unused_parameters=self.finds_unused)
+        self.models[0] = self._ddp(module)
         module.load_state_dict(saved[0])
         self.optimizers[0] = made(self.plan.optimizers[0], list(module.parameters()))
         self.optimizers[0].load_state_dict(saved[1])
@@ -174,35 +156,32 @@ class Drawn:
         values = self.job.inputs(100 * part + step)
         for model in models:
             values = model(values)
-        return self._counted(values.square().mean(), step)
+        return self.counted(values.square().mean(), step)
 
-    def _counted(self, loss: Tensor, step: int) -> Tensor:
+    def counted(self, loss: Tensor, step: int) -> Tensor:
         """The loss; zero on all ranks but two that are drawn."""
         ranks = list(range(self.plan.world_size))
         counting = random.Random(f"{self.plan.seed} {step}").sample(ranks, 2)
         return loss if self.job.rank in counting else loss * 0.0
 
-    def _zero(self, *optimizers: Optimizer) -> None:
+    def zero(self, *optimizers: Optimizer) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=self.draw.random() < 0.7)
 
     def _round(self, step: int) -> None:
         model = self.models[0]
-        if self.finds_unused:
-            model.module.taken = (self.alone if step % 2 else self.draw).random() < 0.6
         keeps = self.plan.world_size == 2 and not self.plan.is_sharded and not self.plan.calm
         if not keeps or self.draw.random() < 0.85:
-            self._zero(*self.optimizers)
+            self.zero(*self.optimizers)
         self.at("zeroed", step, model)
         for part in range(self.draw.choice((0, 0, 1, 2))):
-            with contextlib.ExitStack() as stack:
-                for each in self.models:
-                    stack.enter_context(each.no_sync())
-                self._scaled(self._loss(step, *self.models, part=1 + part)).backward()
+            self._accumulate(step, 1 + part)
         self.at("accumulated", step, model)
+        self._choose_branches(step)
         loss = self._loss(step, *self.models)
         self.at("forward", step, model)
-        if self.scaler is not None and self.draw.random() < 0.2:
+        overflows = self._may_overflow and self.draw.random() < 0.2
+        if overflows:
             loss = loss * float("inf")
         self._scaled(loss).backward()
         self.job.record("loss", loss)
@@ -211,6 +190,29 @@ class Drawn:
             self._step(optimizer, step)
             if index == 0:
                 self.at("after_step", step, model)
+        self._has_stepped = self._has_stepped or not overflows
+
+    def _choose_branches(self, step: int) -> None:
+        """Those of the next pass: the same on all ranks, or not."""
+        if self.finds_unused:
+            module = self.models[0].module
+            module.taken = (self.alone if step % 2 else self.draw).random() < 0.6
+
+    def _accumulate(self, step: int, part: int) -> None:
+        """A backward pass before the last one; where sums stay exact, ranks may reduce it, too."""
+        self._choose_branches(step)
+        is_exact = self.plan.world_size == 2 or (self.plan.world_size == 4 and not self.scaler)
+        reduces = self.draw.random() < 0.4 and is_exact
+        with contextlib.ExitStack() as stack:
+            for model in () if reduces else self.models:
+                stack.enter_context(model.no_sync())
+            self._scaled(self._loss(step, *self.models, part=part)).backward()
+
+    @property
+    def _may_overflow(self) -> bool:
+        """False where torch's fused SGD would leave its momentum uninitialised."""
+        is_safe = self._has_stepped or self.plan.optimizers[0] != "sgd_fused"
+        return self.scaler is not None and is_safe
 
     def _before_step(self, step: int) -> None:
         if self.scaler is not None and self.draw.random() < 0.5:
@@ -218,7 +220,7 @@ class Drawn:
         parameters = [p for model in self.models for p in model.parameters()]
         clips = self.draw.choice(("norm", "value", "", ""))
         if clips == "norm":
-            self.job.record("norm", clip_grad_norm_(parameters, self.draw.choice((0.01, 1.0))))
+            self.clip(parameters, self.draw.choice((0.01, 1.0)))
         elif clips == "value":
             clip_grad_value_(parameters, 0.05)
         if not self.plan.calm:
@@ -230,11 +232,18 @@ class Drawn:
             hostile._read_one(self.job, self.models[0], None, self.alone)
         self.at("before_step", step, self.models[0])
 
+    def clip(self, parameters: list[nn.Parameter], most: float) -> None:
+        """By their norm; unless that is rounded otherwise, and all that follows from it."""
+        most = math.inf if self.plan.makes_norms_of_parts else most
+        self.job.record("norm", clip_grad_norm_(parameters, most))
+
     def _can(self, act: Any) -> bool:
         """False for what this training refuses by name, or plain training cannot do."""
         left_out: tuple[Any, ...] = ()
         if self.plan.is_sharded:
             left_out += (*hostile.DIVERGING, *hostile.ASKING)
+        if self.plan.makes_norms_of_parts:
+            left_out += (hostile._clipped, hostile._clipped_in_parts)
         if set(self.plan.optimizers) & {"CallsBack", "LBFGS"}:
             left_out += (hostile._saved, hostile._loaded)
         if self.scaler is not None or "LBFGS" in self.plan.optimizers:
@@ -266,32 +275,10 @@ class Drawn:
             "returned", stepped(optimizer, None if self.plan.calm else closure, self.draw)
         )
 
-    def _gan_round(self, step: int) -> None:
-        """A generator and a discriminator; gradients of the other one's loss are thrown away."""
-        generator, judge = self.models
-        of_generator, of_judge = self.optimizers[:2]
-        freezes = self.draw.random() < 0.3
-        fake = generator(self.job.inputs(step))
-        self._zero(of_judge)
-        self.at("zeroed", step, judge)
-        real = judge(self.job.inputs(500 + step))
-        loss = self._counted(real.square().mean() - judge(fake.detach()).square().mean(), step)
-        self.at("forward", step, judge)
-        loss.backward()
-        self.job.record("judge", loss)
-        self.at("before_step", step, judge)
-        self.job.record("returned", of_judge.step())
-        self.at("after_step", step, judge)
-        self._zero(of_generator)
-        if freezes:
-            judge.requires_grad_(False)
-        loss = self._counted((judge.module if freezes else judge)(fake).square().mean(), step)
-        loss.backward()
-        if self.draw.random() < 0.5:
-            self.job.record("norm", clip_grad_norm_(generator.parameters(), 0.1))
-        self.job.record("generator", loss)
-        self.job.record("returned", of_generator.step())
-        judge.requires_grad_(True)
+
+def with_few_digits(gradient: Tensor) -> Tensor:
+    """So few that four of them have one sum, in whatever order, also when it is added to."""
+    return (gradient * 4096).round() / 4096
 
 
 def without_callables(value: Any) -> Any:

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import drawn_cases as cases
 from drawn_cases import CODES, Fate, Seen
 from drawn_optimizers import UNKNOWN, VOUCHED
-from drawn_training import LOOPS, MOMENTS, Plan
+from drawn_plans import LOOPS, MOMENTS, Plan
 from ranks import ExitedRank, RankFailure, Ranks, run_fresh
 from scripts_optimizers import SPLITTABLE
 
@@ -43,10 +43,10 @@ KINDS = {"compared": 5, "skipped": 1, "ended": 2}
 REFUSALS = ("PluginError", "UnusedParameterError", "ConfigError", "MismatchError")
 
 
-def plan_of(draw: random.Random, seed: str, kind: str, most_ranks: int = 4) -> Plan:
+def plan_of(draw: random.Random, seed: str, kind: str) -> Plan:
     """What is trained in a turn of that kind."""
     mode = draw.choice(list(MODES))
-    loop = draw.choices(LOOPS, (6, 2, 2, 2, 0.5))[0]
+    loop = draw.choices(list(LOOPS), list(LOOPS.values()))[0]
     if kind == "skipped" and loop == "gan":
         loop = "one"  # a rank that leaves out the rest would not train the generator, too
     count = {"several": draw.randint(2, 3), "two_models": 2, "gan": 2}.get(loop, 1)
@@ -68,7 +68,7 @@ def plan_of(draw: random.Random, seed: str, kind: str, most_ranks: int = 4) -> P
     }
     return Plan(
         seed,
-        world_size=min(draw.choice((2, 2, 2, 3, 4)), most_ranks),
+        world_size=draw.choice((2, 2, 3, 4) if kind == "compared" else (2, 3, 4)),
         loop=loop,
         optimizers=tuple(names),
         options=options | MODES[mode],
@@ -92,7 +92,6 @@ class Hostile:
     """The turns of one seed, and what they have found."""
 
     seed: int
-    most_ranks: int = 4
     failures: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     _pools: dict[int, Ranks] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class Hostile:
         """Runs a turn; what it was and how it went, in one line."""
         draw = random.Random(f"{self.seed} {number}")
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
-        plan = plan_of(draw, f"{self.seed}.{number}", kind, self.most_ranks)
+        plan = plan_of(draw, f"{self.seed}.{number}", kind)
         way = {"compared": "", "skipped": "skip"}.get(kind) or draw.choice(list(CODES))
         fate = None if kind == "compared" else fate_of(draw, plan, way)
         if kind == "ended":

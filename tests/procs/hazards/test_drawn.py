@@ -7,7 +7,7 @@ import contextlib
 import drawn_cases as cases
 import pytest
 from drawn_cases import Fate, Seen
-from drawn_training import Plan
+from drawn_plans import Plan
 from hostile import Hostile, verdict_of, verdict_of_ends
 from ranks import ExitedRank, Ranks
 
@@ -20,16 +20,16 @@ def ended(code: int, stdout: str = "", stderr: str = "") -> ExitedRank:
 
 
 def test_some_turns() -> None:
-    """Comparisons, a step left out and an end; on two, three and four ranks."""
+    """Comparisons on two, three and four ranks, a step left out, and ends on three and four."""
     hostile = Hostile(8)
     with contextlib.closing(hostile):
-        for number in (5, 11, 16, 20, 46):
+        for number in (16, 20, 40, 42, 43, 47):
             hostile.turn(number)
             assert not hostile.failures
     assert hostile.counts == {
         "compared: equal": 3,
         "skipped: equal": 1,
-        "ended: named by all": 1,
+        "ended: named by all": 2,
     }
 
 
@@ -38,6 +38,14 @@ def test_a_rounded_gradient_is_found(two_ranks: Ranks) -> None:
     plan = Plan("1", options={"compression": "bf16"}, calm=True)
     seen = two_ranks.run(cases.compared, plan)
     assert verdict_of(seen, plan, None)[0] == "differs"
+
+
+def test_norms_of_parts_alone_may_be_rounded_otherwise() -> None:
+    options = {"shard": True}
+    assert Plan("1", world_size=3, options=options).rtol("norm")
+    assert not Plan("1", world_size=3, options=options).rtol("weights")
+    assert not Plan("1", world_size=2, options=options).rtol("norm")
+    assert not Plan("1", world_size=3).rtol("norm")
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ MOST_S = 25.0
 def test_generated_sequences_equal_plain_training() -> None:
     ends_s = time.monotonic() + MOST_S
     for seed in SEEDS:
-        found = fuzzing.fuzzed(seed, unknown_share=0.0)
+        found = fuzzing.fuzzed(seed)
         assert not found, f"seed {seed}:\n" + "\n".join(found[:10])
         if time.monotonic() > ends_s and seed >= 5:
             break
 
 
-@pytest.mark.parametrize("seed", [3, 5, 12, 25, 34])
+@pytest.mark.parametrize("seed", [3, 5, 12, 14, 25, 34, 49])
 def test_an_optimizer_that_torch_does_not_have(seed: int) -> None:
     """Hooks, norms, tensors in groups, globals that change, and arguments of `step()`."""
     assert not fuzzing.fuzzed(seed, unknown_share=1.0)
