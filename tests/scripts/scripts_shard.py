@@ -845,5 +845,6 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
             if job.wrapped:
                 bytesched.flush(optimizer)
         written.clear()
-    assert waited == [True] * len(waited) and bool(waited) == is_owner
+    assert waited == [True] * len(waited)
+    assert bool(waited) == is_owner
     job.record_state(model, optimizer)
