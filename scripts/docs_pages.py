@@ -46,6 +46,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         "figures": _figures,
         "commands": _commands,
         "reasons": _reasons,
+        "changelog": _changelog,
     }
     for name, table in tables.items():
         mark = f"<!-- {name} -->"
@@ -71,6 +72,11 @@ def on_post_build(config: Any, **_: Any) -> None:
     missing = [n for n, item in _public_names() if not anchors & {n, item.canonical_path}]
     if missing:
         raise PluginError(f"public names that are not in the reference: {', '.join(missing)}")
+
+
+def _changelog() -> str:
+    """As in the repository's root, with links from the folder of the reference."""
+    return (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](../")
 
 
 def _public_names() -> list[tuple[str, Any]]:

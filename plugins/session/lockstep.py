@@ -136,7 +136,8 @@ class Lockstep:
         if here.steps != place.steps:
             why = (
                 f"rank {rank} goes on to its next forward or backward pass after {_steps(place)}, "
-                f"rank {self._rank} has taken {_steps(here)}: one of them has left a step out"
+                f"rank {self._rank} has taken {_steps(here)}: on one of them a step was left "
+                "out, or none of its parameters had a gradient"
             )
         elif here.taken != place.taken:
             why = (
@@ -162,7 +163,7 @@ def _is_past(here: Place, place: Place) -> bool:
 
 
 def _steps(place: Place) -> str:
-    return f"{place.steps} calls of step()"
+    return f"{place.steps} calls of step() with gradients"
 
 
 def _checksum(positions: Iterable[int], of: int) -> int:

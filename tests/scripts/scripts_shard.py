@@ -836,6 +836,7 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
     for step in range(2, STEPS):
         optimizer.zero_grad()
         model(job.inputs(step)).square().mean().backward()
+        assert norm.bias.grad is not None
         norm.bias.grad = norm.bias.grad.clone()
         with mock.patch.object(owning._Owned, "update", updates):
             optimizer.step()
