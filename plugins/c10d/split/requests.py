@@ -119,8 +119,8 @@ class Requests:
         The others have heard by then that this rank has ended.
         """
         self._closed = True
-        for said in self._announced.values():
-            self._group.wait_left([work for work, _ in list(said)])
+        said = list(self._announced.values())
+        self._group.wait_left([work for announced in said for work, _ in list(announced)])
         if any(thread.is_alive() for thread in self._threads.values()):
             self._group.abort()
         for thread in self._threads.values():

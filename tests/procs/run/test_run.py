@@ -430,3 +430,39 @@ def test_ranks_that_horovod_run_starts_are_watched(tmp_path: Path) -> None:
     write(tmp_path, "import horovod, training\nhorovod.run(training.work, num_proc=2)\n")
     assert run(["script.py"], tmp_path)[:2] == (0, "2 False\n" * 2)
     assert run([*OURS, "script.py"], tmp_path)[:2] == (0, "2 True\n" * 2)
+
+
+@pytest.mark.parametrize("set_up", ["basicConfig", "handler"])
+def test_lines_begin_with_the_name_where_the_script_sets_up_logging(
+    tmp_path: Path, set_up: str
+) -> None:
+    made = {
+        "basicConfig": "logging.basicConfig(level=logging.INFO, format='%(message)s')",
+        "handler": "logging.root.addHandler(logging.StreamHandler()); logging.root.setLevel(20)",
+    }
+    write(
+        tmp_path,
+        f"""
+        import logging, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        {made[set_up]}
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+        """,
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, _, said = run([*torchrun, *OURS, "script.py"], tmp_path)
+    assert code == 0, said
+    ours = [line for line in said.splitlines() if "mode cross" in line]
+    assert all(line.startswith("bytesched: ") for line in ours)
+    # At the start, and at the end.
+    first, last = ours
+    assert "1 chunk" in first
+    assert "ms of communication per iteration" in last
