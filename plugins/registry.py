@@ -59,6 +59,9 @@ class Wrapped(Protocol):
     def restore(self) -> None:
         """What is spread over the ranks is whole here: they go on without each other."""
 
+    def leave(self) -> None:
+        """Other ranks hear that this one takes no more steps; it waits for none. Idempotent."""
+
     def disown(self) -> None:
         """In a forked child, which has no thread of it: nothing waits or sends there any more."""
 
@@ -267,11 +270,12 @@ def _store_of(x: Any) -> WrappedStore | None:
 def _at_exit() -> None:
     """Applies the last step; after an uncaught exception only stops."""
     died = died_of()
-    wait_for_ends()
+    # All of them before any end, which may wait for ranks that wait for this one in another.
     for session in sessions():
         try:
             if died is None and session.error is None:
                 session.flush()
+                session.leave()
             elif died is not None:
                 session.fail(died)
             elif session.unseen_error is not None:
@@ -279,6 +283,8 @@ def _at_exit() -> None:
         except Exception:
             log.exception("the last step could not be applied")
             make_exit_fail()
+    wait_for_ends()
+    for session in sessions():
         # Before that: what it lets go of may be all that has kept the model, and ended it again.
         _forget(session)
         _close(session)

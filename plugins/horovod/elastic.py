@@ -74,6 +74,9 @@ class Elastic:
     def restore(self) -> None:
         """Nothing is spread over the ranks."""
 
+    def leave(self) -> None:
+        """No other rank waits for steps of this one alone."""
+
     def disown(self) -> None:
         """In a forked child: parameters and gradients are ordinary ones."""
         self._begun = True

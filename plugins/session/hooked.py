@@ -114,6 +114,10 @@ class HookedModel(ABC):
         """What is spread over the ranks is whole here: they go on without each other."""
         self._progress.check()
 
+    def leave(self) -> None:
+        """Other ranks hear that this one takes no more steps; it waits for none. Idempotent."""
+        self._progress.check()
+
     def close(self, *, release_parameters: bool = True) -> None:
         """Takes every hook off and stops every thread; does not flush. Idempotent.
 

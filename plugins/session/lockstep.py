@@ -29,6 +29,8 @@ class Place(NamedTuple):
     taken: int
     #: a checksum of the gradients that are sent at this point; 0 before a round
     sent: int
+    #: of the last place: some gradients of this round will never come
+    in_backward: bool = False
 
 
 class Lockstep:
@@ -51,6 +53,9 @@ class Lockstep:
         self._lock = threading.Lock()
         #: at the last point, and now; the first round begins before this
         self._before = self._here = Place(0, 1, 0, 0, 0)
+        #: this rank has not done its part of the round
+        self._in_backward = False
+        self._has_ended = False
         #: of other ranks, and whether they have ended there
         self._there: dict[int, tuple[Place, bool]] = {}
 
@@ -65,15 +70,24 @@ class Lockstep:
 
     def begins_round(self) -> None:
         """A backward pass begins. Raises if others have taken other steps."""
+        self._in_backward = True
         self._reach(rounds=1, sent=0)
+
+    def ends_backward(self) -> None:
+        """Every gradient of the round is there. Raises if another rank ended before that."""
+        with self._lock:
+            self._in_backward = False
+        self._check()
 
     def sends(self, positions: Iterable[int]) -> None:
         """Gradients at ``positions`` are sent to all ranks. Raises if others do otherwise."""
         self._reach(rounds=0, sent=_checksum(positions, -1))
 
     def ends(self) -> None:
-        """Nothing more is taken."""
-        self._announce(self._here, True)
+        """Nothing more is taken. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._announce(self._here._replace(in_backward=self._in_backward), True)
 
     def heard(self, rank: int, place: Place, is_last: bool) -> None:
         """Another rank has announced its place. A thread of the carrier."""
@@ -116,6 +130,11 @@ class Lockstep:
                 f"after {_steps(place)}, rank {self._rank} has taken {_steps(here)} and waits for "
                 f"the parameters that rank {rank} would have updated: see its own log for the "
                 "reason"
+            )
+        elif place.in_backward and here.rounds == place.rounds and not self._in_backward:
+            why = (
+                f"inside the backward pass of round {place.rounds}, whose gradients rank "
+                f"{self._rank} waits for: see its own log for the reason"
             )
         if not why:
             return None

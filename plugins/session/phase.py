@@ -109,3 +109,6 @@ class Phase(Life, Protocol):
 
     def restore(self) -> None:
         """Optimizers have the state that those of a plain training would have; after a flush."""
+
+    def leave(self) -> None:
+        """Other ranks hear that this one takes no more steps; it waits for none. Idempotent."""

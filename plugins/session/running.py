@@ -224,6 +224,10 @@ class Running:
         if self._sharding is not None:
             self._sharding.restore()
 
+    def leave(self) -> None:
+        if self._sharding is not None:
+            self._sharding.leave()
+
     def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
         self._synchronizing.synchronize_all()
         assert self._sharding is not None

@@ -258,6 +258,10 @@ class Session(HookedModel):
         super().restore()
         self._rounds.phase.restore()
 
+    def leave(self) -> None:
+        super().leave()
+        self._rounds.phase.leave()
+
     @property
     def _life(self) -> Life:
         return self._rounds.phase

@@ -238,6 +238,7 @@ class Sharding:
 
     def backward_ends(self) -> None:
         """Every gradient of the round is there."""
+        self.lockstep.ends_backward()
         self._carrier.backward_ends()
 
     def end_round(self) -> None:
@@ -254,12 +255,17 @@ class Sharding:
         """What was carried in rounds."""
         return self._carrier.traffic
 
-    def close(self) -> None:
-        """Ends what carries rounds, when no other rank needs anything of this one any more."""
+    def leave(self) -> None:
+        """Other ranks hear that this one takes no more steps; it waits for none of them."""
         if self._progress.error is None:
             # This rank asks no norm any more: one that does looks at whole gradients.
             self._carrier.end_round()
             self.lockstep.ends()
+
+    def close(self) -> None:
+        """Ends what carries rounds, when no other rank needs anything of this one any more."""
+        self.leave()
+        if self._progress.error is None:
             left = self._carrier.part(self._timeout_s)
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)

@@ -239,6 +239,9 @@ class WarmingUp:
     def restore(self) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
     def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
         raise PluginError(
             "no rank owns anything before the first backward pass: load a checkpoint into the "

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -27,6 +28,8 @@ FORKED = """
             self.name = name
         def flush(self):
             print(self.name, "flushed by", who, flush=True)
+        def leave(self):
+            pass
         def disown(self):
             print(self.name, "disowned", flush=True)
         def close(self, release_parameters):
@@ -63,6 +66,9 @@ class Session:
 
     def restore(self) -> None:
         self.calls.append("restore")
+
+    def leave(self) -> None:
+        self.calls.append("leave")
 
     def disown(self) -> None:
         self.calls.append("disown")
@@ -191,8 +197,33 @@ def test_a_model_that_only_its_session_keeps_is_not_ended_twice_at_exit() -> Non
     registry.add(Optimizer(), session)
     registry._at_exit()
     wait_for_ends()
-    assert session.calls == ["flush", "close"]
+    assert session.calls == ["flush", "leave", "close"]
     assert len(registry.ended()) == 1
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_session_whose_end_waits_for_other_ranks_holds_up_no_other(is_dropped: bool) -> None:
+    """They may be waiting for this one in another session, which has to leave first."""
+    calls: list[str] = []
+    has_left = threading.Event()
+
+    class Waiting(Session):
+        def close(self, *, release_parameters: bool = True) -> None:
+            calls.append("waits" if has_left.wait(10) else "gave up")
+
+    class Other(Session):
+        def leave(self) -> None:
+            has_left.set()
+
+    model, optimizers = Model(), [Optimizer(), Optimizer()]
+    waiting, other = Waiting("waiting", root=model), Other("other")
+    for optimizer, session in zip(optimizers, (waiting, other), strict=True):
+        registry.add(optimizer, session)
+    if is_dropped:
+        waiting.root = None
+        del model
+    registry._at_exit()
+    assert calls == ["waits"]
 
 
 def test_a_session_lives_on_without_its_optimizers() -> None:

@@ -12,6 +12,7 @@ from hostile import Hostile, verdict_of, verdict_of_ends
 from ranks import ExitedRank, Ranks
 
 PLAN = Plan("1", calm=True)
+SHARDED = {"shard": True, "partition_bytes": 256, "credit_bytes": 256, "timeout_s": 15.0}
 FATE = Fate(rank=1, step=1, moment="before_step", way="exit")
 
 
@@ -31,6 +32,33 @@ def test_some_turns() -> None:
         "skipped: equal": 1,
         "ended: named by all": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("plan", "fate"),
+    [
+        (
+            Plan("77.167", world_size=4, optimizers=("asgd",), options=SHARDED, calm=True),
+            Fate(rank=1, step=2, moment="backward", way="exit"),
+        ),
+        (
+            Plan(
+                "77.208",
+                world_size=3,
+                loop="two_models",
+                optimizers=("shadowed", "adamw"),
+                options=SHARDED,
+                calm=True,
+            ),
+            Fate(rank=1, step=1, moment="before_step", way="exit"),
+        ),
+    ],
+    ids=["inside a backward pass", "with two models"],
+)
+def test_an_end_is_heard_of_at_once(plan: Plan, fate: Fate) -> None:
+    """Where the others ask for a norm, or wait for an update of the other model."""
+    verdict, wrong = Hostile(0)._ended(plan, fate)
+    assert verdict == "named by all", wrong
 
 
 def test_a_rounded_gradient_is_found(two_ranks: Ranks) -> None:

@@ -167,3 +167,39 @@ def test_an_end_before_a_round(ranks: Ranks) -> None:
     assert zero.progress.error is None
     with pytest.raises(PeerLost, match="after 2 rounds, rank 0 is in round 3"):
         zero.lockstep.begins_round()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_end_inside_a_backward_pass(ranks: Ranks, is_late: bool) -> None:
+    """Its gradients do not come: whoever has done its own part need not wait for them."""
+    zero, one = ranks
+    both(ranks, Lockstep.begins_round)
+    exchanged(ranks)
+    one.lockstep.ends()
+    if is_late:
+        one.deliver(zero)
+        assert zero.progress.error is None
+        with pytest.raises(PeerLost):
+            zero.lockstep.ends_backward()
+    else:
+        zero.lockstep.ends_backward()
+        one.deliver(zero)
+    assert "rank 1 has ended its training inside the backward pass" in zero.error(PeerLost)
+
+
+def test_all_end_inside_a_backward_pass(ranks: Ranks) -> None:
+    both(ranks, Lockstep.begins_round, Lockstep.ends)
+    exchanged(ranks)
+    assert ranks[0].progress.error is ranks[1].progress.error is None
+
+
+def test_an_end_after_a_backward_pass(ranks: Ranks) -> None:
+    both(ranks, Lockstep.begins_round, Lockstep.ends_backward)
+    ranks[1].lockstep.ends()
+    exchanged(ranks)
+    assert ranks[0].progress.error is None
+
+
+def test_an_end_is_announced_once(ranks: Ranks) -> None:
+    both(ranks, Lockstep.ends, Lockstep.ends)
+    assert len(ranks[0].announced) == 1
