@@ -218,7 +218,11 @@ def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Ru
     for end in ends:
         check_told_of(end, ends[who], {"MismatchError", "PeerLost"}, PROMPTLY_S)
         assert "MismatchError" in (end.told["error"], *end.told["message"].split(": "))
-        said = "a gradient was set to None" if drops == "gradient" else "on one of them a step was left out"
+        said = (
+            "a gradient was set to None"
+            if drops == "gradient"
+            else "on one of them a step was left out"
+        )
         assert said in end.told["message"]
         assert end.told["state"]["error"] == "PluginError"
 
