@@ -116,7 +116,8 @@ class Scheduler:
 
     Args:
         core: the decisions.
-        transport: what sends; its ``start`` is called where events are handled.
+        transport: what sends; its ``start`` is called where events are handled. It looks at
+            `CommTask.lane`, if it has several.
         announce: called with the tasks that start now, before they do (a leader sends them to the
             other ranks).
         on_finish: called there for every finished task, which is re-armed already.
@@ -171,6 +172,10 @@ class Scheduler:
     def ordered(self, indices: Sequence[int]) -> None:
         """The leader's next tasks."""
         self._put(lambda: self.core.ordered(indices))
+
+    def act(self, event: _Event) -> None:
+        """Calls ``event``, which returns the tasks that it makes the core start, in its turn."""
+        self._put(event)
 
     def set_credit(self, credit_bytes: int) -> None:
         """A new credit window, in bytes."""

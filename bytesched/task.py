@@ -63,9 +63,11 @@ class CommTask:
     """
 
     __slots__ = (
+        "followers",
         "index",
         "is_part",
         "itemsize",
+        "lane",
         "members",
         "missing",
         "name",
@@ -100,6 +102,10 @@ class CommTask:
         #: the unmerged, unpartitioned tasks that lie (partly) in this range; itself if alone
         self.members: tuple[CommTask, ...] = (self,)
         self.is_part = False
+        #: number of the lane that carries it
+        self.lane = 0
+        #: the hops that its end is a source of
+        self.followers: tuple[CommTask, ...] = ()
         self.parts: tuple[CommTask, ...] = ()
         #: sources that have not called notify_ready in this iteration
         self.missing = 1
