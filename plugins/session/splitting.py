@@ -70,6 +70,7 @@ class Splitter(Protocol):
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
@@ -79,6 +80,7 @@ class Splitter(Protocol):
 
         Args:
             progress: of the session; receives the first error.
+            setting: its sizes are those of lanes.
             meter: of the session; learns how long norms were waited for.
             reduced: called when the sum of a chunk is in the arena.
         """
@@ -201,6 +203,7 @@ class Splitting:
             parts.plan,
             parts.packer,
             context.progress,
+            self._setting,
             reduced=self._reduced,
             meter=context.meter,
             observers=context.observers,

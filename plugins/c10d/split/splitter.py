@@ -25,7 +25,7 @@ from bytesched.plugins.c10d.split.owners import (
 )
 from bytesched.plugins.c10d.split.parts import EXACT_PARTS, Places
 from bytesched.plugins.c10d.split.requests import Requests
-from bytesched.plugins.c10d.split.sharded import ShardedExchange
+from bytesched.plugins.c10d.split.sharded import ParameterSpread
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.session.carrier import Traffic
@@ -101,6 +101,7 @@ class ExchangeSplitter:
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
@@ -111,6 +112,7 @@ class ExchangeSplitter:
             group,
             plan,
             packer,
+            setting,
             reduced=reduced,
             summed=notify,
             failed=progress.fail,
@@ -140,6 +142,7 @@ class ExchangeSplitter:
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -147,17 +150,19 @@ class ExchangeSplitter:
         observers: Observers,
     ) -> ShardedCarrier:
         group, notify = self._open_exchange(), _notifier(progress)
-        exchange = ShardedExchange(
+        exchange = Exchange(
             group,
             plan,
             packer,
-            spread=owners.spread,
-            gathered=owners.gathered,
+            setting,
+            is_spread=lambda chunk: chunk.index in plan.shared,
+            measurers=_measurers(plan, packer),
             reduced=reduced,
             summed=notify,
             failed=progress.fail,
             observers=observers,
         )
+        parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
         others, answers = self._open_answers(plan, progress)
         asked = self._open_group("requests")
         requests = Requests(asked, answer=owners.answer, heard=owners.heard, failed=progress.fail)
@@ -170,10 +175,12 @@ class ExchangeSplitter:
             meter,
             is_whole=_never,
             assembled=owners.assembled,
-            is_told=exchange.is_told,
+            is_told=lambda slot: exchange.is_told(slot.chunks),
         )
         groups = [group, others, asked]
-        return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
+        return ShardedCarrier(
+            exchange, parameters, answers, requests, desk, groups, self._close_group
+        )
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
         group = self._open_group("answers")
@@ -183,6 +190,17 @@ class ExchangeSplitter:
     def _open_exchange(self) -> Group:
         with short_queues(_UNSENT_BYTES):
             return self._open_group("exchange")
+
+
+def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
+    """Who measures each chunk, by index, where that is not its owner."""
+    return {
+        chunk.index: measurer
+        for chunk in plan.chunks
+        if (measurer := plan.measurer_of(chunk)) is not None
+        # What is rounded on its way is not what its owner has.
+        and packer.memory(chunk) is plan.buffers[chunk.index]
+    }
 
 
 def _notifier(progress: Progress) -> Callable[[], None]:
@@ -259,20 +277,22 @@ class ExchangeCarrier:
         # Without it others would wait for more; after an error they do not.
         with contextlib.suppress(BytesschedError):
             self._answers.end_round()
-        self._exchange.close()
+        self._close_exchange()
         self._answers.close()
         for group in self._groups:
             self._give_back(group)
+
+    def _close_exchange(self) -> None:
+        self._exchange.close()
 
 
 class ShardedCarrier(ExchangeCarrier):
     """See sharding.ShardedCarrier."""
 
-    _exchange: ShardedExchange
-
     def __init__(
         self,
-        exchange: ShardedExchange,
+        exchange: Exchange,
+        parameters: ParameterSpread,
         answers: Answers,
         requests: Requests,
         desk: Desk,
@@ -280,19 +300,20 @@ class ShardedCarrier(ExchangeCarrier):
         closed: Callable[[Group], None],
     ) -> None:
         super().__init__(exchange, answers, desk, groups, closed)
+        self._parameters = parameters
         self._requests = requests
 
     def lost(self) -> BaseException | None:
         return super().lost() or self._requests.lost()
 
     def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
-        self._exchange.expect(chunks, dtype)
+        self._parameters.expect(chunks)
 
     def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
-        return self._exchange.stage(chunk, dtype)
+        return self._parameters.stage(chunk)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
-        self._exchange.spread(chunk, turn)
+        self._parameters.spread(chunk, turn)
 
     @property
     def may_tell(self) -> bool:
@@ -317,3 +338,8 @@ class ShardedCarrier(ExchangeCarrier):
     def close(self) -> None:
         self._requests.close()
         super().close()
+
+    def _close_exchange(self) -> None:
+        self._parameters.close()
+        self._exchange.close(is_idle=self._parameters.is_idle)
+        self._parameters.join()
