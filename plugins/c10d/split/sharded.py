@@ -4,7 +4,6 @@ else that their owners want the others to have.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter_ns
@@ -48,10 +47,6 @@ class ShardedExchange(Exchange):
         self._tell_gathered = gathered
         #: what is sent of each owned chunk; and messages of phase two that are not over
         self._staged: dict[int, torch.Tensor] = {}
-        #: all of it, or what is rounded in it
-        self._leaving: dict[int, torch.Tensor] = {}
-        #: of each foreign chunk, what comes rounded
-        self._rounded: dict[int, deque[torch.Tensor]] = {}
         self._unspread = self._ungathered = 0
         #: of each other rank, what is sent to it in phase two
         self._lanes: dict[int, Lanes] = {}
@@ -92,27 +87,18 @@ class ShardedExchange(Exchange):
         with self._changed:
             self._tells = tells
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None = None) -> None:
-        """The owners of ``chunks``, which are others, send them next; front first.
-
-        With a ``dtype``, rounded to that.
-        """
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks``, which are others, send them next; front first."""
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         with self._changed:
             self._ungathered += len(listed)
             for _ in listed:
                 self._busy.begins(perf_counter_ns())
         # At once: an owner may wait for these before it sends what is expected already.
-        if dtype is not None:
-            for chunk in listed:
-                memory = torch.empty_like(self._plan.buffers[chunk.index], dtype=dtype)
-                self._rounded.setdefault(chunk.index, deque()).append(memory)
-        arrived = self._parameters_arrived
-        self._gathers.add(
-            [self._gather(c, FROM_OWNER, self._expected_memory(c), arrived) for c in listed]
-        )
+        arrived, buffers = self._parameters_arrived, self._plan.buffers
+        self._gathers.add([self._gather(c, FROM_OWNER, buffers[c.index], arrived) for c in listed])
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def stage(self, chunk: CommTask) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._unsent.get(chunk.index))
@@ -124,11 +110,7 @@ class ShardedExchange(Exchange):
             spare = self._incoming[chunk.index, self._peers[0]]
             fits = spare.dtype is buffer.dtype
             self._staged[chunk.index] = spare if fits else torch.empty_like(buffer)
-        memory = self._staged[chunk.index]
-        if dtype is not None:
-            memory = memory.view(dtype)[: memory.numel()]
-        self._leaving[chunk.index] = memory
-        return memory
+        return self._staged[chunk.index]
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         """Sends what was staged of ``chunk``, which is owned here, to all others.
@@ -239,14 +221,10 @@ class ShardedExchange(Exchange):
     def _is_shared(self, chunk: CommTask) -> bool:
         return chunk.index in self._plan.shared
 
-    def _expected_memory(self, chunk: CommTask) -> torch.Tensor:
-        rounded = self._rounded.get(chunk.index)
-        return rounded[-1] if rounded else self._plan.buffers[chunk.index]
-
     def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
         if self._is_shared(chunk) or chunk.index in self._telling:
             return super()._spread_memory(chunk)
-        return self._leaving[chunk.index]
+        return self._staged[chunk.index]
 
     def _left_for_all(self, chunk: CommTask) -> None:
         if self._is_shared(chunk):
@@ -265,9 +243,6 @@ class ShardedExchange(Exchange):
     def _parameters_arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
         self._messages.wait(work, owner, task=chunk.name)
         with self._changed:
-            if rounded := self._rounded.get(chunk.index):
-                # Of two, the one that was sent first, whichever of them this thread has waited for.
-                self._plan.buffers[chunk.index].copy_(rounded.popleft())
             self._ungathered -= 1
             self._busy.ends(perf_counter_ns())
         self._tell_gathered(chunk)

@@ -285,11 +285,11 @@ class ShardedCarrier(ExchangeCarrier):
     def lost(self) -> BaseException | None:
         return super().lost() or self._requests.lost()
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
-        self._exchange.expect(chunks, dtype)
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        self._exchange.expect(chunks)
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
-        return self._exchange.stage(chunk, dtype)
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        return self._exchange.stage(chunk)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         self._exchange.spread(chunk, turn)
