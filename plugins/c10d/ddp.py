@@ -123,8 +123,6 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             _refuse_to_shard(optimizer, model)
-        if config.gather_dtype is not None:
-            _refuse_to_round(model)
         session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -273,16 +271,6 @@ def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
     if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
-
-
-def _refuse_to_round(model: nn.Module) -> None:
-    """Raises PluginError unless all that is trained of ``model`` is fp32."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is not torch.float32:
-            raise PluginError(
-                f"gather_dtype rounds what is float32, and {name!r} is {parameter.dtype}: leave "
-                "gather_dtype as it is, or train in float32 under autocast"
-            )
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

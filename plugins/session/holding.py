@@ -19,7 +19,6 @@ from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
-from bytesched.plugins.session.masters import drop_masters, give_back
 from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
 from bytesched.plugins.session.phase import Context
 
@@ -54,11 +53,6 @@ class StepTaken:
         self._holding = holding
         self._history = history
         self._number = history.taken
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Whose step it is; something keeps it alive meanwhile."""
-        return self._history.deferred.optimizer
 
     def begins(self) -> None:
         """The state is changed from here on."""
@@ -119,9 +113,6 @@ class Holding:
         """Takes its hooks off."""
         for handle in self._handles:
             handle.remove()
-        for history in self._histories:
-            if history.deferred.is_alive and self.ownerships.rounded is not None:
-                drop_masters(history.deferred.optimizer.state)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -310,9 +301,6 @@ class Holding:
                 others = {key: entry for key, entry in dict.items(state) if key not in entries}
                 with self._reading:
                     state.restore({**entries, **others})
-                for parameter, entry in entries.items():
-                    if self.ownerships.rounded is not None:
-                        give_back(entry, parameter, self.ownerships.rounded)
 
 
 def _state_of(deferred: Deferred) -> GuardedState:

@@ -14,12 +14,10 @@ from torch import nn
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
 from bytesched.plugins.optimizer.deferred import Deferred, Later
 from bytesched.plugins.optimizer.frozen import snapshot, tensors_of
-from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
 from bytesched.plugins.session.holding import Holding, StepTaken
 from bytesched.plugins.session.lazy import is_kept, is_seen
-from bytesched.plugins.session.masters import Master
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.sharding import Sharding
@@ -106,7 +104,7 @@ class ShardedArming(Arming):
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
         if now:
-            step.begins(now)
+            step.begins()
         self._arm_all(_jobs(later, step, deferred), owned, foreign)
         return groups
 
@@ -116,9 +114,8 @@ class ShardedArming(Arming):
             step, now = self._now
             self._now = None
             if now:
-                for own in map(self._ownerships.own, now):
-                    if own is not None and not isinstance(own, Slot):
-                        own.grad_from_arena()
+                for part in filter(None, map(self._ownerships.part, now)):
+                    part.grad_from_arena()
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
@@ -140,10 +137,9 @@ class ShardedArming(Arming):
         if slot.alias.data_ptr() != slot.parameter.data_ptr():
             slot.realias()
             deferred.know(slot)
-            own = self._ownerships.own(slot)
-            if own is not None and own is not slot:
-                own.realias()
-                deferred.know(own)
+            if (part := self._ownerships.part(slot)) is not None:
+                part.realias()
+                deferred.know(part)
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
@@ -153,9 +149,8 @@ class ShardedArming(Arming):
         for slot in slots:
             slot.used = False
             self._make_plain(slot)
-            own = self._ownerships.own(slot)
-            if own is not None and not isinstance(own, Slot):
-                own.grad_from_parameter()
+            if (part := self._ownerships.part(slot)) is not None:
+                part.grad_from_parameter()
 
     def _arm_all(
         self, armed: dict[Bundle, list[Job]], owned: Sequence[Slot], foreign: Sequence[Slot]
@@ -227,11 +222,9 @@ class _Owned:
         for slot in slots:
             self._changes[slot], slot.changes = slot.changes, []
 
-    def begins(self, slots: Sequence[Slot]) -> None:
-        """These are about to be updated."""
+    def begins(self) -> None:
+        """Something is about to be updated."""
         self._taken.begins()
-        for master in self._masters(slots):
-            master.take(self._state)
 
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         assert self._update is not None
@@ -239,7 +232,7 @@ class _Owned:
             for slot in some:
                 self._wholes.change(slot, self._changes.pop(slot))
         slots = [slot for _, some in groups for slot in some]
-        self.begins(slots)
+        self.begins()
         own = self._spreading.ownerships.own
         self._update.update(
             [(taken, [o for o in map(own, some) if o is not None]) for taken, some in groups]
@@ -248,8 +241,6 @@ class _Owned:
 
     def updated(self, slots: Sequence[Slot]) -> None:
         """These are: what is complete is sent."""
-        for master in self._masters(slots):
-            master.give(self._state)
         complete = []
         owned = [(slot, chunk) for slot in slots for chunk in self._spreading.owned_chunks([slot])]
         for slot, chunk in owned:
@@ -262,16 +253,6 @@ class _Owned:
         for chunk in complete:
             self._spreading.send(chunk, self._turn)
         self._taken.ends(len(slots))
-
-    def _masters(self, slots: Sequence[Slot]) -> list[Master]:
-        own = map(self._spreading.ownerships.own, slots)
-        return [master for master in own if isinstance(master, Master)]
-
-    @property
-    def _state(self) -> GuardedState:
-        state = self._taken.optimizer.state
-        assert isinstance(state, GuardedState)
-        return state
 
 
 class _Received:

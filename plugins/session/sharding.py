@@ -133,7 +133,6 @@ class Sharding:
         wholes: answers for gradients.
         kinds: which optimizer updates each parameter of the plan, by number; -1: none.
         may_cut: whether any part of each parameter can be updated alone.
-        rounded: what parameters are rounded to when owners send them, if they are.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class Sharding:
         wholes: Wholes,
         kinds: Sequence[int],
         may_cut: Sequence[bool],
-        rounded: torch.dtype | None,
     ) -> None:
         self._plan = parts.plan
         self._progress = context.progress
@@ -164,7 +162,7 @@ class Sharding:
         here = torch.zeros(1, device=parts.plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
         splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds, may_cut)
-        self.ownerships = Ownerships(parts.plan, self._rank, rounded)
+        self.ownerships = Ownerships(parts.plan, self._rank)
         holding.ownerships = wholes.ownerships = self.ownerships
         for part in (parts.packer, parts.synchronizing, parts.gates):
             part.plan_cut()

@@ -22,10 +22,10 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
-        """The owners of ``chunks`` send something of each, rounded to ``dtype`` if that is one."""
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks`` send something of each."""
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
+    def stage(self, chunk: CommTask) -> torch.Tensor:
         """Memory in the layout of ``chunk``, free to be written; waits until it is."""
 
     def spread(self, chunk: CommTask, turn: int) -> None:
@@ -82,14 +82,9 @@ class Spreading:
         return expected
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send their parameters."""
+        """The owners of ``chunks`` send their parameters, or their gradients."""
         if chunks:
-            self._carrier.expect(chunks, self.ownerships.rounded)
-
-    def expect_gradients(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send their gradients."""
-        if chunks:
-            self._carrier.expect(chunks, None)
+            self._carrier.expect(chunks)
 
     @torch.no_grad()
     def stage(self, chunk: CommTask, slot: Slot) -> None:
@@ -97,7 +92,7 @@ class Spreading:
 
         At once: the script may write to the parameter before the rest of the chunk is updated.
         """
-        self._stage(chunk, _parameters, self.ownerships.rounded, slot)
+        self._stage(chunk, _parameters, slot)
 
     def send(self, chunk: CommTask, turn: int) -> None:
         """Sends the parameters of ``chunk``, which are staged, to all other ranks."""
@@ -106,7 +101,7 @@ class Spreading:
     @torch.no_grad()
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._stage(chunk, part_of, None)
+        self._stage(chunk, part_of)
         self._carrier.spread(chunk, self.turn)
 
     def spread(self, chunk: CommTask) -> None:
@@ -131,10 +126,9 @@ class Spreading:
         self,
         chunk: CommTask,
         part_of: Callable[[Slice], torch.Tensor],
-        dtype: torch.dtype | None,
         only: Slot | None = None,
     ) -> None:
-        memory, offset = self._carrier.stage(chunk, dtype), 0
+        memory, offset = self._carrier.stage(chunk), 0
         for slice_ in self._plan.slices[chunk.index]:
             n = slice_.stop_at - slice_.start_at
             if only is None or slice_.slot is only:

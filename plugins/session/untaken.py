@@ -67,7 +67,7 @@ class Untaken:
             expected = self._spreading.arm(owned, foreign)
         for chunk in self._spreading.owned_chunks(owned):
             self._spreading.send_gradients(chunk, self._as_summed)
-        self._spreading.expect_gradients(expected)
+        self._spreading.expect(expected)
         self._progress.wait(
             lambda: not any(slot.bundle.coming for slot in foreign), "gradients of no step"
         )

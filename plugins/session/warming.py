@@ -154,7 +154,6 @@ class WarmingUp:
                 wholes=wholes,
                 kinds=self._kinds(plan),
                 may_cut=self._may_cut(plan),
-                rounded=self._rounded(),
             )
             arming = ShardedArming(
                 plan.slots, synchronizing, updater, context, splitting, holding, wholes
@@ -191,11 +190,6 @@ class WarmingUp:
             retuning=retuning,
             splitting=splitting,
         )
-
-    def _rounded(self) -> torch.dtype | None:
-        """What parameters are rounded to when owners send them."""
-        name = self._config.gather_dtype
-        return None if name is None else getattr(torch, name)
 
     def _kinds(self, plan: Plan) -> list[int]:
         """Which optimizer updates each parameter, by number; -1 if none does."""

@@ -306,10 +306,10 @@ class ShardedCarrier(ExchangeCarrier):
     def lost(self) -> BaseException | None:
         return super().lost() or self._requests.lost()
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
+    def expect(self, chunks: Iterable[CommTask]) -> None:
         self._parameters.expect(chunks)
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
+    def stage(self, chunk: CommTask) -> torch.Tensor:
         return self._parameters.stage(chunk)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
