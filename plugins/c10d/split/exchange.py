@@ -30,7 +30,7 @@ from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.c10d.split.gathers import Gather, Gathers
 from bytesched.plugins.c10d.split.sums import Sums
-from bytesched.plugins.c10d.waiter import Waiter
+from bytesched.plugins.c10d.waiters import Waiters
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.spans import span
@@ -60,7 +60,7 @@ class Message(CommTask):
         ended: called with the chunk when the message has left, in the scheduler's turn.
     """
 
-    __slots__ = ("chunk", "ended", "kind", "peer")
+    __slots__ = ("chunk", "ended", "peer", "tag")
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Message(CommTask):
         )
         self.chunk = chunk
         self.peer = peer
-        self.kind = kind
+        self.tag = _tag(chunk, kind)
         self.ended = ended
         self.lane = lane
         self.index = index
@@ -153,8 +153,7 @@ class Exchange:
         self._failed = failed
         self._gathers = Gathers(self._give_up)
         self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
-        self._leaving = Waiter(self.messages, "bytesched-leaving")
-        self._spreading = Waiter(self.messages, "bytesched-spreading")
+        self._waiters = Waiters(self.messages, "bytesched-sends")
         core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
         #: by lane, what begins its hops
         self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
@@ -274,13 +273,14 @@ class Exchange:
         """Begins to receive what ``peer`` sends of ``chunk``; returns the work."""
         return self.group.backend.recv([memory], peer, _tag(chunk, kind))
 
-    def send(self, memory: torch.Tensor, peer: int, chunk: CommTask, kind: int) -> Any:
-        """Begins to send ``memory``, of ``chunk``; returns the work. Raises an error of ours."""
+    def send(self, memory: torch.Tensor, peer: int, hop: CommTask, tag: int, done: Done) -> None:
+        """Begins to send ``memory``, which is ``hop``. Raises an error of ours."""
         try:
             with span("bytesched::send"):
-                return self.group.backend.send([memory], peer, _tag(chunk, kind))
+                work = self.group.backend.send([memory], peer, tag)
         except RuntimeError as error:
-            raise self.group.error(error, task=chunk.name) from error
+            raise self.group.error(error, task=hop.name) from error
+        self._waiters.put(hop, work, peer, done)
 
     def story(self) -> str:
         core = self.scheduler.core
@@ -303,15 +303,13 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        for waiter in (self._leaving, self._spreading):
-            waiter.stop()
+        self._waiters.stop()
         if not (is_idle and self.is_idle):
             self.group.abort()
         self.scheduler.close()
         self._sums.close()
         self._gathers.close()
-        for waiter in (self._leaving, self._spreading):
-            waiter.join()
+        self._waiters.join()
 
     # -- hops, see transport.Transport -------------------------------------------------
 
@@ -324,14 +322,11 @@ class Exchange:
 
     def _send_gradients(self, chunk: CommTask, done: Done) -> None:
         owner = self._plan.owners[chunk.index]
-        work = self.send(self._packer.pack(chunk), owner, chunk, TO_OWNER)
-        self._leaving.put(chunk, [(work, owner)], done)
+        self.send(self._packer.pack(chunk), owner, chunk, _tag(chunk, TO_OWNER), done)
 
     def _send_sum(self, message: CommTask, done: Done) -> None:
         assert isinstance(message, Message)
-        memory = self._packer.memory(message.chunk)
-        work = self.send(memory, message.peer, message.chunk, message.kind)
-        self._spreading.put(message, [(work, message.peer)], done)
+        self.send(self._packer.memory(message.chunk), message.peer, message, message.tag, done)
 
     # -- events, one at a time ---------------------------------------------------------
 

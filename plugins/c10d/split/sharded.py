@@ -15,7 +15,6 @@ from bytesched.lane import Lane
 from bytesched.order import Leading
 from bytesched.plugins.c10d.split.exchange import FROM_OWNER, Exchange, Message
 from bytesched.plugins.c10d.split.gathers import Gather
-from bytesched.plugins.c10d.waiter import Waiter
 from bytesched.plugins.layout.plan import Plan
 from bytesched.policy import Priority
 from bytesched.task import CommTask
@@ -25,18 +24,16 @@ __all__ = ["ParameterSpread"]
 
 
 class _Turn:
-    """A lane to each other rank, and the thread that waits for what is on them.
+    """A lane to each other rank.
 
     A message that another rank does not expect yet stays under way until it does. It may need
     something of an earlier turn to come as far: so no turn waits for a later one.
     """
 
-    def __init__(self, exchange: Exchange, send: Callable[[Waiter, CommTask, Done], None]) -> None:
+    def __init__(self, exchange: Exchange, send: Callable[[CommTask, Done], None]) -> None:
         self.number = 0
         #: messages that have not left
         self.left = 0
-        self.waiter = Waiter(exchange.messages, "bytesched-parameters")
-        begin = partial(send, self.waiter)
         self.lanes = {
             peer: Lane(
                 Leading(Priority()),
@@ -46,7 +43,7 @@ class _Turn:
             for peer in exchange.peers
         }
         self.lane_numbers = {
-            peer: exchange.add_lane(lane, begin) for peer, lane in self.lanes.items()
+            peer: exchange.add_lane(lane, send) for peer, lane in self.lanes.items()
         }
 
 
@@ -121,17 +118,10 @@ class ParameterSpread:
         self._exchange.scheduler.act(partial(self._begin_spread, chunk, turn, now_ns))
 
     def close(self) -> None:
-        """Wakes who waits for memory, and ends threads whose waits are over. Idempotent."""
+        """Wakes who waits for memory. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for turn in self._turns:
-            turn.waiter.stop()
-
-    def join(self) -> None:
-        """Waits for those threads."""
-        for turn in self._turns:
-            turn.waiter.join()
 
     # -- events, in the exchange's turn ------------------------------------------------
 
@@ -203,11 +193,10 @@ class ParameterSpread:
 
     # -- messages ----------------------------------------------------------------------
 
-    def _send(self, waiter: Waiter, message: CommTask, done: Done) -> None:
+    def _send(self, message: CommTask, done: Done) -> None:
         assert isinstance(message, Message)
         memory = self._staged[message.chunk.index]
-        work = self._exchange.send(memory, message.peer, message.chunk, message.kind)
-        waiter.put(message, [(work, message.peer)], done)
+        self._exchange.send(memory, message.peer, message, message.tag, done)
 
     def _gather(self, chunk: CommTask) -> Gather:
         owner = self._plan.owners[chunk.index]

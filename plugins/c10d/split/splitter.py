@@ -342,4 +342,3 @@ class ShardedCarrier(ExchangeCarrier):
     def _close_exchange(self) -> None:
         self._parameters.close()
         self._exchange.close(is_idle=self._parameters.is_idle)
-        self._parameters.join()
