@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 
 from bytesched.admission import Admission
 from bytesched.errors import InvalidTransition
@@ -71,7 +70,9 @@ class SchedulerCore:
         for follower in task.followers:
             if follower.notify_ready():
                 started += self.ready(follower)
-        return started + self._start_next(lane)
+        if len(lane.queue) or lane.followers:
+            started += self._start_next(lane)
+        return started
 
     def fail(self, task: CommTask) -> None:
         """The transport gave ``task`` up; nothing is started any more."""
@@ -155,7 +156,9 @@ class SchedulerCore:
         started = lane.start_next()
         if lane.followers and not lane.queue.has_next():
             # Its last hop has begun: what goes after it may.
-            started += chain.from_iterable(follower.start_next() for follower in lane.followers)
+            for follower in lane.followers:
+                if len(follower.queue):
+                    started += follower.start_next()
         for task in started:
             self._note("start", task)
         return started

@@ -68,11 +68,11 @@ class Lane:
         window_bytes = self.credit_bytes
         if self.in_flight_bytes >= window_bytes:
             return started
+        if self._yields_to and any(lane.queue.has_next() for lane in self._yields_to):
+            return started
         if self.admission is not None:
             window_bytes = max(window_bytes, self.admission.block_bytes(window_bytes))
         while self.in_flight_bytes < window_bytes:
-            if self._yields_to and any(lane.queue.has_next() for lane in self._yields_to):
-                break
             task = self.queue.pop()
             if task is None:
                 break

@@ -86,7 +86,9 @@ class Following:
         self._ready[task.index] = task
 
     def pop(self) -> CommTask | None:
-        return self._ready.pop(self._order.popleft()) if self.has_next() else None
+        if self._order and self._order[0] in self._ready:
+            return self._ready.pop(self._order.popleft())
+        return None
 
     def has_next(self) -> bool:
         return bool(self._order) and self._order[0] in self._ready

@@ -71,6 +71,7 @@ class CommTask:
         "members",
         "missing",
         "name",
+        "nbytes",
         "parts",
         "priority",
         "start_at",
@@ -97,6 +98,8 @@ class CommTask:
         self.start_at = start_at
         self.stop_at = stop_at
         self.itemsize = itemsize
+        #: size on the wire before compression
+        self.nbytes = (stop_at - start_at) * itemsize
         #: position in the plan, the same on all ranks; -1 until planned
         self.index = -1
         #: the unmerged, unpartitioned tasks that lie (partly) in this range; itself if alone
@@ -110,11 +113,6 @@ class CommTask:
         #: sources that have not called notify_ready in this iteration
         self.missing = 1
         self.state = TaskState.WAITING
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire before compression, in bytes."""
-        return (self.stop_at - self.start_at) * self.itemsize
 
     @classmethod
     def merge(cls, tasks: Sequence[CommTask]) -> CommTask:

@@ -42,7 +42,8 @@ class Waiters:
     def __init__(self, messages: Messages, name: str) -> None:
         self._messages = messages
         self._name = name
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         #: by lane, messages that were begun; lanes that no thread waits for, the oldest first
         self._begun: dict[int, deque[_Begun]] = {}
         self._unattended: deque[int] = deque()
@@ -54,7 +55,7 @@ class Waiters:
 
     def put(self, task: CommTask, work: Any, peer: int, done: Done) -> None:
         """Calls ``done`` when ``work``, a message to ``peer``, has ended."""
-        with self._changed:
+        with self._lock:
             begun = self._begun.setdefault(task.lane, deque())
             begun.append(_Begun(task, work, peer, done, monotonic()))
             if len(begun) == 1:
@@ -63,7 +64,7 @@ class Waiters:
 
     def stop(self) -> None:
         """Ends the threads when their waits are over; what fails from now on was closed."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
@@ -90,7 +91,7 @@ class Waiters:
                     if self._closed
                     else error
                 )
-            with self._changed:
+            with self._lock:
                 self._begun[lane].popleft()
                 if self._begun[lane]:
                     self._unattended.append(lane)
@@ -98,7 +99,7 @@ class Waiters:
 
     def _next(self) -> int | None:
         """A lane to wait for; None when there will be none."""
-        with self._changed:
+        with self._lock:
             self._idle += 1
             try:
                 while not self._closed:

@@ -57,7 +57,8 @@ class Packer:
     def pack(self, chunk: CommTask) -> torch.Tensor:
         """The tensor to reduce for ``chunk``."""
         # In the thread that trains, modes of the script would see what they do not see under DDP.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        # Nothing here requires a gradient.
+        with torch._C.DisableTorchFunction():
             return self._packed(chunk)
 
     def _packed(self, chunk: CommTask) -> torch.Tensor:

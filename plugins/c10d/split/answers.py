@@ -170,7 +170,7 @@ class Answers:
         for peer in self._peers:
             # A rank that is gone needs no answer; where its gradients are missing, that is noticed.
             with contextlib.suppress(RuntimeError):
-                self._sent.append((self._group.backend.send([message], peer, _TAG), message))
+                self._sent.append((self._group.send(message, peer, _TAG), message))
 
     def _receive_from(self, peer: int) -> None:
         """A thread for each other rank."""
@@ -179,7 +179,7 @@ class Answers:
             try:
                 while True:
                     message = torch.empty(_HEADER + self._values, dtype=torch.float64, device="cpu")
-                    work = self._group.backend.recv([message], peer, _TAG)
+                    work = self._group.receive(message, peer, _TAG)
                     self._messages.wait(work, peer, task=_TASK, limit=_NO_LIMIT)
                     if not message[_HEADER - 1]:
                         self._end(peer, number)

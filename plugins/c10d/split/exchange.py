@@ -271,13 +271,13 @@ class Exchange:
 
     def receive(self, memory: torch.Tensor, peer: int, chunk: CommTask, kind: int) -> Any:
         """Begins to receive what ``peer`` sends of ``chunk``; returns the work."""
-        return self.group.backend.recv([memory], peer, _tag(chunk, kind))
+        return self.group.receive(memory, peer, _tag(chunk, kind))
 
     def send(self, memory: torch.Tensor, peer: int, hop: CommTask, tag: int, done: Done) -> None:
         """Begins to send ``memory``, which is ``hop``. Raises an error of ours."""
         try:
             with span("bytesched::send"):
-                work = self.group.backend.send([memory], peer, tag)
+                work = self.group.send(memory, peer, tag)
         except RuntimeError as error:
             raise self.group.error(error, task=hop.name) from error
         self._waiters.put(hop, work, peer, done)

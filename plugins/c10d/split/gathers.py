@@ -27,7 +27,8 @@ class Gathers:
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         #: each begins the receives of a round, and returns what is to follow, front first
         self._to_begin: deque[Callable[[], Iterable[Gather]]] = deque()
         #: nobody waits for them yet
@@ -45,19 +46,19 @@ class Gathers:
 
     def begin(self, receive: Callable[[], Iterable[Gather]]) -> None:
         """A round begins: a thread calls ``receive``, and waits for what it returns first."""
-        with self._changed:
+        with self._lock:
             self._to_begin.append(receive)
             self._changed.notify_all()
 
     def add(self, gathers: Iterable[Gather]) -> None:
         """These are being received, front first; they are waited for after earlier ones."""
-        with self._changed:
+        with self._lock:
             self._waiting.extend(gathers)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the threads, whose waits have been broken if there are any. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -73,7 +74,7 @@ class Gathers:
 
     def _run_front(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._closed or self._to_begin or self._waiting)
                 if self._closed:
                     return
@@ -87,13 +88,13 @@ class Gathers:
     def _add_first(self, gathers: list[Gather]) -> None:
         # Others may have been added by now that depend on them: a rank that waits for a norm of
         # such a sum sends no parameters.
-        with self._changed:
+        with self._lock:
             self._waiting.extendleft(reversed(gathers))
             self._changed.notify_all()
 
     def _run_back(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._closed or self._waiting)
                 if self._closed:
                     return

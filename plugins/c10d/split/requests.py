@@ -165,7 +165,7 @@ class Requests:
             self._messages.wait(work, peer, task="an announcement")
 
     def _begin_send(self, peer: int, message: torch.Tensor, tag: int) -> Any:
-        return self._group.backend.send([message], peer, tag), message
+        return self._group.send(message, peer, tag), message
 
     def _send(
         self, peer: int, head: torch.Tensor, head_tag: int, body: bytes, tag: int, task: str
@@ -184,7 +184,7 @@ class Requests:
         *,
         limit: timedelta | None = None,
     ) -> torch.Tensor:
-        work = self._group.backend.recv([into], peer, tag)
+        work = self._group.receive(into, peer, tag)
         self._messages.wait(work, peer, task=task, limit=limit)
         return into
 

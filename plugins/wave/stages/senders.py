@@ -42,7 +42,7 @@ class Senders:
         """See transport.Transport."""
         route, tag = self._addresses[task]
         try:
-            work = self._group.backend.send([self._chunk_of(task)], route.to, tag)
+            work = self._group.send(self._chunk_of(task), route.to, tag)
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         kind = (route.cargo, route.to, route.stage == self._group.rank)
