@@ -106,6 +106,11 @@ class SchedulerCore:
         self.lanes[lane].set_credit(credit_bytes)
         return self._start_next(self.lanes[lane])
 
+    def set_background(self, lane: int, is_background: bool) -> list[CommTask]:
+        """Whether a lane sends one hop at a time, and only when those it yields to send nothing."""
+        self.lanes[lane].is_background = is_background
+        return self._start_next(self.lanes[lane])
+
     def use_queue(self, queue: ReadyQueue, lane: int = 0) -> None:
         """A new way of ordering, between iterations (nothing ready, nothing in flight)."""
         self._idle(lane, "queue").queue = queue

@@ -39,6 +39,8 @@ class Lane:
         self.in_flight: dict[int, CommTask] = {}
         self.in_flight_bytes = 0
         self._yields_to: tuple[Lane, ...] = ()
+        #: one hop at a time, and only while nothing of those that it yields to is in flight
+        self.is_background = False
         #: lanes that wait for this one
         self.followers: list[Lane] = []
         self.yield_to(yields_to)
@@ -68,10 +70,12 @@ class Lane:
         window_bytes = self.credit_bytes
         if self.in_flight_bytes >= window_bytes:
             return started
-        if self._yields_to and any(lane.queue.has_next() for lane in self._yields_to):
+        if self._yields_to and self._must_yield():
             return started
         if self.admission is not None:
             window_bytes = max(window_bytes, self.admission.block_bytes(window_bytes))
+        if self.is_background:
+            window_bytes = 1
         while self.in_flight_bytes < window_bytes:
             task = self.queue.pop()
             if task is None:
@@ -84,6 +88,13 @@ class Lane:
             self.in_flight_bytes += task.nbytes
             started.append(task)
         return started
+
+    def _must_yield(self) -> bool:
+        if self.is_background and (
+            self.in_flight or any(lane.in_flight for lane in self._yields_to)
+        ):
+            return True
+        return any(lane.queue.has_next() for lane in self._yields_to)
 
     def landed(self, task: CommTask) -> bool:
         """``task`` is over, well or not; false if it was not in flight."""

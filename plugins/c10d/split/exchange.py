@@ -26,7 +26,7 @@ from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.lane import Lane
 from bytesched.observe import Observers
 from bytesched.order import Following, Leading
-from bytesched.plugins.c10d.group import Group
+from bytesched.plugins.c10d.group import PATIENCE_S, Group
 from bytesched.plugins.c10d.messages import Messages
 from bytesched.plugins.c10d.split.gathers import Gather, Gathers
 from bytesched.plugins.c10d.split.sums import Sums
@@ -36,7 +36,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.policy import Fifo, Priority
-from bytesched.scheduler import InTurn, Scheduler
+from bytesched.scheduler import EventThread, InTurn, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done
 from bytesched.tunable import Setting
@@ -50,6 +50,8 @@ TO_OWNER, FROM_OWNER, TO_MEASURER = range(3)
 _SUMS: Final = 0
 #: Whatever is ready starts.
 _NO_LIMIT: Final = 1 << 62
+#: Rounds after which all take over the order in which rank 0 has submitted chunks.
+_LEARNED_AFTER: Final = frozenset({1, 8})
 
 
 class Message(CommTask):
@@ -134,10 +136,14 @@ class Exchange:
         ahead = max(setting.credit_bytes / setting.partition_bytes, 1.0) - 1.0
         #: of a lane to one rank
         self.credit_bytes = 1 + int(ahead * largest_bytes)
-        #: as backward completes them
-        in_order = sorted(plan.chunks, key=plan.computed)
-        self._owned = [c for c in in_order if plan.owners[c.index] == group.rank]
-        self._foreign = [c for c in in_order if plan.owners[c.index] != group.rank]
+        #: in which gradients are sent, the same on all ranks: as backward completes them, as far as
+        #: that is known
+        self._order = sorted(plan.chunks, key=plan.computed)
+        #: of rank 0: as they were submitted in this round
+        self._seen: list[int] = []
+        self._rounds = 0
+        self._owned = [c for c in self._order if plan.owners[c.index] == group.rank]
+        self._foreign = [c for c in self._order if plan.owners[c.index] != group.rank]
         #: owners tell measurers in this round
         self._tells = False
         #: of this round: chunks that were submitted, which the user's thread counts, those whose
@@ -154,6 +160,7 @@ class Exchange:
         self._gathers = Gathers(self._give_up)
         self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
         self._waiters = Waiters(self.messages, "bytesched-sends")
+        self._submits = EventThread()
         core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
         #: by lane, what begins its hops
         self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
@@ -174,7 +181,9 @@ class Exchange:
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
             share = Lane(Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"soon to {peer}")
-            spread = Lane(Leading(Priority()), credit_bytes=1, name=f"sums to {peer}")
+            spread = Lane(
+                Leading(Priority()), credit_bytes=self.credit_bytes, name=f"sums to {peer}"
+            )
             spread.yield_to((leave, share))
             self.first_to[peer] = leave, share
             self._leave[peer] = self.add_lane(leave, self._send_gradients)
@@ -248,6 +257,21 @@ class Exchange:
         """The error of a message that is waited for and cannot come, if there is one."""
         return self.messages.lost()
 
+    def begin_round(self) -> None:
+        """A new backward pass begins, and nothing is under way. Raises an error of ours."""
+        if self._rounds in _LEARNED_AFTER:
+            order = torch.tensor(
+                self._seen or [chunk.index for chunk in self._order], dtype=torch.int64
+            )
+            self.group.broadcast([order], task="the order of gradients")
+            self._order = [self._plan.chunks[index] for index in order.tolist()]
+            mine = self.group.rank
+            self._owned = [c for c in self._order if self._plan.owners[c.index] == mine]
+            self._foreign = [c for c in self._order if self._plan.owners[c.index] != mine]
+            self._sums.use_order(self._owned)
+        self._rounds += 1
+        self._seen = []
+
     def submit(self, chunk: CommTask) -> None:
         """The gradients of ``chunk``, which is READY, are there."""
         if self._closed:
@@ -262,8 +286,11 @@ class Exchange:
             self._submitted = 0
             self._count_round()
         self._submitted += 1
+        self._seen.append(chunk.index)
         is_last = self._submitted == count
-        self.scheduler.act(partial(self._submit, chunk, now_ns, first=is_first, last=is_last))
+        event = partial(self._submit, chunk, now_ns, first=is_first, last=is_last)
+        # Not here: a hop that starts is packed, which would hold up backward.
+        self._submits.put(self.scheduler.act, event)
 
     def expect(self, gathers: Iterable[Gather]) -> None:
         """Waits for these receives as well, front first."""
@@ -303,6 +330,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        self._submits.close()
         self._waiters.stop()
         if not (is_idle and self.is_idle):
             self.group.abort()
@@ -310,6 +338,7 @@ class Exchange:
         self._sums.close()
         self._gathers.close()
         self._waiters.join()
+        self._submits.join(PATIENCE_S)
 
     # -- hops, see transport.Transport -------------------------------------------------
 
@@ -338,9 +367,8 @@ class Exchange:
         core = self.scheduler.core
         started = core.ready(chunk)
         if last:
-            # While backward computes, one sum at a time: no gradient waits for more than that.
             for lane in self._spread.values():
-                started += core.set_credit(self.credit_bytes, lane)
+                started += core.set_background(lane, False)
         return started
 
     def _count_round(self) -> None:
@@ -354,8 +382,10 @@ class Exchange:
 
     def _begin_round(self) -> None:
         core = self.scheduler.core
+        # While backward computes, sums fill the link where there are no gradients: so none of those
+        # waits for more than one sum.
         for lane in self._spread.values():
-            core.set_credit(1, lane)
+            core.set_background(lane, True)
         for peer, lane in self._leave.items():
             core.ordered(
                 [c.index for c in self._foreign if self._plan.owners[c.index] == peer], lane

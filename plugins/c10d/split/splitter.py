@@ -135,7 +135,14 @@ class ExchangeSplitter:
             assembled=None,
             is_told=lambda _: False,
         )
-        return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
+        return ExchangeCarrier(
+            exchange,
+            answers,
+            desk,
+            [group, others],
+            failed=progress.fail,
+            closed=self._close_group,
+        )
 
     def sharded(
         self,
@@ -179,7 +186,14 @@ class ExchangeSplitter:
         )
         groups = [group, others, asked]
         return ShardedCarrier(
-            exchange, parameters, answers, requests, desk, groups, self._close_group
+            exchange,
+            parameters,
+            answers,
+            requests,
+            desk,
+            groups,
+            failed=progress.fail,
+            closed=self._close_group,
         )
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
@@ -221,6 +235,7 @@ class ExchangeCarrier:
     Args:
         answers: to what is asked of gradients, which no chunk on the wire holds up.
         groups: of both; only this carrier uses them.
+        failed: called with an error.
         closed: called with each group when nothing of it is used any more.
     """
 
@@ -232,9 +247,12 @@ class ExchangeCarrier:
         answers: Answers,
         desk: Desk,
         groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
         closed: Callable[[Group], None],
     ) -> None:
         self._exchange = exchange
+        self._failed = failed
         self._answers = answers
         self.desk = desk
         self._groups = groups
@@ -250,6 +268,12 @@ class ExchangeCarrier:
         return self.desk.was_asked
 
     def begin_round(self) -> None:
+        try:
+            self._exchange.begin_round()
+        except BytesschedError as error:
+            # The other ranks learn of it, as they take part in it.
+            self._failed(error)
+            raise
         self.desk.begin_round()
 
     def backward_ends(self) -> None:
@@ -297,9 +321,11 @@ class ShardedCarrier(ExchangeCarrier):
         requests: Requests,
         desk: Desk,
         groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
         closed: Callable[[Group], None],
     ) -> None:
-        super().__init__(exchange, answers, desk, groups, closed)
+        super().__init__(exchange, answers, desk, groups, failed=failed, closed=closed)
         self._parameters = parameters
         self._requests = requests
 
