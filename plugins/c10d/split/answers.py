@@ -187,7 +187,7 @@ class Answers:
                     self._arrived()
                     question += 1
         except (BytesschedError, RuntimeError) as error:
-            if not self._closed:
+            if not self._closed and not self._group.is_aborted:
                 known = isinstance(error, BytesschedError)
                 self._failed(error if known else self._group.error(error))
 
