@@ -96,7 +96,13 @@ class ShardedExchange(Exchange):
                 self._busy.begins(perf_counter_ns())
         # At once: an owner may wait for these before it sends what is expected already.
         arrived, buffers = self._parameters_arrived, self._plan.buffers
-        self._gathers.add([self._gather(c, FROM_OWNER, buffers[c.index], arrived) for c in listed])
+        try:
+            gathers = [self._gather(c, FROM_OWNER, buffers[c.index], arrived) for c in listed]
+        except RuntimeError as error:
+            # The user's thread: the error that it becomes is raised where that waits.
+            self._give_up(error)
+        else:
+            self._gathers.add(gathers)
 
     def stage(self, chunk: CommTask) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""
