@@ -221,6 +221,11 @@ class Group:
         broken = self.broken(self._others)
         return None if broken is None else self.error(broken)
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether this rank has broken the connections itself."""
+        return self._aborted
+
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.optimizer.state import GuardedState
+from bytesched.plugins.session.answering import Reply
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
 from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
@@ -221,20 +221,24 @@ class Holding:
 
     # -- for other ranks ---------------------------------------------------------------
 
-    def answer(self, index: int, steps: int, loads: int) -> bytes:
-        """The entries here of an optimizer after so many steps and loads. The carrier's thread."""
+    def answer(self, index: int, steps: int, loads: int) -> Reply:
+        """The entries here of an optimizer after so many steps and loads."""
 
         def is_complete() -> bool:
             # This rank may be behind by its whole first round.
             return index < len(self._histories) and self._histories[index].is_complete(steps, loads)
 
-        if not self._progress.done_by(monotonic() + self._timeout_s, is_complete):
-            raise self._progress.error or SchedulerTimeout(
+        def late() -> SchedulerTimeout:
+            return SchedulerTimeout(
                 f"rank {self._rank} has not come to step {steps} and {loads} calls of "
                 f"load_state_dict() within {self._timeout_s:g} s, and its optimizer's state was "
                 "asked for",
                 rank=self._rank,
             )
+
+        return Reply(is_complete, partial(self._answer, index, steps, loads), late)
+
+    def _answer(self, index: int, steps: int, loads: int) -> bytes:
         history = self._histories[index]
         if not history.deferred.is_alive:
             raise PluginError(

@@ -8,17 +8,17 @@ stage 1; their overlap with the next forward pass as in DeAR, Zhang et al., ICDC
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
 
-from bytesched.errors import BytesschedError
 from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.asking import packed_error, unpacked
+from bytesched.plugins.session.answering import Answering, Reply
+from bytesched.plugins.session.asking import unpacked
 from bytesched.plugins.session.ballot import Ballot
 from bytesched.plugins.session.carrier import Carrier, Traffic
 from bytesched.plugins.session.changing import Parts
@@ -54,8 +54,8 @@ class Listener(Protocol):
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
 
-    def answer(self, question: bytes) -> bytes:
-        """What another rank asks for."""
+    def asked(self, rank: int, question: bytes) -> None:
+        """Another rank asks for something: `ShardedCarrier.answer` answers it, some time."""
 
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
         """Whole gradients, after all changes that were noted. The user's thread."""
@@ -70,8 +70,11 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
     A chunk is reported as reduced when its gradients have been summed here or have left.
     """
 
-    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
-        """What another rank answers. Not in the user's thread: it cannot be interrupted."""
+    def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
+        """What ranks answer to a question each. Not in the user's thread: it waits for messages."""
+
+    def answer(self, rank: int, answer: bytes) -> None:
+        """Sends ``rank`` what it has asked for first, of what was not answered. Any thread."""
 
     @property
     def may_tell(self) -> bool:
@@ -157,7 +160,10 @@ class Sharding:
         self._wholes = wholes
         #: rounds that have begun, with the one before this
         self._rounds = 1
-        # What other ranks announce is asked for as soon as there is a carrier.
+        # What other ranks ask and announce is heard as soon as there is a carrier.
+        self._answering = Answering(
+            context.progress, self._timeout_s, find=self._find, answer=self._answer
+        )
         self.lockstep = Lockstep(context.progress, self._rank, self._announce)
         here = torch.zeros(1, device=parts.plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
@@ -269,6 +275,7 @@ class Sharding:
             left = self._carrier.part(self._timeout_s)
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)
+        self._answering.close()
         self._holding.close()
         self._ballot.close()
         self._carrier.close()
@@ -295,22 +302,25 @@ class Sharding:
 
     # -- other ranks -------------------------------------------------------------------
 
-    def answer(self, question: bytes) -> bytes:
+    def asked(self, rank: int, question: bytes) -> None:
+        self._answering.asked(rank, question)
+
+    def _find(self, question: bytes) -> Reply:
         kind, args = unpacked(question)
-        answers: dict[str, Callable[..., bytes]] = {
+        replies: dict[str, Callable[..., Reply]] = {
             "state": self._holding.answer,
             "gradients": self._wholes.answer,
         }
-        try:
-            return answers[kind](*args)
-        except BytesschedError as error:
-            return packed_error(error)
+        return replies[kind](*args)
+
+    def _answer(self, rank: int, answer: bytes) -> None:
+        self._carrier.answer(rank, answer)
 
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
         return self._wholes.assembled(slots)
 
-    def _ask(self, rank: int, question: bytes, task: str) -> bytes:
-        return self._carrier.ask(rank, question, task=task)
+    def _ask(self, questions: Mapping[int, bytes], task: str) -> Iterator[tuple[int, bytes]]:
+        return self._carrier.ask(questions, task=task)
 
     def heard(self, rank: int, place: Place, is_last: bool) -> None:
         self.lockstep.heard(rank, place, is_last)

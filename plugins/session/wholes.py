@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import monotonic
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.session.answering import Reply
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.lazy import give_back, is_known, is_left, withhold
 from bytesched.plugins.session.owned import Ownerships
@@ -276,8 +276,8 @@ class Wholes:
 
     # -- for other ranks ---------------------------------------------------------------
 
-    def answer(self, round_number: int, positions: Sequence[int]) -> bytes:
-        """These gradients, and how many changes have been made. A thread of the carrier."""
+    def answer(self, round_number: int, positions: Sequence[int]) -> Reply:
+        """These gradients, and how many changes have been made."""
         slots = [self._plan.slots[position] for position in positions]
 
         def are_summed() -> bool:
@@ -285,12 +285,16 @@ class Wholes:
                 return True
             return self._round == round_number and not any(slot.sending for slot in slots)
 
-        if not self._progress.done_by(monotonic() + self._timeout_s, are_summed):
-            raise self._progress.error or SchedulerTimeout(
+        def late() -> SchedulerTimeout:
+            return SchedulerTimeout(
                 f"gradients of round {round_number} are not there within {self._timeout_s:g} s, "
                 "and another rank reads them",
                 rank=self._rank,
             )
+
+        return Reply(are_summed, partial(self._answer, round_number, slots), late)
+
+    def _answer(self, round_number: int, slots: Sequence[Slot]) -> bytes:
         with self._lock:
             if self._round == round_number:
                 return packed([self._as_summed(slot) for slot in slots])

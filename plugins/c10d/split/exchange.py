@@ -157,7 +157,7 @@ class Exchange:
         self._chunks = self._nbytes = 0
         self._closed = False
         self._failed = failed
-        self._gathers = Gathers(self._give_up)
+        self._gathers = Gathers(self.give_up)
         self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
         self._waiters = Waiters(self.messages, "bytesched-sends")
         self._submits = EventThread()
@@ -466,7 +466,8 @@ class Exchange:
         self._end_hop(chunk)
         return []
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Something went wrong: it is reported as an error of ours. Any thread."""
         if not self._closed:
             is_ours = isinstance(error, BytesschedError) or not isinstance(error, RuntimeError)
             self._failed(error if is_ours else self.group.error(error))

@@ -96,7 +96,13 @@ class ParameterSpread:
             self._coming += len(listed)
         self._exchange.scheduler.act(partial(self._begin_coming, len(listed), perf_counter_ns()))
         # At once: an owner may wait for these before it sends what is expected already.
-        self._exchange.expect([self._gather(chunk) for chunk in listed])
+        try:
+            gathers = [self._gather(chunk) for chunk in listed]
+        except RuntimeError as error:
+            # The user's thread: the error that it becomes is raised where that waits.
+            self._exchange.give_up(error)
+        else:
+            self._exchange.expect(gathers)
 
     def stage(self, chunk: CommTask) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -171,8 +171,7 @@ class ExchangeSplitter:
         )
         parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
         others, answers = self._open_answers(plan, progress)
-        asked = self._open_group("requests")
-        requests = Requests(asked, answer=owners.answer, heard=owners.heard, failed=progress.fail)
+        requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
         desk = Desk(
             plan,
             group.rank,
@@ -184,7 +183,7 @@ class ExchangeSplitter:
             assembled=owners.assembled,
             is_told=lambda slot: exchange.is_told(slot.chunks),
         )
-        groups = [group, others, asked]
+        groups = [group, others]
         return ShardedCarrier(
             exchange,
             parameters,
@@ -197,7 +196,7 @@ class ExchangeSplitter:
         )
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
-        group = self._open_group("answers")
+        group = self._open_group("messages")
         notify, failed = _notifier(progress), progress.fail
         return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
 
@@ -352,8 +351,11 @@ class ShardedCarrier(ExchangeCarrier):
     def measured_whole(self) -> bool:
         return self.desk.measured_whole
 
-    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
-        return self._requests.ask(rank, question, task=task)
+    def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
+        return self._requests.ask(questions, task=task)
+
+    def answer(self, rank: int, answer: bytes) -> None:
+        self._requests.answer(rank, answer)
 
     def announce(self, place: Place, is_last: bool) -> None:
         self._requests.announce(place, is_last)
