@@ -27,6 +27,7 @@ from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNTAKEN
 
 __all__ = ["ShardedArming"]
 
@@ -86,7 +87,7 @@ class ShardedArming(Arming):
                     eager.append(parameter)
                     continue
                 self._look_at(slot, deferred)
-                is_later = slot.used and is_of_arena(slot)
+                is_later = slot.state in UNTAKEN and is_of_arena(slot)
                 own = self._ownerships.own(slot)
                 if self._ownerships.foreign(slot):
                     foreign.append(slot)
@@ -147,11 +148,13 @@ class ShardedArming(Arming):
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
-        self._progress.wait(lambda: not any(slot.sending for slot in slots), "owned gradients")
+        chunks = {chunk for slot in slots for chunk in slot.chunks}
+        self._progress.wait(lambda: not self._round.under_way.sums(chunks), "owned gradients")
         self._wholes.keep(slots)
         self._synchronizing.wait_slots(slots)
+        with self._progress.changed:
+            self._round.step(slots)
         for slot in slots:
-            slot.used = False
             self._make_plain(slot)
             own = self._ownerships.own(slot)
             if own is not None and not isinstance(own, Slot):
@@ -164,23 +167,23 @@ class ShardedArming(Arming):
         for slot in foreign:
             job = arriving.setdefault(slot.bundle, Job(self._received, _NO_HYPERPARAMETERS))
             job.slots.append(slot)
-        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
-            for slot in job.slots:
-                slot.used, slot.taken = False, True
         for slot in foreign:
             # Its owner makes them.
             slot.changes.clear()
         self._wholes.spread(foreign)
-        self._keep_mates(foreign)
+        jobs = chain(chain.from_iterable(armed.values()), arriving.values())
+        self._keep_mates(foreign, {slot for job in jobs for slot in job.slots})
         with self._progress.changed:
             expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
         self._wholes.taken(owned, expected)
         self._spreading.expect(expected)
 
-    def _keep_mates(self, foreign: Sequence[Slot]) -> None:
+    def _keep_mates(self, foreign: Sequence[Slot], taken: set[Slot]) -> None:
         """Parameters come into the memory of gradients that this step has not taken, too."""
-        left = [slot for slot in self._slots.values() if slot.used]
+        left = [
+            slot for slot in self._slots.values() if slot.state in UNTAKEN and slot not in taken
+        ]
         if not left:
             return
         coming = set(self._spreading.foreign_chunks(foreign))

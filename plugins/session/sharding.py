@@ -34,6 +34,7 @@ from bytesched.plugins.session.spreading import SpreadCarrier, Spreading
 from bytesched.plugins.session.untaken import Untaken
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNREADABLE
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
@@ -186,7 +187,6 @@ class Sharding:
         holding.waits_for_ranks = self._carrier.end_round
         parts.synchronizing.waits_for_ranks = self._carrier.end_round
         parts.synchronizing.complete = wholes.complete
-        parts.synchronizing.is_whole = wholes.is_whole
         self.spreading = Spreading(
             parts.plan, context.progress, self.ownerships, self._carrier, updater
         )
@@ -220,7 +220,7 @@ class Sharding:
 
     def complete_kept(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory will be used anew."""
-        if not slot.gone:
+        if slot.memory not in UNREADABLE:
             self._wholes.complete(slot)
             slot.change()
 

@@ -32,6 +32,7 @@ from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.warmup import WarmedUp, WarmUp
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNTAKEN
 
 __all__ = ["WarmingUp"]
 
@@ -72,6 +73,7 @@ class WarmingUp:
         self._slots = slots
         self._config = config
         self._context = context
+        self._round = context.progress.round
         self._first_use = first_use
         self._takeover = takeover
         self._decisions = decisions
@@ -94,10 +96,10 @@ class WarmingUp:
         self._first_use.end()
 
     def begin_round(self, *, forward_seen: bool) -> None:
-        pass
+        self._round.begin()
 
     def gradient(self, slot: Slot) -> None:
-        pass
+        self._round.gradient(slot)
 
     def end_round(self) -> Running:
         """Reduces the round as a whole; collective."""
@@ -122,6 +124,7 @@ class WarmingUp:
     def _running(self, warm: WarmedUp) -> Running:
         context, plan, setting = self._context, warm.plan, warm.decision.setting
         progress, streams, meter = context.progress, context.streams, context.meter
+        self._round.cut(plan.chunks, plan.slots_of, plan.bundles, plan.bundles_of)
         synchronizing = Synchronizing(plan, progress, streams, meter)
         updater = Updater(progress, streams, meter)
         completions = Completions(plan, progress, updater)
@@ -135,7 +138,8 @@ class WarmingUp:
             observers=context.observers,
         )
         progress.story = carrier.story
-        gates = Gates(plan, self._first_use, synchronizing, self._inside_compiled)
+        used = [slot for slot in plan.slots if slot.state in UNTAKEN]
+        gates = Gates(plan, used, self._first_use, synchronizing, self._inside_compiled)
         meter.active(plan.nbytes, len(plan.chunks), setting)
         parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
         splitting: Splitting | Sharding | None = None
