@@ -23,6 +23,7 @@ from bytesched.round.gradient import (
     Memory,
     MemoryEvent,
     Use,
+    on_memory,
 )
 from bytesched.round.machine import Round
 from bytesched.round.under_way import UnderWay
@@ -50,4 +51,5 @@ __all__ = [
     "Round",
     "UnderWay",
     "Use",
+    "on_memory",
 ]

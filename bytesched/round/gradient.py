@@ -8,7 +8,7 @@ gradients, and stays WHOLE everywhere else. What a script did with it meanwhile 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -30,6 +30,7 @@ __all__ = [
     "Memory",
     "MemoryEvent",
     "Use",
+    "on_memory",
     "refused",
 ]
 
@@ -253,16 +254,18 @@ class Gradient:
         except KeyError:
             raise refused(self, event) from None
 
-    def memory_on(self, event: MemoryEvent) -> None:
-        """``event`` happens to its memory."""
-        try:
-            self.memory = MEMORY_AFTER[self.memory, event]
-        except KeyError:
-            raise refused(self, event) from None
-
     def __repr__(self) -> str:
         memory = "" if self.memory is Memory.WHOLE else f", {self.memory.value}"
         return f"<{type(self).__name__} {self.name} {self.state.value}{memory}>"
+
+
+def on_memory(gradients: Iterable[Gradient], event: MemoryEvent) -> None:
+    """``event`` happens to the memory of these."""
+    for gradient in gradients:
+        try:
+            gradient.memory = MEMORY_AFTER[gradient.memory, event]
+        except KeyError:
+            raise refused(gradient, event) from None
 
 
 def refused(of: object, event: Enum) -> InvalidTransition:

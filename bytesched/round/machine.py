@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic
 
 from bytesched.errors import InvalidTransition
-from bytesched.round.bundle import Bundle, BundleEvent, BundleState, G, J
+from bytesched.round.bundle import (
+    BUNDLE_AFTER,
+    OUTSTANDING,
+    Bundle,
+    BundleEvent,
+    BundleState,
+    G,
+    J,
+)
 from bytesched.round.gradient import (
     AFTER,
     TO_COME,
@@ -31,8 +39,7 @@ __all__ = ["Round"]
 class Round(Generic[G, J]):
     """Every gradient of a model, from the begin of a round to the update of its parameter.
 
-    Gradients are known from the start, chunks and bundles once the model is `cut` into them, and
-    again with each new cut.
+    Gradients are known from the start, chunks and bundles once the model is `cut` into them.
     """
 
     def __init__(self, gradients: Sequence[G]) -> None:
@@ -57,7 +64,9 @@ class Round(Generic[G, J]):
         bundles: Sequence[Bundle[G, J]],
         bundles_of: Sequence[Sequence[Bundle[G, J]]],
     ) -> None:
-        """There are other chunks; nothing is under way or outstanding.
+        """Gradients are cut into chunks, and these lists say how; nothing is under way.
+
+        Whoever cuts them anew may do so in place, while that is true.
 
         Args:
             gradients_of: those in each chunk, by its index; ``bundles_of`` likewise.
@@ -150,19 +159,21 @@ class Round(Generic[G, J]):
         updated now, and the bytes of those that cannot, and that no step had armed before.
         """
         ready, crossing_bytes = [], 0
-        for bundle in dict.fromkeys([*jobs, *arrivals]):
-            for job in jobs.get(bundle, ()):
-                self._arm(job.slots)
-            if bundle in arrivals:
-                self._arm(arrivals[bundle].slots)
-            if not bundle.is_outstanding and self._waits(bundle):
+        unsummed, coming = self.under_way.unsummed, self.under_way.coming
+        for bundle in {**jobs, **arrivals}:
+            added = jobs.get(bundle, ())
+            arriving = [arrivals[bundle]] if bundle in arrivals else []
+            self._arm((*added, *arriving))
+            bundle.jobs += added
+            bundle.arrivals += arriving
+            before = bundle.state
+            bundle.state = BUNDLE_AFTER[before, BundleEvent.ARM]
+            is_summed = unsummed.isdisjoint(bundle.chunks)
+            has_come = not coming or coming.keys().isdisjoint(bundle.chunks)
+            if before not in OUTSTANDING and not (is_summed and has_come):
                 crossing_bytes += bundle.nbytes
-            bundle.on(BundleEvent.ARM)
-            bundle.jobs.extend(jobs.get(bundle, ()))
-            if bundle in arrivals:
-                bundle.arrivals.append(arrivals[bundle])
-            if self._can_be_done(bundle):
-                bundle.on(BundleEvent.COMPLETE)
+            if is_summed and (bundle.jobs or (bundle.arrivals and has_come)):
+                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
                 ready.append(bundle)
         return ready, crossing_bytes
 
@@ -174,9 +185,9 @@ class Round(Generic[G, J]):
     def take(self, bundle: Bundle[G, J]) -> list[J]:
         """What can be done of the update of ``bundle``, which is the caller's to do."""
         taken: list[J] = []
-        if not self.under_way.sums(bundle.chunks):
+        if self.under_way.unsummed.isdisjoint(bundle.chunks):
             taken, bundle.jobs = bundle.jobs, []
-            if not self.under_way.comes(bundle.chunks):
+            if bundle.arrivals and not self.under_way.comes(bundle.chunks):
                 taken, bundle.arrivals = [*taken, *bundle.arrivals], []
         return taken
 
@@ -184,13 +195,16 @@ class Round(Generic[G, J]):
         """The updates that were taken of these are done."""
         armed_again: set[Gradient] = set()
         for bundle in bundles:
-            if not (bundle.jobs or bundle.arrivals):
-                bundle.on(BundleEvent.UPDATED)
+            if bundle.jobs or bundle.arrivals:
+                armed_again.update(*(job.slots for job in (*bundle.jobs, *bundle.arrivals)))
+                bundle.on(BundleEvent.UPDATED_IN_PART)
+                if self._can_be_done(bundle):
+                    bundle.on(BundleEvent.COMPLETE)
                 continue
-            armed_again.update(*(job.slots for job in (*bundle.jobs, *bundle.arrivals)))
-            bundle.on(BundleEvent.UPDATED_IN_PART)
-            if self._can_be_done(bundle):
-                bundle.on(BundleEvent.COMPLETE)
+            try:
+                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.UPDATED]
+            except KeyError:
+                raise refused(bundle, BundleEvent.UPDATED) from None
         for gradient in dict.fromkeys(gradients):
             if gradient not in armed_again:
                 try:
@@ -200,8 +214,13 @@ class Round(Generic[G, J]):
 
     def use(self, bundle: Bundle[G, J]) -> None:
         """A parameter of ``bundle`` is used for the first time since the update."""
-        bundle.on(BundleEvent.READ)
-        self.read(bundle.slots)
+        try:
+            bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.READ]
+        except KeyError:
+            raise refused(bundle, BundleEvent.READ) from None
+        for gradient in bundle.slots:
+            if gradient.state is GradientState.UNREAD:
+                gradient.state = GradientState.AWAITED
 
     def fork(self) -> tuple[list[G], list[G]]:
         """This is a forked child, in which nothing goes on.
@@ -260,14 +279,15 @@ class Round(Generic[G, J]):
 
     # -- decisions ---------------------------------------------------------------------
 
-    def _arm(self, gradients: Iterable[Gradient]) -> None:
-        for gradient in gradients:
-            if gradient.state is GradientState.FREE and self.under_way.sums(gradient.chunks):
-                gradient.on(GradientEvent.USED)
-            try:
-                gradient.state = AFTER[gradient.state, GradientEvent.ARM]
-            except KeyError:
-                raise refused(gradient, GradientEvent.ARM) from None
+    def _arm(self, jobs: Iterable[J]) -> None:
+        for job in jobs:
+            for gradient in job.slots:
+                if gradient.state is GradientState.FREE and self.under_way.sums(gradient.chunks):
+                    gradient.on(GradientEvent.USED)
+                try:
+                    gradient.state = AFTER[gradient.state, GradientEvent.ARM]
+                except KeyError:
+                    raise refused(gradient, GradientEvent.ARM) from None
 
     def _catch_up(self, gradient: G) -> None:
         """Its chunks may have been summed before it was known that it is used."""
@@ -278,10 +298,14 @@ class Round(Generic[G, J]):
     def _complete(self, chunk: CommTask) -> list[Bundle[G, J]]:
         """The bundles with ``chunk`` of which something can be done now."""
         ready = []
+        unsummed = self.under_way.unsummed
         for bundle in self._bundles_of[chunk.index]:
-            if bundle.is_outstanding and self._can_be_done(bundle):
-                bundle.on(BundleEvent.COMPLETE)
-                ready.append(bundle)
+            if bundle.state in OUTSTANDING and unsummed.isdisjoint(bundle.chunks):
+                if not bundle.jobs and self.under_way.comes(bundle.chunks):
+                    continue
+                if bundle.jobs or bundle.arrivals:
+                    bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
+                    ready.append(bundle)
         return ready
 
     def _waits(self, bundle: Bundle[G, J]) -> bool:

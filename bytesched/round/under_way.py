@@ -14,14 +14,15 @@ class UnderWay:
     """Chunks of a round that are not summed, that come from their owners, that leave for others.
 
     Everything else that waits, asks here: for all chunks, or for those of a gradient or a bundle.
-    Written under one lock; a question may be asked without it, and is answered at once.
+    Written under one lock; a question may be asked without it, and is answered at once. `Round`
+    looks at the two containers themselves, where a call for each tensor or bundle would count.
     """
 
     def __init__(self) -> None:
         #: chunks that are not summed
         self.unsummed: set[CommTask] = set()
-        #: how many messages of each
-        self._coming: dict[CommTask, int] = {}
+        #: how many messages of each come from its owner, and leave for all others
+        self.coming: dict[CommTask, int] = {}
         self._leaving: dict[CommTask, int] = {}
 
     def begin(self, chunks: Iterable[CommTask]) -> None:
@@ -32,7 +33,7 @@ class UnderWay:
 
     def expect(self, coming: Iterable[CommTask], leaving: Iterable[CommTask]) -> None:
         """Other ranks send something of each of ``coming``, this one of each of ``leaving``."""
-        for counts, chunks in ((self._coming, coming), (self._leaving, leaving)):
+        for counts, chunks in ((self.coming, coming), (self._leaving, leaving)):
             for chunk in chunks:
                 counts[chunk] = counts.get(chunk, 0) + 1
 
@@ -44,7 +45,7 @@ class UnderWay:
 
     def came(self, chunk: CommTask) -> None:
         """A message of ``chunk`` has come."""
-        _count_down(self._coming, chunk, "came")
+        _count_down(self.coming, chunk, "came")
 
     def left(self, chunk: CommTask) -> None:
         """A message of ``chunk`` has left."""
@@ -53,7 +54,7 @@ class UnderWay:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is under way."""
-        return not (self.unsummed or self._coming or self._leaving)
+        return not (self.unsummed or self.coming or self._leaving)
 
     def sums(self, chunks: Iterable[CommTask]) -> bool:
         """Whether any of ``chunks`` is not summed."""
@@ -61,18 +62,18 @@ class UnderWay:
 
     def comes(self, chunks: Iterable[CommTask]) -> bool:
         """Whether something of any of ``chunks`` is to come from its owner."""
-        return not self._coming.keys().isdisjoint(chunks)
+        return not self.coming.keys().isdisjoint(chunks)
 
     @property
     def is_coming(self) -> bool:
         """Whether anything is to come from owners."""
-        return bool(self._coming)
+        return bool(self.coming)
 
     def __len__(self) -> int:
-        return len(self.unsummed) + len(self._coming) + len(self._leaving)
+        return len(self.unsummed) + len(self.coming) + len(self._leaving)
 
     def __repr__(self) -> str:
-        names = {"to be summed": self.unsummed, "coming": self._coming, "leaving": self._leaving}
+        names = {"to be summed": self.unsummed, "coming": self.coming, "leaving": self._leaving}
         found = [f"{len(chunks)} {name}" for name, chunks in names.items() if chunks]
         return f"<UnderWay {', '.join(found) or 'nothing'}>"
 

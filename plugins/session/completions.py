@@ -28,5 +28,6 @@ class Completions:
         with self._progress.changed:
             if chunk is self._plan.flags_chunk:
                 self._plan.flags_reduced = True
-            self._updater.push(self._progress.round.summed(chunk))
+            if ready := self._progress.round.summed(chunk):
+                self._updater.push(ready)
             self._progress.notify()

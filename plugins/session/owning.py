@@ -17,7 +17,7 @@ from bytesched.plugins.optimizer.frozen import snapshot, tensors_of
 from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
-from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.holding import StepTaken
 from bytesched.plugins.session.lazy import is_kept, is_seen
 from bytesched.plugins.session.masters import Master
 from bytesched.plugins.session.owned import Ownerships
@@ -45,13 +45,11 @@ class ShardedArming(Arming):
         updater: Updater,
         context: Context,
         sharding: Sharding,
-        holding: Holding,
-        wholes: Wholes,
     ) -> None:
         super().__init__(slots, synchronizing, updater, context)
         self._spreading = sharding.spreading
-        self._holding = holding
-        self._wholes = wholes
+        self._holding = sharding.holding
+        self._wholes = sharding.wholes
         self._ownerships = sharding.ownerships
         self._lockstep = sharding.lockstep
         self._positions = {slot: position for position, slot in enumerate(slots)}

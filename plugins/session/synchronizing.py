@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,25 +20,43 @@ from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
 from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, Memory
 
-__all__ = ["Synchronizing"]
+__all__ = ["Elsewhere", "Synchronizing"]
+
+
+class Elsewhere(Protocol):
+    """What other ranks have of gradients and parameters, where ranks own them."""
+
+    def waits_for_ranks(self) -> None:
+        """A wait begins for what other ranks' steps send."""
+
+    def complete(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is read: what is here of it becomes all of it."""
 
 
 class Synchronizing:
-    """What the gates of one model call, in the thread of forward, backward or step."""
+    """What the gates of one model call, in the thread of forward, backward or step.
 
-    def __init__(self, plan: Plan, progress: Progress, streams: Streams, meter: Meter) -> None:
+    Args:
+        elsewhere: what other ranks have; None: everything comes to every rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        streams: Streams,
+        meter: Meter,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self._plan = plan
         self._progress = progress
         self._round = progress.round
         self._under_way = progress.round.under_way
         self._streams = streams
         self._meter = meter
+        self._elsewhere = elsewhere
         #: called with the bundles that the forward pass has come to, while iterations are recorded
-        self.passed: Callable[[Sequence[Bundle]], None] | None = None
-        #: called before a wait for what other ranks' steps send
-        self.waits_for_ranks: Callable[[], None] = lambda: None
-        #: makes what has arrived of a gradient all of it, where ranks own gradients
-        self.complete: Callable[[Slot], None] | None = None
+        self._passed: Callable[[Sequence[Bundle]], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -46,6 +65,10 @@ class Synchronizing:
         """The plan has other bundles now."""
         for slot in self._plan.slots:
             slot.synchronize = partial(self.synchronize, slot.bundle, slot.name)
+
+    def record(self, passed: Callable[[Sequence[Bundle]], None] | None) -> None:
+        """``passed`` is called with the bundles that forward passes come to; None: nothing is."""
+        self._passed = passed
 
     def make_lazy(self, slot: Slot) -> None:
         """A new lazy gradient; the old one, if there is one, is not waited for any more."""
@@ -68,8 +91,8 @@ class Synchronizing:
     def _wait_applied(self, bundle: Bundle, by: str) -> None:
         if bundle.state not in OUTSTANDING:
             return
-        if self._under_way.comes(bundle.chunks):
-            self.waits_for_ranks()
+        if self._elsewhere is not None and self._under_way.comes(bundle.chunks):
+            self._elsewhere.waits_for_ranks()
         began = self._meter.moment()
         with waiting(), span("bytesched::wait"):
             self._progress.wait(
@@ -83,8 +106,8 @@ class Synchronizing:
         for bundle in bundles:
             if bundle.state is not BundleState.FREE:
                 self.synchronize(bundle, name)
-        if self.passed is not None:
-            self.passed(bundles)
+        if self._passed is not None:
+            self._passed(bundles)
         if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
             self.synchronize_all()
@@ -107,8 +130,8 @@ class Synchronizing:
         """Returns when nothing is on the wire."""
         under_way = self._under_way
         if not under_way.is_empty:
-            if under_way.is_coming:
-                self.waits_for_ranks()
+            if self._elsewhere is not None and under_way.is_coming:
+                self._elsewhere.waits_for_ranks()
             began = self._meter.moment()
             self._progress.wait(lambda: under_way.is_empty, "all gradients")
             self._meter.waited("backward", began, None)
@@ -168,8 +191,8 @@ class Synchronizing:
                 )
                 waited_ns = self._meter.waited(f"{slot.name}.grad", began, bundle)
             self._meter.causes.read(slot.name, waited_ns)
-        if self.complete is not None:
-            self.complete(slot)
+        if self._elsewhere is not None:
+            self._elsewhere.complete(slot)
         if slot.state not in TAKEN:
             slot.change()
         slot.is_read = True

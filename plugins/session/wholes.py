@@ -20,7 +20,7 @@ from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.lazy import give_back, is_known, is_left, withhold
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
-from bytesched.round import TAKEN, TO_COME, UNREADABLE, UNTAKEN, Memory, MemoryEvent
+from bytesched.round import TAKEN, TO_COME, UNREADABLE, UNTAKEN, Memory, MemoryEvent, on_memory
 from bytesched.task import CommTask
 
 __all__ = ["Wholes"]
@@ -36,18 +36,20 @@ class Wholes:
 
     An owner answers with the sum as it was, and how many of the changes that were noted are in it:
     the rank that asks makes the others. So no rank sees what the script of another one wrote.
+
+    Args:
+        ask: asks other ranks; in the user's thread, and of none before its first use.
     """
 
-    def __init__(self, plan: Plan, context: Context) -> None:
+    def __init__(self, plan: Plan, context: Context, ownerships: Ownerships, ask: Ask) -> None:
         self._plan = plan
-        #: set when the plan has been cut for owners
-        self.ownerships: Ownerships
+        self._ownerships = ownerships
         self._progress = context.progress
         self._under_way = context.progress.round.under_way
         self._rank = context.backend.rank
         self._others = context.backend.size - 1
         self._timeout_s = context.backend.timeout_s
-        self.ask: Ask
+        self._ask = ask
         #: the first round was reduced as a whole
         self._round = 1
         #: of the round that ends: what backward is about to add to and no rank can have, and what
@@ -105,9 +107,9 @@ class Wholes:
     def begin_round(self) -> None:
         """Gradients of a new round take the place of those of the last one."""
         self.are_all_here = False
+        on_memory(self._to_spoil, MemoryEvent.ROUND_ADDS)
+        on_memory([s for s in self._plan.slots if s not in self._to_spoil], MemoryEvent.ROUND)
         for slot in self._plan.slots:
-            adds = slot in self._to_spoil
-            slot.memory_on(MemoryEvent.ROUND_ADDS if adds else MemoryEvent.ROUND)
             # Of gradients that were dropped.
             slot.changes.clear()
         with self._lock:
@@ -121,25 +123,22 @@ class Wholes:
 
     def _may_be_asked_for(self, slot: Slot) -> bool:
         """Whether some rank may still read what is owned here of ``slot``, in a new round."""
-        if self.ownerships.own(slot) is None:
+        if self._ownerships.own(slot) is None:
             return False
         return slot.state in UNTAKEN or slot in self._unawaited
 
     def came(self, slots: Iterable[Slot]) -> None:
         """Every rank has sent all ranks what it owns of ``slots``, to which backward adds."""
         self.are_all_here = True
-        for slot in slots:
-            slot.memory_on(MemoryEvent.CAME)
+        on_memory(slots, MemoryEvent.CAME)
 
     def spread(self, slots: Iterable[Slot]) -> None:
         """A step has parameters of ``slots`` sent here, in place of gradients."""
-        for slot in slots:
-            slot.memory_on(MemoryEvent.OTHERS_STEP)
+        on_memory(slots, MemoryEvent.OTHERS_STEP)
 
     def taken(self, owned: Sequence[Slot], coming: Iterable[CommTask]) -> None:
         """A step has updated ``owned``, and waits for these chunks of other ranks."""
-        for slot in owned:
-            slot.memory_on(MemoryEvent.OWNER_STEP)
+        on_memory(owned, MemoryEvent.OWNER_STEP)
         if len({self._plan.owners[chunk.index] for chunk in coming}) < self._others:
             self._unawaited.update(owned)
 
@@ -150,7 +149,7 @@ class Wholes:
 
     def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """The gradient of ``slot`` is an ordinary tensor, or one that raises, for good."""
-        is_here = slot.memory is Memory.WHOLE or not self.ownerships.foreign(slot)
+        is_here = slot.memory is Memory.WHOLE or not self._ownerships.foreign(slot)
         if slot.memory not in UNREADABLE and is_here:
             give_back(slot)
         else:
@@ -173,9 +172,9 @@ class Wholes:
         if slot.state in TO_COME:
             # A hook in backward sees what backward adds to, which came before it began.
             return
-        if self.ownerships.own(slot) is not None:
+        if self._ownerships.own(slot) is not None:
             self.keep([slot])
-        if self.ownerships.foreign(slot) and slot.memory is not Memory.WHOLE:
+        if self._ownerships.foreign(slot) and slot.memory is not Memory.WHOLE:
             others = [
                 s
                 for s in self._plan.slots
@@ -196,7 +195,7 @@ class Wholes:
 
     def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
         """These elements of ``slot``, which are owned here, as they were summed."""
-        part = self.ownerships.part(slot)
+        part = self._ownerships.part(slot)
         before = 0 if part is None else part.share.start_at
         value, _ = self._as_summed(slot)
         return value[start_at - before : stop_at - before]
@@ -226,7 +225,7 @@ class Wholes:
         chunks = {chunk for slot in found for chunk in slot.chunks}
         self._progress.wait(lambda: not self._under_way.sums(chunks), "owned gradients")
         for slot, sums in found.items():
-            part = self.ownerships.part(slot)
+            part = self._ownerships.part(slot)
             if part is not None:
                 self.keep([slot])
                 sums.append((part.share, part.view, self._made.get(slot, 0)))
@@ -236,7 +235,7 @@ class Wholes:
                 for change in slot.changes[made:]:
                     change([target])
             slot.changes.clear()
-            slot.memory_on(MemoryEvent.CAME)
+            on_memory([slot], MemoryEvent.CAME)
 
     @torch.no_grad()
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
@@ -264,11 +263,11 @@ class Wholes:
         shares: dict[int, list[Share]] = {}
         wanted = set(slots)
         for position, slot in enumerate(self._plan.slots):
-            for share in self.ownerships.foreign(slot) if slot in wanted else ():
+            for share in self._ownerships.foreign(slot) if slot in wanted else ():
                 positions.setdefault(share.rank, []).append(position)
                 shares.setdefault(share.rank, []).append(share)
         questions = {rank: (self._round, listed) for rank, listed in positions.items()}
-        answers = gathered(self._progress, self.ask, "gradients", questions, "gradients")
+        answers = gathered(self._progress, self._ask, "gradients", questions, "gradients")
         found: dict[Slot, list[_Sum]] = {}
         for rank, listed in positions.items():
             for position, share, (value, made) in zip(
@@ -280,7 +279,7 @@ class Wholes:
 
     def _owned_sum(self, slot: Slot) -> torch.Tensor:
         """The memory of what this rank owns of it, flat."""
-        part = self.ownerships.part(slot)
+        part = self._ownerships.part(slot)
         return elements(slot.view, slot.view, 0, slot.view.numel()) if part is None else part.view
 
     # -- for other ranks ---------------------------------------------------------------

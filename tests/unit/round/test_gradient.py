@@ -21,6 +21,7 @@ from bytesched.round import (
     Memory,
     MemoryEvent,
     Use,
+    on_memory,
 )
 
 
@@ -42,11 +43,11 @@ def test_memory_likewise(memory: Memory, event: MemoryEvent) -> None:
     gradient = Gradient("p")
     gradient.memory = memory
     if (memory, event) in MEMORY_AFTER:
-        gradient.memory_on(event)
+        on_memory([gradient], event)
         assert gradient.memory is MEMORY_AFTER[memory, event]
     else:
         with pytest.raises(InvalidTransition, match=f"'{event.value}' on .* free"):
-            gradient.memory_on(event)
+            on_memory([gradient], event)
 
 
 @pytest.mark.parametrize(("state", "event"), product(BundleState, BundleEvent))
