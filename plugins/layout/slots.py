@@ -121,7 +121,7 @@ class Slot(Gradient):
 
     def change(self) -> None:
         """Makes the changes that were noted, once; nothing of it may be outstanding."""
-        if self.is_noted:
+        if self.changes or self.looks:
             changes, self.changes = self.changes, []
             looks, self.looks = self.looks, []
             with torch.no_grad():
@@ -131,11 +131,6 @@ class Slot(Gradient):
                             look(self.view)
                     for change in changes[number : number + 1]:
                         change([self.view])
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether something is to be done with the gradient when it is here."""
-        return bool(self.changes or self.looks)
 
     def look(self, look: Callable[[torch.Tensor], None]) -> None:
         """``look`` is called with the gradient as it is now, once it is here."""

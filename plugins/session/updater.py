@@ -92,7 +92,8 @@ def _update(jobs: list[Job]) -> None:
     calls: dict[int, tuple[Update, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
     for job in jobs:
         for slot in job.slots:
-            slot.change()
+            if slot.changes or slot.looks:
+                slot.change()
         _, groups = calls.setdefault(id(job.by), (job.by, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
         group[1].extend(job.slots)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 import pytest
+from paths import ROOT
 
 from bytesched.errors import InvalidTransition
 from bytesched.round import (
@@ -87,3 +90,23 @@ def test_what_a_step_has_taken_is_neither_asked_about_nor_changed(state: Gradien
     gradient.state = state
     assert not (gradient.allows(Use.ASK) and gradient.allows(Use.ZERO_APART))
     assert gradient.allows(Use.ASK) >= gradient.allows(Use.DERIVE)
+
+
+PAGE = ROOT / "docs/explanation/round.md"
+
+
+@pytest.mark.parametrize(
+    "table", [AFTER, BUNDLE_AFTER, MEMORY_AFTER], ids=["gradient", "update", "memory"]
+)
+def test_the_page_has_the_tables(table: Mapping[tuple[Any, Any], Any]) -> None:
+    page = PAGE.read_text()
+    for state in dict.fromkeys(state for state, _ in table):
+        after = {
+            event.value: to
+            for (at, event), to in table.items()
+            if at is state and not event.value.startswith("fork")
+        }
+        leaves = [f"{event} → {to.value}" for event, to in after.items() if to is not state]
+        stays = [event for event, to in after.items() if to is state]
+        assert f"| {', '.join(leaves) or '-'} | {', '.join(stays) or '-'} |" in page
+        assert f"| {state.value} |" in page
