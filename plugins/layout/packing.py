@@ -83,15 +83,12 @@ class Packer:
         Not less: on a GPU, packing them was only enqueued.
         """
         for slice_ in self._plan.slices[chunk.index]:
-            slice_.slot.sending -= 1
-            if not slice_.slot.sending:
-                slice_.slot.grad = None
+            slice_.grad = None
 
 
 def _pack(slice_: Slice, scale: float) -> None:
     """Writes the slice's gradient, times ``scale``, to the arena; zeros if there is none."""
-    slot = slice_.slot
-    grad = slot.grad
+    slot, grad = slice_.slot, slice_.grad
     if grad is None:
         slice_.target.zero_()
         return

@@ -69,18 +69,27 @@ class Holding:
     An entry is asked for by numbers of steps and of states loaded: a rank that is behind answers
     when it has come as far. One that has loaded another state since still has that; one that has
     stepped has not.
+
+    Args:
+        ask: asks other ranks; in the user's thread, and of none before its first use.
+        waits_for_ranks: called before a wait for other ranks' steps.
     """
 
-    def __init__(self, plan: Plan, context: Context) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        context: Context,
+        ownerships: Ownerships,
+        ask: Ask,
+        waits_for_ranks: Callable[[], None],
+    ) -> None:
         self._plan = plan
-        #: set when the plan has been cut for owners
-        self.ownerships: Ownerships
+        self._ownerships = ownerships
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
-        self.ask: Ask
-        #: called before a wait for other ranks' steps
-        self.waits_for_ranks: Callable[[], None]
+        self._ask = ask
+        self._waits_for_ranks = waits_for_ranks
         self._histories: list[_History] = []
         self._handles: list[RemovableHandle] = []
         #: held while entries are read for another rank, and when a step begins to change them
@@ -172,10 +181,10 @@ class Holding:
         """What other ranks hold of the state is let go of."""
         state = _state_of(deferred)
         slots = [slot for slot in self._plan.slots if dict.get(state, slot.parameter) is not None]
-        self._lie_elsewhere(deferred, filter(self.ownerships.foreign, slots))
+        self._lie_elsewhere(deferred, filter(self._ownerships.foreign, slots))
         for slot in slots:
-            part = self.ownerships.part(slot)
-            if self.ownerships.own(slot) is None:
+            part = self._ownerships.part(slot)
+            if self._ownerships.own(slot) is None:
                 dict.pop(state, slot.parameter, None)
             elif part is not None and (entry := dict.get(state, slot.parameter)) is not None:
                 dict.__setitem__(state, slot.parameter, cut_entry(entry, slot, part.share))
@@ -199,8 +208,8 @@ class Holding:
         state = deferred.optimizer.state
         entries = {}
         for position, slot in enumerate(self._plan.slots):
-            entry, part = dict.get(state, slot.parameter), self.ownerships.part(slot)
-            if entry is not None and self.ownerships.own(slot) is not None:
+            entry, part = dict.get(state, slot.parameter), self._ownerships.part(slot)
+            if entry is not None and self._ownerships.own(slot) is not None:
                 # After `restore` there are whole ones.
                 entries[position] = entry if part is None else cut_entry(entry, slot, part.share)
         return entries
@@ -210,8 +219,8 @@ class Holding:
         found = []
         for slot in self._plan.slots:
             entry = dict.get(optimizer.state, slot.parameter)
-            if entry is not None and self.ownerships.own(slot) is not None:
-                part = self.ownerships.part(slot)
+            if entry is not None and self._ownerships.own(slot) is not None:
+                part = self._ownerships.part(slot)
                 start_at, stop_at = 0, slot.view.numel()
                 if part is not None:
                     start_at, stop_at = part.share.start_at, part.share.stop_at
@@ -265,12 +274,12 @@ class Holding:
             share.rank
             for slot in self._plan.slots
             if id(slot.parameter) in mine
-            for share in self.ownerships.foreign(slot)
+            for share in self._ownerships.foreign(slot)
         }
         question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
-        self.waits_for_ranks()
-        found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
+        self._waits_for_ranks()
+        found = gathered(self._progress, self._ask, "state", questions, "the optimizer's state")
         found[self._rank] = self._entries(deferred)
         return {
             position: whole_entry(slot, shares, [found[share.rank][position] for share in shares])

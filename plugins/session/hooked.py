@@ -49,7 +49,7 @@ class HookedModel(ABC):
         self._is_disowned = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots), lambda: self._life.traffic.busy_ns)
-        self._progress = Progress(backend)
+        self._progress = Progress(backend, slots)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
 

@@ -16,7 +16,7 @@ from bytesched.plugins.optimizer.deferred import Deferred, Later
 from bytesched.plugins.optimizer.frozen import snapshot, tensors_of
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
-from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.holding import StepTaken
 from bytesched.plugins.session.lazy import is_kept, is_seen
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
@@ -25,6 +25,7 @@ from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNTAKEN
 
 __all__ = ["ShardedArming"]
 
@@ -42,13 +43,11 @@ class ShardedArming(Arming):
         updater: Updater,
         context: Context,
         sharding: Sharding,
-        holding: Holding,
-        wholes: Wholes,
     ) -> None:
         super().__init__(slots, synchronizing, updater, context)
         self._spreading = sharding.spreading
-        self._holding = holding
-        self._wholes = wholes
+        self._holding = sharding.holding
+        self._wholes = sharding.wholes
         self._ownerships = sharding.ownerships
         self._lockstep = sharding.lockstep
         self._positions = {slot: position for position, slot in enumerate(slots)}
@@ -84,7 +83,7 @@ class ShardedArming(Arming):
                     eager.append(parameter)
                     continue
                 self._look_at(slot, deferred)
-                is_later = slot.used and is_of_arena(slot)
+                is_later = slot.state in UNTAKEN and is_of_arena(slot)
                 own = self._ownerships.own(slot)
                 if self._ownerships.foreign(slot):
                     foreign.append(slot)
@@ -143,11 +142,13 @@ class ShardedArming(Arming):
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
-        self._progress.wait(lambda: not any(slot.sending for slot in slots), "owned gradients")
+        chunks = {chunk for slot in slots for chunk in slot.chunks}
+        self._progress.wait(lambda: not self._round.under_way.sums(chunks), "owned gradients")
         self._wholes.keep(slots)
         self._synchronizing.wait_slots(slots)
+        with self._progress.changed:
+            self._round.step(slots)
         for slot in slots:
-            slot.used = False
             self._make_plain(slot)
             if (part := self._ownerships.part(slot)) is not None:
                 part.grad_from_parameter()
@@ -159,23 +160,23 @@ class ShardedArming(Arming):
         for slot in foreign:
             job = arriving.setdefault(slot.bundle, Job(self._received, _NO_HYPERPARAMETERS))
             job.slots.append(slot)
-        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
-            for slot in job.slots:
-                slot.used, slot.taken = False, True
         for slot in foreign:
             # Its owner makes them.
             slot.changes.clear()
         self._wholes.spread(foreign)
-        self._keep_mates(foreign)
+        jobs = chain(chain.from_iterable(armed.values()), arriving.values())
+        self._keep_mates(foreign, {slot for job in jobs for slot in job.slots})
         with self._progress.changed:
             expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
         self._wholes.taken(owned, expected)
         self._spreading.expect(expected)
 
-    def _keep_mates(self, foreign: Sequence[Slot]) -> None:
+    def _keep_mates(self, foreign: Sequence[Slot], taken: set[Slot]) -> None:
         """Parameters come into the memory of gradients that this step has not taken, too."""
-        left = [slot for slot in self._slots.values() if slot.used]
+        left = [
+            slot for slot in self._slots.values() if slot.state in UNTAKEN and slot not in taken
+        ]
         if not left:
             return
         coming = set(self._spreading.foreign_chunks(foreign))

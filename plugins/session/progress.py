@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 from typing import Final
 
 from bytesched.errors import PeerLost, PluginError, in_one_line
+from bytesched.plugins.layout.slots import Job, Slot
 from bytesched.plugins.session.backend import Backend
+from bytesched.round import Round
 
 __all__ = ["Progress"]
 
@@ -22,16 +24,16 @@ class Progress:
 
     Args:
         backend: aborted when something goes wrong, so that every rank fails.
+        slots: the parameters whose rounds these are; none where there are no rounds.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, slots: Sequence[Slot] = ()) -> None:
         self._backend = backend
         self._timeout_s = backend.timeout_s
         self._waiters = 0
-        #: guards bundles and ``outstanding``
+        #: guards the round
         self.changed = threading.Condition()
-        #: chunks of this round that are not reduced yet
-        self.outstanding = 0
+        self.round: Round[Slot, Job] = Round(slots)
         #: the first error, which is final
         self.error: BaseException | None = None
         #: it was raised in the user's thread
@@ -42,6 +44,11 @@ class Progress:
         self.updater: int | None = None
         #: the error of something that is waited for and cannot come, if it knows of one
         self.look: Callable[[], BaseException | None] = lambda: None
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks that are under way."""
+        return len(self.round.under_way)
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
@@ -79,13 +86,18 @@ class Progress:
                 error = self.look()
             else:
                 error = self._backend.timeout(
-                    f"waited {self._timeout_s:g} s for {what}", self.story
+                    f"waited {self._timeout_s:g} s for {what}", self._whole_story
                 )
             if error is not None:
                 self.fail(error)
                 self.is_error_seen = True
                 raise error
         return True
+
+    def _whole_story(self) -> str:
+        with self.changed:
+            here = self.round.story()
+        return "\n".join(filter(None, (self.story(), here)))
 
     def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
         """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.

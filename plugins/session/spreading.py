@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -10,7 +9,7 @@ import torch
 
 from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Bundle, Slice, Slot
+from bytesched.plugins.layout.slots import Slice, Slot
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.updater import Updater
@@ -48,10 +47,9 @@ class Spreading:
         self._progress = progress
         self._carrier = carrier
         self._updater = updater
+        self._round = progress.round
         #: of what was armed last
         self.turn = 0
-        #: of each foreign chunk, the bundles that wait for it, message by message
-        self._awaiting: dict[int, deque[list[Bundle]]] = {}
 
     def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
         """The chunks of ``slots`` that are updated here."""
@@ -72,13 +70,7 @@ class Spreading:
         """
         self.turn += 1
         expected = self.foreign_chunks(foreign)
-        bundles = {slot.bundle for slot in foreign}
-        for chunk in expected:
-            waiting = [b for b in self._plan.bundles_of[chunk.index] if b in bundles]
-            for bundle in waiting:
-                bundle.coming += 1
-            self._awaiting.setdefault(chunk.index, deque()).append(waiting)
-        self._progress.outstanding += len(expected) + len(self.owned_chunks(owned))
+        self._round.under_way.expect(expected, self.owned_chunks(owned))
         return expected
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
@@ -107,19 +99,13 @@ class Spreading:
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
         with self._progress.changed:
-            self._progress.outstanding -= 1
+            self._round.under_way.left(chunk)
             self._progress.notify()
 
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
         with self._progress.changed:
-            complete = []
-            for bundle in self._awaiting[chunk.index].popleft():
-                bundle.coming -= 1
-                if not bundle.coming and bundle.armed:
-                    complete.append(bundle)
-            self._updater.push(complete)
-            self._progress.outstanding -= 1
+            self._updater.push(self._round.came(chunk))
             self._progress.notify()
 
     def _stage(

@@ -84,7 +84,7 @@ class HorovodTransportContract(TransportContract):
 
     def transport(self) -> Transport:
         for slot in self._plan.slots:
-            slot.grad = torch.ones_like(slot.parameter)
+            slot.give(torch.ones_like(slot.parameter))
         wire = Wire(
             hvd.global_process_set,
             average=True,
