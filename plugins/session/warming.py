@@ -111,7 +111,14 @@ class WarmingUp:
             decisions=self._decisions,
             knobs=self._context.backend.knobs | self._takeover.knobs,
         )
-        warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
+        try:
+            warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
+        except BaseException as error:
+            # The other ranks may wait for the rest of what they do together.
+            progress = self._context.progress
+            progress.fail(error)
+            progress.is_error_seen = True
+            raise
         running = self._running(warm)
         for deferred in self._deferred:
             running.introduce(deferred)
