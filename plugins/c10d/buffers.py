@@ -27,7 +27,7 @@ class BufferBroadcast:
     Args:
         group: of Gloo, what the buffers travel on; None in a copy. Those of a GPU pass through
             the host: a second communicator of NCCL beside that of the gradients could block both.
-        fail: called with an error.
+        fail: called with an error, before it is raised.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Ballot:
         try:
             self._vote = votes, self._context.backend.sum(votes, self._about)
         except BaseException as error:
-            self._context.progress.fail(error)
+            self._context.progress.fail(error, is_raised=True)
             raise
 
     def outcome(self) -> bool | None:
@@ -58,7 +58,7 @@ class Ballot:
             self._context.backend.wait(work, task=self._about)
         except BaseException as error:
             # The other ranks learn of it, as they take part in it.
-            self._context.progress.fail(error)
+            self._context.progress.fail(error, is_raised=True)
             raise
         return int(votes) == self._context.backend.size
 

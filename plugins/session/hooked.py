@@ -102,8 +102,8 @@ class HookedModel(ABC):
         self._life.disown()
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every rank."""
-        self._progress.fail(error)
+        """Ends everything under way, on every rank; the user's thread raises ``error`` now."""
+        self._progress.fail(error, is_raised=True)
 
     def flush(self) -> None:
         """Every step that was taken is applied."""

@@ -34,7 +34,7 @@ class Progress:
         self.outstanding = 0
         #: the first error, which is final
         self.error: BaseException | None = None
-        #: it was raised in the user's thread
+        #: it, or what came of it, was raised in the user's thread
         self.is_error_seen = False
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
@@ -82,8 +82,7 @@ class Progress:
                     f"waited {self._timeout_s:g} s for {what}", self.story
                 )
             if error is not None:
-                self.fail(error)
-                self.is_error_seen = True
+                self.fail(error, is_raised=True)
                 raise error
         return True
 
@@ -101,12 +100,16 @@ class Progress:
             finally:
                 self._waiters -= 1
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.
 
         It ends everything under way, so that the other ranks learn about it now.
+
+        Args:
+            is_raised: the user's thread raises it now, so that the end of the process need not.
         """
         with self.changed:
+            self.is_error_seen = self.is_error_seen or is_raised
             if self.error is not None:
                 return
             self.error = error

@@ -161,14 +161,14 @@ class Running:
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
             slot.used_alone = False
-        #: in memory where sums of other owners do not come whole
+        #: in memory that this round's sums overwrite
         earlier: dict[Slot, torch.Tensor] = {}
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
             if slot.parameter.grad is None:
                 self._source_ready(slot)
             else:
-                if self._sharding is not None and is_left(slot) and not slot.gone:
+                if is_left(slot) and not slot.gone:
                     earlier[slot] = slot.view.clone()
                 self.gradient(slot)
         if missing:

@@ -185,7 +185,7 @@ class Splitting:
                 self._split = self._entered()
             except BaseException as error:
                 # The other ranks learn of it, as they take part in it.
-                self._context.progress.fail(error)
+                self._context.progress.fail(error, is_raised=True)
                 raise
         else:
             self._leave(self._split)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from looped import SMALL, Training
+from looped import SMALL, Training, inputs
 
+from bytesched.errors import PeerLost, UnusedParameterError
 from bytesched.testing import Loopback
 
 
@@ -26,3 +27,24 @@ def test_line_at_the_start(
         f"1 ranks, 6 tensors, 1.891 KiB in {chunks}, 1 MiB under way at a time, "
         "policy priority, mode cross"
     )
+
+
+def test_an_error_that_the_script_has_seen_is_not_raised_at_the_end(ours: Training) -> None:
+    for parameter in ours.model[0].parameters():
+        parameter.requires_grad_(False)
+    ours.model(inputs(2)).sum().backward()
+    with pytest.raises(UnusedParameterError):
+        ours.optimizer.step()
+    assert ours.session is not None
+    assert isinstance(ours.session.error, UnusedParameterError)
+    assert ours.session.unseen_error is None
+
+
+def test_nor_is_one_that_came_of_it(ours: Training) -> None:
+    """A peer is gone: what is on the wire fails in our thread, a broadcast in the script's."""
+    session = ours.session
+    assert session is not None
+    session._progress.fail(PeerLost("rank 1 is gone", peers=[1]))
+    assert session.unseen_error is session.error
+    session.fail(PeerLost("rank 1 is gone, says another group", peers=[1]))
+    assert session.unseen_error is None
