@@ -5,7 +5,7 @@ else that their owners want the others to have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -107,9 +107,13 @@ class ShardedExchange(Exchange):
             for chunk in listed:
                 memory = torch.empty_like(self._plan.buffers[chunk.index], dtype=dtype)
                 self._rounded.setdefault(chunk.index, deque()).append(memory)
+        # In the user's thread: a connection that is broken refuses at once, in torch's words.
+        self._guarded(partial(self._receive_parameters, listed))
+
+    def _receive_parameters(self, chunks: Sequence[CommTask]) -> None:
         arrived = self._parameters_arrived
         self._gathers.add(
-            [self._gather(c, FROM_OWNER, self._expected_memory(c), arrived) for c in listed]
+            [self._gather(c, FROM_OWNER, self._expected_memory(c), arrived) for c in chunks]
         )
 
     def stage(self, chunk: CommTask, dtype: torch.dtype | None = None) -> torch.Tensor:
