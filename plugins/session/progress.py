@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic
-from typing import Final
+from typing import Final, NoReturn
 
-from bytesched.errors import PeerLost, PluginError, in_one_line
+from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
 from bytesched.plugins.session.backend import Backend
 
 __all__ = ["Progress"]
@@ -54,6 +54,18 @@ class Progress:
             self.is_error_seen = True
             # Without what earlier raises added: their frames keep batches and outputs alive.
             raise self.error.with_traceback(None)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """Fails with ``error`` and raises it, or what came before it and has brought it about.
+
+        The user's thread.
+        """
+        self.fail(error, is_raised=True)
+        first = self.error
+        if first is None or not isinstance(error, TransportError):
+            raise error
+        # This rank has broken its connections for it: of those, only a timeout would be told.
+        raise first.with_traceback(None) from first.__cause__
 
     def refuse_in_update(self, what: str) -> None:
         """Raises PluginError in the thread that applies updates, where nothing may wait."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from looped import SMALL, Training, inputs
+from torch import Tensor
 
 from bytesched.errors import PeerLost, UnusedParameterError
 from bytesched.testing import Loopback
@@ -48,3 +50,15 @@ def test_nor_is_one_that_came_of_it(ours: Training) -> None:
     assert session.unseen_error is session.error
     session.fail(PeerLost("rank 1 is gone, says another group", peers=[1]))
     assert session.unseen_error is None
+
+
+def test_gradients_that_a_script_refers_to_stay_the_same_tensors(ours: Training) -> None:
+    ours.backward()
+    gradients = [parameter.grad for parameter in ours.model.parameters()]
+    values = [gradient.clone() for gradient in gradients]
+    assert ours.session is not None
+    ours.session.close()
+    for parameter, gradient, value in zip(ours.model.parameters(), gradients, values, strict=True):
+        assert parameter.grad is gradient
+        assert type(gradient) is Tensor
+        assert torch.equal(gradient, value)
