@@ -195,7 +195,7 @@ def attach(
         session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
+                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
             # Last of all: from here on, gradients are averaged by the session or not at all. DDP
             # learns a static graph once, as the compiler does its code; and DDP does not compress.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)

@@ -6,6 +6,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -102,8 +103,12 @@ class HookedModel(ABC):
         self._life.disown()
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every rank."""
-        self._progress.fail(error)
+        """Ends everything under way, on every rank; the user's thread raises ``error`` now."""
+        self._progress.fail(error, is_raised=True)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """As `fail`; raises ``error``, or what came before it and has brought it about."""
+        self._progress.raise_first(error)
 
     def flush(self) -> None:
         """Every step that was taken is applied."""

@@ -9,7 +9,14 @@ import torch
 
 from bytesched.plugins.layout.memory import is_laid_out_as, lies_over
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import free, has_aliases, has_own_memory, keep_apart, plain
+from bytesched.plugins.proxies.pending import (
+    free,
+    has_aliases,
+    has_own_memory,
+    keep_apart,
+    lazy_over,
+    settle,
+)
 
 __all__ = [
     "give_back",
@@ -85,7 +92,8 @@ def give_back(slot: Slot) -> None:
     if is_kept(slot) or is_seen(slot):
         keep_apart(slot.lazy)
     if slot.parameter.grad is slot.lazy:
-        slot.parameter.grad = plain(slot.lazy)
+        settle(slot.lazy)
+        slot.lazy = lazy_over(torch.empty(0, device="cpu"))
     free(slot.lazy)
 
 

@@ -100,7 +100,7 @@ class Rounds:
                 f"an exception ended the last backward() on rank {self._rank} when some of "
                 "its gradients had been sent already; unwrap, and wrap again to go on"
             )
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
 
     def _complain_if_incomplete(self) -> None:
@@ -113,7 +113,7 @@ class Rounds:
             "find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap for a "
             "plain module"
         )
-        self._progress.fail(error)
+        self._progress.fail(error, is_raised=True)
         raise error
 
     # -- a gradient --------------------------------------------------------------------

@@ -155,13 +155,13 @@ class Running:
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
             slot.is_local = False
-        #: in memory where sums of other owners do not come whole
+        #: in memory that this round's sums overwrite
         earlier: dict[Slot, torch.Tensor] = {}
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
             if slot.parameter.grad is not None:
                 is_readable = slot.memory not in UNREADABLE
-                if self._sharding is not None and is_left(slot) and is_readable:
+                if is_left(slot) and is_readable:
                     earlier[slot] = slot.view.clone()
                 if not slot.take_gradient():
                     self._refuse(slot)

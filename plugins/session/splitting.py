@@ -185,10 +185,9 @@ class Splitting:
         if self._split is None:
             try:
                 self._split = self._entered()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is raised
                 # The other ranks learn of it, as they take part in it.
-                self._context.progress.fail(error)
-                raise
+                self._context.progress.raise_first(error)
         else:
             self._leave(self._split)
 

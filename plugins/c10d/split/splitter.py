@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -140,7 +141,7 @@ class ExchangeSplitter:
             answers,
             desk,
             [group, others],
-            failed=progress.fail,
+            failed=partial(progress.fail, is_raised=True),
             closed=self._close_group,
         )
 
@@ -191,7 +192,7 @@ class ExchangeSplitter:
             requests,
             desk,
             groups,
-            failed=progress.fail,
+            failed=partial(progress.fail, is_raised=True),
             closed=self._close_group,
         )
 
@@ -234,7 +235,7 @@ class ExchangeCarrier:
     Args:
         answers: to what is asked of gradients, which no chunk on the wire holds up.
         groups: of both; only this carrier uses them.
-        failed: called with an error.
+        failed: called with an error that is raised in the user's thread.
         closed: called with each group when nothing of it is used any more.
     """
 

@@ -126,7 +126,7 @@ class StoreRunning:
                 f"{slot.name!r} got a second gradient before step(): the first has been sent; add "
                 "up the losses instead, or let the workers update"
             )
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
         slot.fired = 1
         assert parameter.grad is not None
@@ -167,7 +167,7 @@ class StoreRunning:
                 f"{len(names)} parameters got no gradient on worker {self._rank}: "
                 f"{', '.join(names[:5])}; a store that updates needs one for each"
             )
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
         self._round.end()
         if hyperparameters != self._hyperparameters:
