@@ -349,6 +349,34 @@ def test_what_is_armed_while_the_bundle_is_updated_comes_next() -> None:
     assert repr(bundle) == "<Bundle 0 of p0 applied>"
 
 
+def test_what_was_pushed_for_an_earlier_round_takes_nothing_before_it_is_summed() -> None:
+    model = one()
+    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
+    model.round.gradient(gradient)
+    model.round.arm({bundle: [Job([gradient])]}, {})
+    assert model.round.take(bundle) == []
+    assert model.round.summed(chunk) == [bundle]
+    assert model.round.take(bundle) != []
+
+
+def test_two_steps_may_wait_for_one_owner() -> None:
+    model = one()
+    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
+    model.round.gradient(gradient)
+    model.round.summed(chunk)
+    for number in range(2):
+        model.round.under_way.expect([chunk], [])
+        model.round.arm({}, {bundle: Job([gradient])})
+        assert model.round.came(chunk) == [bundle]
+        if number == 0:
+            [first] = model.round.take(bundle)
+    model.round.updated([bundle], first.slots)
+    assert repr(gradient) == "<Gradient p0 due>"
+    [second] = model.round.take(bundle)
+    model.round.updated([bundle], second.slots)
+    assert repr(gradient) == "<Gradient p0 applied>"
+
+
 def test_the_story_counts_states() -> None:
     model = Model([1, 1, 1], 1)
     model.round.begin()
