@@ -298,14 +298,13 @@ class Round(Generic[G, J]):
     def _complete(self, chunk: CommTask) -> list[Bundle[G, J]]:
         """The bundles with ``chunk`` of which something can be done now."""
         ready = []
-        unsummed = self.under_way.unsummed
+        unsummed, coming = self.under_way.unsummed, self.under_way.coming
         for bundle in self._bundles_of[chunk.index]:
-            if bundle.state in OUTSTANDING and unsummed.isdisjoint(bundle.chunks):
-                if not bundle.jobs and self.under_way.comes(bundle.chunks):
-                    continue
-                if bundle.jobs or bundle.arrivals:
-                    bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
-                    ready.append(bundle)
+            if not unsummed.isdisjoint(bundle.chunks):
+                continue
+            if bundle.jobs or (bundle.arrivals and coming.keys().isdisjoint(bundle.chunks)):
+                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
+                ready.append(bundle)
         return ready
 
     def _waits(self, bundle: Bundle[G, J]) -> bool:

@@ -182,8 +182,11 @@ class Training(RuleBasedStateMachine):
         for gradient in self.model.gradients:
             if not self.round.under_way.sums(gradient.chunks):
                 self.summed.add(gradient)
-        assert all(not self.round.under_way.sums(bundle.chunks) for bundle in ready)
-        self.pushed += ready
+        for bundle in ready:
+            assert not self.round.under_way.sums(bundle.chunks)
+            assert bundle.jobs or not self.round.under_way.comes(bundle.chunks)
+        # Twice: what is left in the queue meets the bundle again in a later round.
+        self.pushed += [*ready, *ready]
 
     @property
     def coming(self) -> list[CommTask]:
@@ -324,6 +327,54 @@ def test_a_bundle_waits_for_its_owners_and_for_its_sums() -> None:
     model.round.arm({}, {bundle: Job([gradient])})
     assert model.round.came(chunk) == []
     assert model.round.summed(chunk) == [bundle]
+
+
+def test_what_is_armed_while_the_bundle_is_updated_comes_next() -> None:
+    model = Model([1, 1], 2)
+    first, second = model.gradients
+    [bundle], [chunk] = model.bundles, model.chunks
+    model.round.begin()
+    for gradient in model.gradients:
+        model.round.gradient(gradient)
+    model.round.end()
+    model.round.summed(chunk)
+    assert model.round.arm({bundle: [Job([first])]}, {})[0] == [bundle]
+    model.round.take(bundle)
+    assert model.round.arm({bundle: [Job([second])]}, {})[0] == [bundle]
+    model.round.updated([bundle], [first])
+    assert repr(bundle) == "<Bundle 0 of p0 ready>"
+    assert repr(model.gradients) == "[<Gradient p0 applied>, <Gradient p1 due>]"
+    [job] = model.round.take(bundle)
+    model.round.updated([bundle], job.slots)
+    assert repr(bundle) == "<Bundle 0 of p0 applied>"
+
+
+def test_what_was_pushed_for_an_earlier_round_takes_nothing_before_it_is_summed() -> None:
+    model = one()
+    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
+    model.round.gradient(gradient)
+    model.round.arm({bundle: [Job([gradient])]}, {})
+    assert model.round.take(bundle) == []
+    assert model.round.summed(chunk) == [bundle]
+    assert model.round.take(bundle) != []
+
+
+def test_two_steps_may_wait_for_one_owner() -> None:
+    model = one()
+    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
+    model.round.gradient(gradient)
+    model.round.summed(chunk)
+    for number in range(2):
+        model.round.under_way.expect([chunk], [])
+        model.round.arm({}, {bundle: Job([gradient])})
+        assert model.round.came(chunk) == [bundle]
+        if number == 0:
+            [first] = model.round.take(bundle)
+    model.round.updated([bundle], first.slots)
+    assert repr(gradient) == "<Gradient p0 due>"
+    [second] = model.round.take(bundle)
+    model.round.updated([bundle], second.slots)
+    assert repr(gradient) == "<Gradient p0 applied>"
 
 
 def test_the_story_counts_states() -> None:
