@@ -187,7 +187,6 @@ def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
 
 def refusal(do: Callable[[], object]) -> dict[str, Any]:
     """The error that `do` raised, as facts."""
-    began = time.monotonic()
     try:
         do()
     except Exception as error:  # noqa: BLE001 (told to the test)
@@ -196,7 +195,6 @@ def refusal(do: Callable[[], object]) -> dict[str, Any]:
             "message": str(error),
             "rank": getattr(error, "rank", None),
             "task": getattr(error, "task", None),
-            "seconds": time.monotonic() - began,
         }
     return {}
 
