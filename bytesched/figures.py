@@ -24,6 +24,8 @@ class Figures(TypedDict):
     """Share of all bytes that arrived after `step()` had returned."""
     reason: str
     """Why less than half of all bytes did; empty where more did."""
+    rested_rounds: int
+    """Rounds that were left to DDP, as communication takes no time; no other figure is of them."""
     exposed_comm_ms: float
     """Time for which the training thread waited while something was on its way."""
     comm_ms: float

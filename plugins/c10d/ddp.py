@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from bytesched.plugins.c10d.buffers import BufferBroadcast
 from bytesched.plugins.c10d.entry import Entry
 from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.joining import Joining, joining
+from bytesched.plugins.c10d.lent import LentReducer, requiring_gradients
 from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
 from bytesched.plugins.c10d.opening import open_group, open_part
 from bytesched.plugins.c10d.split import ExchangeSplitter
@@ -203,7 +204,16 @@ def attach(
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none"
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            session.take_over(partial(_take_over, weak_ddp, reduced), can_stop=can_stop)
+            # Its reducer can be lent where it would do what is done here: no rank need tell which
+            # parameters were used, and chunks are summed by Gloo, over all ranks at once.
+            can_lend = can_stop and _find_unused(ddp, config) is False and levels is None
+            can_lend = can_lend and not ddp.find_unused_parameters
+            can_lend = can_lend and kind == "gloo" and device.type == "cpu"
+            session.take_over(
+                partial(_take_over, weak_ddp, reduced),
+                can_stop=can_stop,
+                borrower=LentReducer(weak_ddp, reduced, data) if can_lend else None,
+            )
         half_attached.pop_all()
     return session
 
@@ -369,28 +379,12 @@ def _take_over(
         ddp = weak_ddp()
         if ddp is None:
             return
-        with _requiring_gradients(ddp, reduced):
+        with requiring_gradients(ddp, reduced):
             parameters, expect_sparse = ddp._build_params_for_reducer()
             names = ddp._build_debug_param_to_name_mapping(parameters)
             ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
 
     return give_back
-
-
-@contextmanager
-def _requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
-    """Inside, the parameters with these ``ids`` require gradients, and no others.
-
-    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
-    """
-    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
-    for parameter in changed:
-        parameter.requires_grad_(not parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def broadcast(group: Group, module: nn.Module) -> None:

@@ -209,6 +209,12 @@ class Group:
         broken = self.broken(self._others)
         return None if broken is None else self.error(broken)
 
+    def failure(self, error: BaseException, *, task: str) -> TransportError | None:
+        """``error`` as one of ours if this group is broken; None: it is of something else."""
+        if self._is_gloo and self.broken(self._others) is None:
+            return None
+        return self.error(error, task=task)
+
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.
 

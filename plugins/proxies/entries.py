@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -23,7 +23,7 @@ from bytesched.plugins.proxies.pending import (
     ready,
 )
 
-__all__ = ["Watch", "guard_entries", "watch_reductions"]
+__all__ = ["BackwardWatch", "Watch", "guard_entries", "watch_backward", "watch_reductions"]
 
 #: where they are found, by module and class
 _ENTRIES: dict[str, str] = {
@@ -58,6 +58,23 @@ Watch: TypeAlias = Callable[[Any, int], None]
 #: those that look at the moment, none of them kept alive
 _watches: tuple[WeakMethod[Watch], ...] = ()
 
+
+class BackwardWatch(Protocol):
+    """Is told of all backward passes, in their thread."""
+
+    def backward_begins(self) -> None:
+        """One begins, not inside another one."""
+
+    def backward_ends(self) -> None:
+        """It is over, also where an exception has ended it."""
+
+    def backward_failed(self, error: BaseException) -> None:
+        """``error`` leaves it, unless this raises another."""
+
+
+#: those that are told at the moment
+_backward_watches: tuple[BackwardWatch, ...] = ()
+
 _guarded = False
 
 
@@ -81,6 +98,8 @@ def guard_entries() -> None:
         for name in names.split():
             if hasattr(owner, name):
                 setattr(owner, name, _waiting(getattr(owner, name)))
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = _told(autograd._engine_run_backward)
     nn.Parameter.__new__ = _for_parameters(nn.Parameter.__new__)  # type: ignore[method-assign]
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
@@ -103,6 +122,40 @@ def watch_reductions(watch: Watch) -> Callable[[], None]:
         _watches = tuple(other for other in _watches if other is not watching)
 
     return end
+
+
+def watch_backward(watch: BackwardWatch) -> Callable[[], None]:
+    """Tells ``watch`` of every backward pass from now on; returns what ends that."""
+    global _backward_watches
+    _backward_watches = (*_backward_watches, watch)
+
+    def end() -> None:
+        global _backward_watches
+        _backward_watches = tuple(other for other in _backward_watches if other is not watch)
+
+    return end
+
+
+def _told(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watches = _backward_watches
+        # Not by a pass inside another one: its error leaves that one next.
+        if not watches or torch._C._current_graph_task_id() != -1:
+            return run(*args, **kwargs)
+        for watch in watches:
+            watch.backward_begins()
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            for watch in watches:
+                watch.backward_failed(error)
+            raise
+        finally:
+            for watch in watches:
+                watch.backward_ends()
+
+    return call
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:

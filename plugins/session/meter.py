@@ -28,6 +28,7 @@ _MUCH = 0.5
 _NEARLY_ALL = 0.9
 
 _HIDDEN = "communication is hidden behind backward already, there is little to gain"
+_TAKES_NO_TIME = "communication takes no time here"
 _ARRIVED = "the rest had arrived before step()"
 
 log = logging.getLogger("bytesched")
@@ -69,6 +70,8 @@ class Meter:
         #: time spent in the gradient hooks
         self.hook_ns = 0
         self._rounds = 0
+        #: rounds that were left to the framework
+        self._rested = 0
         #: a round has been settled
         self.is_measuring = False
         self._measure()
@@ -130,6 +133,10 @@ class Meter:
             now_ns = perf_counter_ns()
             self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
 
+    def rested(self) -> None:
+        """A round is over that was left to the framework."""
+        self._rested += 1
+
     def step_begins(self) -> None:
         """``optimizer.step()`` is called."""
         self._step_ns = perf_counter_ns()
@@ -175,6 +182,9 @@ class Meter:
 
     def _reason(self) -> str:
         """Why little crossed the barrier; empty if much did."""
+        if self._rested > self._rounds:
+            rounds = self._rested + self._rounds
+            return f"rested in {self._rested} of {rounds} rounds: {_TAKES_NO_TIME}"
         if not self._iterations:
             return self.whole_because
         if self._crossed >= _MUCH:
@@ -228,6 +238,7 @@ class Meter:
             "barrier_crossed_steps": self._crossed_steps,
             "barrier_crossed_pct": 100 * self._crossed,
             "reason": self._reason(),
+            "rested_rounds": self._rested,
             "exposed_comm_ms": self._exposed_ns / _MS / iterations,
             "comm_ms": self._comm_ns / _MS / iterations,
             "overlap_pct": 100 * self._overlap,

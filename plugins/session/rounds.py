@@ -24,7 +24,7 @@ from bytesched.plugins.session.by_hand import ByHand
 from bytesched.plugins.session.phase import Context, Phase
 from bytesched.plugins.session.takeover import Takeover
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "interrupted", "left_out"]
 
 #: through which every custom Function's backward is called, also those that run backward again
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
@@ -38,6 +38,24 @@ def _is_nested() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def interrupted(rank: int) -> PluginError:
+    """The error of a backward pass that an exception has ended in the middle."""
+    return PluginError(
+        f"an exception ended the last backward() on rank {rank} when some of its gradients had "
+        "been sent already; unwrap, and wrap again to go on"
+    )
+
+
+def left_out(names: Sequence[str], rank: int) -> UnusedParameterError:
+    """The error of a backward pass that has left out the gradients of some parameters."""
+    return UnusedParameterError(
+        f"{len(names)} parameters got no gradient on rank {rank}: "
+        f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If that may happen, say "
+        "find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap for a "
+        "plain module"
+    )
 
 
 class Rounds:
@@ -96,23 +114,14 @@ class Rounds:
     def complain_if_interrupted(self) -> None:
         """Raises PluginError if an exception ended the last backward pass: it was sent in part."""
         if self._callback_queued and torch._C._current_graph_task_id() == -1:
-            error = PluginError(
-                f"an exception ended the last backward() on rank {self._rank} when some of "
-                "its gradients had been sent already; unwrap, and wrap again to go on"
-            )
+            error = interrupted(self._rank)
             self._progress.fail(error)
             raise error
 
     def _complain_if_incomplete(self) -> None:
         if not self.incomplete:
             return
-        names = [slot.name for slot in self.slots if not slot.fired]
-        error = UnusedParameterError(
-            f"{len(names)} parameters got no gradient on rank {self._rank}: "
-            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If that may happen, say "
-            "find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap for a "
-            "plain module"
-        )
+        error = left_out([slot.name for slot in self.slots if not slot.fired], self._rank)
         self._progress.fail(error)
         raise error
 

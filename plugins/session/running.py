@@ -17,6 +17,7 @@ from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.disowned import disown_gradients, disown_updates
 from bytesched.plugins.session.lazy import give_back, is_left, kept_or_seen, moved
+from bytesched.plugins.session.lending import Lending
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.sharding import Sharding
@@ -35,6 +36,7 @@ class Running:
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
         splitting: chooses the carrier of each round, if there is another than that of ``parts``.
+        lending: leaves rounds to the framework where scheduling brings nothing, if it can.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Running:
         find_unused: bool,
         retuning: Retuning | None,
         splitting: Splitting | Sharding | None,
+        lending: Lending | None = None,
     ) -> None:
         self.plan = parts.plan
         self.setting = setting
@@ -63,6 +66,7 @@ class Running:
         self._rank = context.backend.rank
         self._retuning = retuning
         self._splitting = splitting
+        self._lending = lending
         self._sharding = splitting if isinstance(splitting, Sharding) else None
         self._whole_carrier = parts.carrier
         self._optimizers: list[Deferred] = []
@@ -74,8 +78,12 @@ class Running:
     def before_forward(self, steps: int) -> None:
         if self._retuning is not None:
             self._retuning.before_forward(steps)
+        if self._lending is not None:
+            self._lending.before_forward()
 
     def forward_begins(self) -> None:
+        if self._lending is not None and self._lending.is_lent:
+            return
         # Backward would add to gradients on the wire.
         self._synchronizing.wait_unstepped()
         if self._sharding is not None:
@@ -120,6 +128,8 @@ class Running:
         self._steps = 0
         if self._splitting is not None:
             self._splitting.begin_round()
+        if self._lending is not None:
+            self._lending.round_begins()
         self._meter.round_begins(is_settled=self._splitting is None or self._splitting.is_settled)
 
     def gradient(self, slot: Slot) -> None:
@@ -146,6 +156,8 @@ class Running:
         self.hand_out()
         if self._splitting is not None:
             self._splitting.backward_ends()
+        if self._lending is not None:
+            self._lending.round_complete()
         return self
 
     def _complete(self) -> None:
@@ -250,9 +262,13 @@ class Running:
     def disown(self) -> None:
         disown_updates(self.plan)
         disown_gradients(self.plan, partial(self._give_back, in_child=True))
+        if self._lending is not None:
+            self._lending.disown()
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
+        if self._lending is not None:
+            self._lending.close()
         if self._splitting is not None:
             self._splitting.close()
         self._whole_carrier.close()

@@ -19,6 +19,7 @@ from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook
 from bytesched.plugins.session.backend import Backend
 from bytesched.plugins.session.by_hand import ByHand
 from bytesched.plugins.session.checkpoint import ShardedState, plain_name
+from bytesched.plugins.session.gradient_hooks import GradientHooks
 from bytesched.plugins.session.hooked import HookedModel
 from bytesched.plugins.session.phase import Context, Life
 from bytesched.plugins.session.retuning import Decisions
@@ -26,7 +27,7 @@ from bytesched.plugins.session.rounds import Rounds
 from bytesched.plugins.session.running import Running
 from bytesched.plugins.session.sharding import ShardedSplitter
 from bytesched.plugins.session.stepping import Stepping
-from bytesched.plugins.session.takeover import Takeover
+from bytesched.plugins.session.takeover import Borrower, Takeover
 from bytesched.plugins.session.warming import WarmingUp
 from bytesched.tunable import Setting, find_tuner
 from bytesched.values import size_text
@@ -113,8 +114,9 @@ class Session(HookedModel):
 
     def _hook(self, root: nn.Module) -> None:
         if self._sync is not None:
-            for slot in self._rounds.slots:
-                self._undo.append(self._rounds.hook(slot))
+            hooks = self._takeover.hooks = GradientHooks(self._rounds)
+            self._undo.append(hooks.take_off)
+            hooks.put_on()
         before = StayingHook(self.before_forward, self._inside_compiled)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
@@ -144,12 +146,19 @@ class Session(HookedModel):
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
 
-    def take_over(self, take: Callable[[], Callable[[], None]], *, can_stop: bool) -> None:
+    def take_over(
+        self,
+        take: Callable[[], Callable[[], None]],
+        *,
+        can_stop: bool,
+        borrower: Borrower | None = None,
+    ) -> None:
         """``take`` makes gradients the session's; what it returns makes them the framework's.
 
-        Called last of all. With ``can_stop``, both may happen several times.
+        Called last of all. With ``can_stop``, both may happen several times; a ``borrower`` can
+        have them for a while.
         """
-        self._takeover.use(take, can_stop=can_stop)
+        self._takeover.use(take, can_stop=can_stop, borrower=borrower)
         self.on_close(self._takeover.give_back)
 
     def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
@@ -237,7 +246,7 @@ class Session(HookedModel):
     @property
     def mode(self) -> str:
         """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
-        if self._takeover.off:
+        if self._takeover.off and not self._takeover.is_lent:
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 

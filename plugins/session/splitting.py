@@ -119,6 +119,8 @@ class Splitting:
         self._asked = Asked(parts.plan.slots)
         #: the backward pass of this round has not ended
         self._is_backward = False
+        #: rounds are whole, without a vote
+        self._is_paused = False
         self._ballot = Ballot(context, _VOTE, self._device)
         self._use_desk(self._watch)
 
@@ -144,7 +146,7 @@ class Splitting:
         self._is_backward = True
         if self._split is not None:
             self._split.begin_round()
-        if self._mode == "auto" and Ballot.is_due(self._rounds):
+        if self._mode == "auto" and not self._is_paused and Ballot.is_due(self._rounds):
             self._ballot.cast(yes=self._was_asked_before)
             self._was_asked_before = False
 
@@ -158,6 +160,20 @@ class Splitting:
         """Every optimizer has stepped."""
         if self._split is not None:
             self._split.end_round()
+
+    def pause(self) -> None:
+        """Rounds are whole from now on, until `resume`; on all ranks before the same round.
+
+        No rank asks for anything, and nothing is outstanding.
+        """
+        self._ballot.outcome()
+        self._change(wanted=False)
+        self._is_paused, self._was_asked_before = True, False
+
+    def resume(self) -> None:
+        """The ranks vote again, as in their first rounds, if they have paused."""
+        if self._is_paused:
+            self._is_paused, self._rounds = False, 0
 
     @property
     def is_settled(self) -> bool:

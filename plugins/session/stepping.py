@@ -166,6 +166,7 @@ class Stepping:
         """Gradients are complete; see `Phase.step`."""
         self.steps += 1
         if self._takeover.off:
+            self._takeover.check()
             return None
         self._progress.check()
         self._meter.step_begins()

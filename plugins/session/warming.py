@@ -21,6 +21,7 @@ from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.completions import Completions
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.holding import Holding
+from bytesched.plugins.session.lending import Arrivals, Lending, alternation_for
 from bytesched.plugins.session.owning import ShardedArming
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Decisions, Retuning
@@ -125,12 +126,15 @@ class WarmingUp:
         synchronizing = Synchronizing(plan, progress, streams, meter)
         updater = Updater(progress, streams, meter)
         completions = Completions(plan, progress, updater)
+        arrivals = Arrivals(completions.reduced)
+        alternation = alternation_for(self._config) if self._takeover.borrower else None
+        reduced = completions.reduced if alternation is None else arrivals.reduced
         carrier = context.backend.carrier(
             plan,
             warm.packer,
             streams,
             setting,
-            reduced=completions.reduced,
+            reduced=reduced,
             failed=progress.fail,
             observers=context.observers,
         )
@@ -166,7 +170,7 @@ class WarmingUp:
                 context,
                 setting,
                 mode=self._config.split,
-                reduced=completions.reduced,
+                reduced=reduced,
             )
         retuning = None
         if self._decisions is not None:
@@ -181,6 +185,17 @@ class WarmingUp:
                 observers=context.observers,
                 recorded=self._recorded,
             )
+        lending = None
+        if alternation is not None and not isinstance(splitting, Sharding):
+            lending = Lending(
+                alternation,
+                arrivals,
+                parts,
+                self._takeover,
+                context,
+                splitting=splitting,
+                setting=setting,
+            )
         return Running(
             parts,
             arming,
@@ -190,6 +205,7 @@ class WarmingUp:
             find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
             retuning=retuning,
             splitting=splitting,
+            lending=lending,
         )
 
     def _rounded(self) -> torch.dtype | None:

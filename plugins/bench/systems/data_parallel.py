@@ -46,7 +46,8 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
     """The system `kind` around `model`; options are texts as the command line has them.
 
-    DDP takes `bucket_mb` and `bucket_view`, bytesched the fields of its configuration.
+    DDP takes `bucket_mb` and `bucket_view`, bytesched the fields of its configuration and, for the
+    DDP that it schedules, `bucket_view`.
     """
     if kind in HOROVOD:
         return _horovod(kind, options, model, optimizer_name)
@@ -62,7 +63,9 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
             gradient_as_bucket_view=options.get("bucket_view") == "1",
         )
         return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
-    wrapped = DistributedDataParallel(model)
+    fields = {name: value for name, value in options.items() if name != "bucket_view"}
+    with_views = kind == "bytesched" and options.get("bucket_view") == "1"
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=with_views)
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -72,7 +75,7 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
             wrapped,
             ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer, **settings),
         )
-    return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, options)
+    return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, fields)
 
 
 class _Engine:
