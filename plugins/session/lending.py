@@ -115,7 +115,7 @@ class Lending:
     def round_begins(self) -> None:
         """A scheduled round begins, and nothing of the last one is on the wire."""
         now_ns = perf_counter_ns()
-        if self._began_ns and self._is_between:
+        if self._is_between:
             self._round_over(now_ns, max(0, self._arrivals.last_ns - self._backward_ns))
             if self._alternation.is_over and not self._telling.is_under_way:
                 self._telling.tell(self._report())
@@ -147,8 +147,7 @@ class Lending:
         self._seen = self._hooks.counted
         self._meter.rested()
         now_ns = perf_counter_ns()
-        if self._began_ns:
-            self._round_over(now_ns, 0)
+        self._round_over(now_ns, 0)
         self._began_ns = now_ns
         if self._alternation.is_over:
             self._telling.tell(self._report())
@@ -170,7 +169,8 @@ class Lending:
             else:
                 self._lend()
             # What it takes to change is no part of a round.
-            self._began_ns = 0
+            self._began_ns = perf_counter_ns()
+            self._is_between = False
         if self._splitting is not None and not self.is_lent and not self._alternation.is_look:
             self._splitting.resume()
 

@@ -211,11 +211,13 @@ def train_until_fault(
     fault_step: int = FAULT_STEP,
     fields: Mapping[str, Any] = MappingProxyType({}),
     buffers: bool = False,
+    at_rest: bool = False,
 ) -> None:
     """All ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
 
     In the middle of backward another rank is there as well. From `step()` on, up to the next
-    forward pass, the other ranks still owe their last gradients: the update is outstanding.
+    forward pass, the other ranks still owe their last gradients: the update is outstanding. Not
+    `at_rest`, where no rank comes as far without the others.
     """
     outstanding = moment in ("after_step", "in_next_forward", "in_update")
     in_replay = fields.get("order") == "replay"
@@ -224,7 +226,7 @@ def train_until_fault(
     def at_other(reached: str) -> None:
         if reached == "in_backward":
             signals().set("other rank in backward")
-        elif reached == "before_last_gradients" and outstanding:
+        elif reached == "before_last_gradients" and outstanding and not at_rest:
             signals().wait("victim is past step")
 
     def at_victim(reached: str) -> None:
@@ -242,8 +244,8 @@ def train_until_fault(
         struck = True
         if moment == "in_backward":
             signals().wait("other rank in backward")
-        order = bytesched.stats(script.optimizer)["order"]
-        tell(fault_at=time.monotonic(), order=order)
+        stats = bytesched.stats(script.optimizer)
+        tell(fault_at=time.monotonic(), order=stats["order"], rested=stats["rested_rounds"])
         FAULTS[fault]()
 
     at = at_victim if dist.get_rank() == victim else at_other
