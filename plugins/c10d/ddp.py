@@ -20,22 +20,24 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.link.levels import shares_hosts
 from bytesched.log import show
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.joining import Joining, joining
-from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
-from bytesched.plugins.c10d.opening import open_group, open_part
-from bytesched.plugins.c10d.split import ExchangeSplitter
-from bytesched.plugins.optimizer.separable import why_not_sharded
-from bytesched.plugins.optimizer.stepping import stepping_optimizer
-from bytesched.plugins.proxies.compiling import has_compiled
-from bytesched.plugins.registry import sessions
-from bytesched.plugins.session import beginning
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.beginning import add_optimizer, slots_of, stays_plain
-from bytesched.plugins.session.session import Session
+
+from ..engine import beginning
+from ..engine.beginning import add_optimizer, slots_of, stays_plain
+from ..engine.session import Session
+from ..proxies.compiling import has_compiled
+from ..registry import sessions
+from ..routes.group_backend import C10dBackend
+from ..routes.groups.group import Group
+from ..routes.groups.opening import open_group, open_part
+from ..routes.levels.choosing import open_levels
+from ..routes.levels.sums import TwoLevelSums
+from ..update.delegation import stepping_optimizer
+from ..update.separable import why_not_sharded
+from ..warmup.agree import statements
+from .buffers import BufferBroadcast
+from .entry import Entry
+from .joining import Joining, joining
+from .splitter import ExchangeSplitter
 
 __all__ = [
     "attach",
@@ -123,8 +125,6 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             _refuse_to_shard(optimizer, model)
-        if config.gather_dtype is not None:
-            _refuse_to_round(model)
         session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -197,7 +197,7 @@ def attach(
         session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
+                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
             # Last of all: from here on, gradients are averaged by the session or not at all. DDP
             # learns a static graph once, as the compiler does its code; and DDP does not compress.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
@@ -273,16 +273,6 @@ def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
     if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
-
-
-def _refuse_to_round(model: nn.Module) -> None:
-    """Raises PluginError unless all that is trained of ``model`` is fp32."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is not torch.float32:
-            raise PluginError(
-                f"gather_dtype rounds what is float32, and {name!r} is {parameter.dtype}: leave "
-                "gather_dtype as it is, or train in float32 under autocast"
-            )
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

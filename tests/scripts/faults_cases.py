@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -180,7 +179,7 @@ class Script:
 
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the warm-up is about to measure the link."""
-        kind: Any = importlib.import_module("bytesched.plugins.session.warmup").WarmUp
+        kind: Any = importlib.import_module("bytesched.plugins.warmup.first_round").WarmUp
         real = kind._choose_sizes
 
         def watched(*args: Any) -> Any:
@@ -195,11 +194,11 @@ def _raise(error: Exception) -> None:
 
 
 def told(train: Callable[[], object]) -> None:
-    """Run `train`; what it raises is told with its moment, and raised."""
+    """Run `train`; what it raises is told, and raised."""
     try:
         train()
     except BaseException as error:
-        tell(**named(error), at=time.monotonic())
+        tell(**named(error))
         raise
 
 
@@ -242,8 +241,7 @@ def train_until_fault(
         struck = True
         if moment == "in_backward":
             signals().wait("other rank in backward")
-        order = bytesched.stats(script.optimizer)["order"]
-        tell(fault_at=time.monotonic(), order=order)
+        tell(order=bytesched.stats(script.optimizer)["order"])
         FAULTS[fault]()
 
     at = at_victim if dist.get_rank() == victim else at_other
@@ -267,10 +265,9 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
         signals().wait("an answer fails")
         told(script.optimizer.state_dict)
         return
-    kind: Any = importlib.import_module("bytesched.plugins.session.holding").Holding
+    kind: Any = importlib.import_module("bytesched.plugins.zero1.optimizer_shards").OptimizerShards
 
     def answer(*_: Any) -> bytes:
-        tell(fault_at=time.monotonic())
         FAULTS[fault]()
         return b""
 

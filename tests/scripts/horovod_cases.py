@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
+from bytesched.plugins.engine.session import Session
 from bytesched.plugins.horovod import ScheduledOptimizer
-from bytesched.plugins.horovod.transport import HorovodTransport
+from bytesched.plugins.horovod.hvd_transport import HorovodTransport
 from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.registry import session_of
-from bytesched.plugins.session.session import Session
-from bytesched.plugins.session.streams import Streams
+from bytesched.plugins.routes.streams import Streams
 from bytesched.task import CommTask, TaskState
 from bytesched.testing import PluginContract, TrainingRun, TransportContract
 from bytesched.transport import Transport
@@ -86,7 +86,7 @@ class HorovodTransportContract(TransportContract):
 
     def transport(self) -> Transport:
         for slot in self._plan.slots:
-            slot.grad = torch.ones_like(slot.parameter)
+            slot.give(torch.ones_like(slot.parameter))
         wire = Wire(
             hvd.global_process_set,
             average=True,
@@ -187,7 +187,6 @@ def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
 
 def refusal(do: Callable[[], object]) -> dict[str, Any]:
     """The error that `do` raised, as facts."""
-    began = time.monotonic()
     try:
         do()
     except Exception as error:  # noqa: BLE001 (told to the test)
@@ -196,7 +195,6 @@ def refusal(do: Callable[[], object]) -> dict[str, Any]:
             "message": str(error),
             "rank": getattr(error, "rank", None),
             "task": getattr(error, "task", None),
-            "seconds": time.monotonic() - began,
         }
     return {}
 

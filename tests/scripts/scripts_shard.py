@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
-from bytesched.plugins.c10d.split.sharded import ShardedExchange
-from bytesched.plugins.session import owning
-from bytesched.plugins.session.wholes import Wholes
+from bytesched.plugins.routes.split.exchange import Exchange
+from bytesched.plugins.zero1 import sharded_updates
+from bytesched.plugins.zero1.full_gradients import FullGradients
+from bytesched.task import CommTask
 
 
 def entries_held() -> set[int]:
@@ -83,7 +84,7 @@ def read_before_changes_that_others_have_made(job: Job) -> None:
     """Rank 0 has scaled gradients and stepped when rank 1 reads them, which then scales them."""
     model = job.ddp(mlp())
     optimizer = job.wrap(adamw(model), model)
-    changed, change = threading.Event(), Wholes.change
+    changed, change = threading.Event(), FullGradients.change
 
     def change_and_tell(*args: Any) -> None:
         change(*args)
@@ -104,7 +105,7 @@ def read_before_changes_that_others_have_made(job: Job) -> None:
             changed.clear()
             job.barrier()
 
-    with mock.patch.object(Wholes, "change", change_and_tell):
+    with mock.patch.object(FullGradients, "change", change_and_tell):
         train(job, model, optimizer, steps=4, before_step=scale, after_step=go_on)
     job.record_state(model, optimizer)
 
@@ -545,7 +546,7 @@ def sums_asked_for() -> list[int]:
     """How often, in each step of `cut_and_clipped`, this rank asks another one for its sums."""
     asked: list[int] = []
     counts = [0]
-    assembled = Wholes.assembled
+    assembled = FullGradients.assembled
 
     def count(*args: Any) -> Any:
         counts[0] += 1
@@ -557,7 +558,7 @@ def sums_asked_for() -> list[int]:
         counts[0] = 0
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(Wholes, "assembled", count):
+    with contextlib.closing(job), mock.patch.object(FullGradients, "assembled", count):
         model = job.ddp(uneven())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, before_step=clip)
@@ -567,10 +568,10 @@ def sums_asked_for() -> list[int]:
 def rounds_told(norms_every: int) -> list[bool]:
     """Of each round, whether owners send sums to who measures; norms come every so many rounds."""
     told: list[bool] = []
-    tell = ShardedExchange.tell_measurers
+    tell = Exchange.tell_measurers
     tells = [False]
 
-    def look(self: ShardedExchange, now: bool) -> None:
+    def look(self: Exchange, now: bool) -> None:
         tells[0] = now
         tell(self, now)
 
@@ -580,7 +581,7 @@ def rounds_told(norms_every: int) -> list[bool]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(ShardedExchange, "tell_measurers", look):
+    with contextlib.closing(job), mock.patch.object(Exchange, "tell_measurers", look):
         model = job.ddp(uneven())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, steps=24, before_step=clip)
@@ -624,16 +625,15 @@ def rounded_beside_complex(job: Job) -> None:
 def sums_missing_at_the_end() -> list[int]:
     """Of each round, how many sums were not counted yet when its last chunk was over."""
     missing: list[int] = []
-    finish = ShardedExchange._finish
+    end_hop = Exchange._end_hop
 
-    def look(self: ShardedExchange, *args: Any, **named: Any) -> None:
-        with self._changed:
-            if self._left == 1:
-                missing.append(self._unsummed)
-        finish(self, *args, **named)
+    def look(self: Exchange, chunk: CommTask) -> None:
+        if self._left == 1 and self._hops_left[chunk.index] == 1:
+            missing.append(self._unsummed)
+        end_hop(self, chunk)
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(ShardedExchange, "_finish", look):
+    with contextlib.closing(job), mock.patch.object(Exchange, "_end_hop", look):
         model = job.ddp(uneven())
         train(job, model, job.wrap(adamw(model), model))
     return missing
@@ -823,9 +823,9 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
     optimizer = job.wrap(adamw(model), model)
     written = threading.Event()
     waited: list[bool] = []
-    update = owning._Owned.update
+    update = sharded_updates._Owned.update
 
-    def updates(owned: owning._Owned, groups: Any) -> None:
+    def updates(owned: sharded_updates._Owned, groups: Any) -> None:
         slots = [slot for _, some in groups for slot in some]
         if any(slot.parameter is norm.weight for slot in slots):
             waited.append(written.wait(60))
@@ -838,7 +838,7 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
         model(job.inputs(step)).square().mean().backward()
         assert norm.bias.grad is not None
         norm.bias.grad = norm.bias.grad.clone()
-        with mock.patch.object(owning._Owned, "update", updates):
+        with mock.patch.object(sharded_updates._Owned, "update", updates):
             optimizer.step()
             with torch.no_grad():
                 norm.bias.mul_(0.9)

@@ -12,17 +12,18 @@ import torch
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.wave.stages.chunks import Chunks, name_of, tag_of
-from bytesched.plugins.wave.stages.rooms import ROOMS, WAITING, Rooms
-from bytesched.plugins.wave.stages.routes import WEIGHTS, Cargo, Route, source, visits
-from bytesched.plugins.wave.stages.senders import Senders
-from bytesched.plugins.wave.stages.stage import Stage
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
+
+from ...dependency.progress import Progress
+from ...routes.groups.group import Group
+from ...routes.groups.messages import Messages
+from .chunks import Chunks, name_of, tag_of
+from .rooms import ROOMS, WAITING, Rooms
+from .routes import WEIGHTS, Cargo, Route, source, visits
+from .senders import Senders
+from .stage import Stage
 
 __all__ = ["Traffic"]
 
@@ -90,7 +91,6 @@ class Traffic:
             self.rooms.begin(train=train)
             chunks = self._chunks.by_route
             self._left = {r: len(p) for r, p in chunks.items() if r.cargo in cargoes}
-            self._progress.outstanding = sum(self._left.values())
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
@@ -138,7 +138,7 @@ class Traffic:
     def end(self) -> None:
         """Returns when nothing is under way any more."""
         self._progress.wait(
-            lambda: not self._progress.outstanding and not self._receiving,
+            lambda: not any(self._left.values()) and not self._receiving,
             "what this rank sends and receives",
         )
         with self._progress.changed:
@@ -268,5 +268,4 @@ class Traffic:
                     self.rooms.release(route.cargo, route.stage, self._left)
                 else:
                     self.rooms.count(-self._sums.pop(route.stage).nbytes)
-            self._progress.outstanding -= 1
             self._progress.notify()

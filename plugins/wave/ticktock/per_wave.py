@@ -12,18 +12,19 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.link.sizes import RULES
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.ddp import broadcast, find_ddp
-from bytesched.plugins.c10d.joining import joining
-from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.streams import streams_for
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
+
+from ...c10d.ddp import broadcast, find_ddp
+from ...c10d.joining import joining
+from ...dependency.progress import Progress
+from ...layout.packing import Packer
+from ...layout.plan import Plan
+from ...layout.slots import Slot
+from ...routes.group_backend import C10dBackend
+from ...routes.streams import streams_for
+from ...warmup.agree import statements
 
 __all__ = ["PerWaveGradients"]
 
@@ -77,6 +78,7 @@ class PerWaveGradients:
         self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
         self._backend = C10dBackend(data, control)
         self._progress = Progress(self._backend)
+        self._under_way = self._progress.round.under_way
         self._streams = streams_for(device, self._progress.fail)
         self._carrier = self._backend.carrier(
             self._plan,
@@ -97,8 +99,8 @@ class PerWaveGradients:
         self._progress.check()
         for slot in self._all():
             slot.fired = 0
-            slot.sending = len(slot.chunks)
-        self._progress.outstanding = len(self._plan.chunks)
+        with self._progress.changed:
+            self._under_way.begin(self._plan.chunks)
         self._waves_left = len(self._slots)
 
     def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> None:
@@ -123,7 +125,7 @@ class PerWaveGradients:
         self._progress.fail(error)
 
     def finish(self) -> None:
-        self._progress.wait(lambda: not self._progress.outstanding, "the gradients of all waves")
+        self._progress.wait(lambda: self._under_way.is_empty, "the gradients of all waves")
         assert self._plan.used_flags is not None
         used = self._plan.used_flags.view(len(self._slots), -1).T.tolist()
         for index, (parameter, ranks) in enumerate(zip(self._parameters, used, strict=True)):
@@ -147,7 +149,7 @@ class PerWaveGradients:
     def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         self._progress.check()
         slot.fired += 1
-        slot.grad = gradient
+        slot.give(gradient)
         self._streams.gradient()
         with self._lock:
             for chunk in slot.chunks:
@@ -157,5 +159,5 @@ class PerWaveGradients:
     def _reduced(self, chunk: CommTask) -> None:
         """A thread of the carrier."""
         with self._progress.changed:
-            self._progress.outstanding -= 1
+            self._under_way.summed(chunk)
             self._progress.notify()

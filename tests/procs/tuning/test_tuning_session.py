@@ -20,7 +20,7 @@ from torch import nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched.plugins.session import session as sessions
+from bytesched.plugins.engine import session as sessions
 from bytesched.tunable import Decision, Recording, RunFacts, Steps
 from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile
@@ -67,6 +67,7 @@ def test_model(two_ranks: Ranks, name: str) -> None:
         gradients.clip_norm,
         gradients.gradients_kept,
         gradients.gradients_read_after_step,
+        gradients.gradients_referred_to,
         gradients.two_losses,
         gradients.user_gradient_hooks,
         reading.weights_read,
