@@ -27,6 +27,7 @@ __all__ = [
     "is_held",
     "keep_apart",
     "lazy_over",
+    "ordinary",
     "plain",
     "point",
     "ready",
@@ -330,6 +331,13 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
         return grad
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.as_subclass(grad, torch.Tensor)
+
+
+def ordinary(grad: LazyGrad) -> torch.Tensor:
+    """A tensor over the same memory, for good: no view, so that `detach_` is allowed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty(0, dtype=grad.dtype, device=grad.device)
+        return made.set_(grad.untyped_storage(), grad.storage_offset(), grad.size(), grad.stride())
 
 
 def keep_apart(grad: LazyGrad) -> None:

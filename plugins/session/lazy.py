@@ -9,7 +9,13 @@ import torch
 
 from bytesched.plugins.layout.memory import is_laid_out_as, lies_over
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.pending import free, has_aliases, has_own_memory, keep_apart, plain
+from bytesched.plugins.proxies.pending import (
+    free,
+    has_aliases,
+    has_own_memory,
+    keep_apart,
+    ordinary,
+)
 
 __all__ = [
     "give_back",
@@ -18,6 +24,7 @@ __all__ = [
     "is_left",
     "is_seen",
     "kept_or_seen",
+    "leave",
     "moved",
     "withhold",
 ]
@@ -31,6 +38,8 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
+#: the same without the local variable
+_REFERENCES_OF_SLOT = _OWN_REFERENCES - 1
 
 
 def is_kept(slot: Slot) -> bool:
@@ -85,8 +94,21 @@ def give_back(slot: Slot) -> None:
     if is_kept(slot) or is_seen(slot):
         keep_apart(slot.lazy)
     if slot.parameter.grad is slot.lazy:
-        slot.parameter.grad = plain(slot.lazy)
+        slot.parameter.grad = ordinary(slot.lazy)
     free(slot.lazy)
+
+
+def leave(slot: Slot) -> None:
+    """Leaves the gradient of ``slot`` to the script, which may change it, in memory of its own.
+
+    What refers to it may go on to do so. Its sum must be there.
+    """
+    if not is_known(slot):
+        free(slot.lazy)
+        return
+    keep_apart(slot.lazy)
+    if slot.parameter.grad is slot.lazy and getrefcount(slot.lazy) <= _REFERENCES_OF_SLOT:
+        slot.parameter.grad = ordinary(slot.lazy)
 
 
 def withhold(slot: Slot, refuse: Callable[[], None], *, in_child: bool = False) -> None:

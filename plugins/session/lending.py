@@ -10,9 +10,8 @@ from typing import Final, NoReturn
 from bytesched.config import Config
 from bytesched.errors import BytesschedError
 from bytesched.plugins.proxies.entries import watch_backward
-from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.changing import Parts
-from bytesched.plugins.session.lazy import give_back, is_known
+from bytesched.plugins.session.lazy import leave
 from bytesched.plugins.session.lookout import Lookout
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.resting import Alternation, Report
@@ -185,10 +184,8 @@ class Lending:
         if self._splitting is not None:
             self._splitting.pause()
         for slot in self._slots:
-            if is_known(slot):
-                # The arena is used again while the script may still have this one.
-                keep_apart(slot.lazy)
-            give_back(slot)
+            # The arena is used again while the script may still have this one.
+            leave(slot)
         self._takeover.off = self._takeover.is_lent = True
         self._hooks.count(self._slots[0])
         self._seen = self._hooks.counted
