@@ -21,7 +21,6 @@ from bytesched.values import (
     nearest,
     one_of,
     parse_flag,
-    parse_gather_dtype,
     parse_name,
     parse_optional_flag,
     parse_path,
@@ -62,7 +61,6 @@ class ConfigFields(TypedDict, total=False):
     split: str
     hierarchy: str
     shard: bool
-    gather_dtype: object
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
@@ -104,9 +102,6 @@ class Config:
     shard: bool = False
     """Each rank updates a part of the model, holds the optimizer's state of that part alone, and
     sends the parameters to the others: on torch.distributed with Gloo, on CPUs."""
-    gather_dtype: str | None = None
-    """With `shard`: owners send parameters rounded to `bfloat16`, and all ranks have them so; None:
-    as they are."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
     timeout_s: float = 1800.0
@@ -138,11 +133,6 @@ class Config:
                 f"credit_bytes = {self.credit_bytes} is below partition_bytes = "
                 f"{self.partition_bytes}, so no full partition could ever be sent: raise "
                 f"credit_bytes to at least {self.partition_bytes}, or lower partition_bytes"
-            )
-        if self.gather_dtype is not None and not self.shard:
-            raise ConfigError(
-                f"gather_dtype = {self.gather_dtype!r} without shard = True: it is how owners send "
-                "what they have updated; set shard, or leave gather_dtype as it is"
             )
         for name, value in (("split", "off"), ("tune", True)):
             if self.shard and getattr(self, name) == value:
@@ -247,7 +237,6 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "split": one_of("auto", "on", "off"),
     "hierarchy": one_of("auto", "on", "off"),
     "shard": parse_flag,
-    "gather_dtype": parse_gather_dtype,
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,

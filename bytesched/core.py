@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from bytesched.admission import Admission
 from bytesched.errors import InvalidTransition
+from bytesched.lane import Lane
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask, TaskState
 
@@ -20,26 +21,30 @@ STORY_EVENTS = 2000
 
 
 class SchedulerCore:
-    """Starts ready tasks in the order of its queue while credit lasts.
+    """Starts ready hops, in the order of each lane's queue and while its credit lasts.
 
-    A task is started as long as fewer than ``credit_bytes`` are in flight, so at most
-    ``credit_bytes`` plus one task are (ByteScheduler's rule, counted in bytes). With an
-    ``admission`` more may start at such a moment, in one block.
+    A chunk's route is a row of hops: the end of each is a source of its `CommTask.followers`. Where
+    one queue is enough, there is one lane, number 0.
+
+    Args:
+        queue: the order of lane 0, with its credit and admission.
     """
 
     def __init__(
         self, queue: ReadyQueue, *, credit_bytes: int, admission: Admission | None = None
     ) -> None:
-        self._queue = queue
-        self._admission = admission
-        self._credit_bytes = _checked(credit_bytes)
-        self._in_flight: dict[int, CommTask] = {}
-        self._in_flight_bytes = 0
-        #: bytes in flight and window just before the latest start
-        self._last_start = (0, self._credit_bytes)
+        #: by the number that hops have in `CommTask.lane`
+        self.lanes = [Lane(queue, credit_bytes=credit_bytes, admission=admission)]
         self._stopped = False
+        #: how many holds are in force
+        self._held = 0
         self._story: deque[tuple[int, str, CommTask]] = deque(maxlen=STORY_EVENTS)
         self._events = 0
+
+    def add_lane(self, lane: Lane) -> int:
+        """One more lane; returns its number."""
+        self.lanes.append(lane)
+        return len(self.lanes) - 1
 
     # -- events ------------------------------------------------------------------------
 
@@ -48,19 +53,26 @@ class SchedulerCore:
         if task.state is not TaskState.READY:
             raise InvalidTransition(f"ready: {task!r}\n{self.story(task)}")
         self._note("ready", task)
-        self._queue.add(task)
-        if self._admission is not None:
-            self._admission.ready(task)
-        return self._start_next()
+        lane = self.lanes[task.lane]
+        lane.queue.add(task)
+        if lane.admission is not None:
+            lane.admission.ready(task)
+        return self._start_next(lane)
 
     def finish(self, task: CommTask) -> list[CommTask]:
-        """The transport is done with ``task``; its credit returns."""
-        self._landed(task)
+        """The transport is done with ``task``: its credit returns, its followers may start."""
+        lane = self._landed(task)
         task.notify_finish()
         self._note("finish", task)
-        if self._admission is not None:
-            self._admission.finished(task)
-        return self._start_next()
+        if lane.admission is not None:
+            lane.admission.finished(task)
+        started: list[CommTask] = []
+        for follower in task.followers:
+            if follower.notify_ready():
+                started += self.ready(follower)
+        if len(lane.queue) or lane.followers:
+            started += self._start_next(lane)
+        return started
 
     def fail(self, task: CommTask) -> None:
         """The transport gave ``task`` up; nothing is started any more."""
@@ -73,44 +85,56 @@ class SchedulerCore:
         """Nothing is started any more; what is in flight may still finish."""
         self._stopped = True
 
-    def ordered(self, indices: Sequence[int]) -> list[CommTask]:
-        """The leader's next tasks, by index (followers and replay only)."""
-        self._queue.extend(indices)
-        return self._start_next()
+    def hold(self) -> None:
+        """Nothing is started until as many calls of `release`; what is in flight goes on."""
+        self._held += 1
 
-    def set_credit(self, credit_bytes: int) -> list[CommTask]:
+    def release(self) -> list[CommTask]:
+        """One `hold` is over; with the last one, what waited starts."""
+        if not self._held:
+            raise InvalidTransition(f"{self!r} is not held")
+        self._held -= 1
+        return [task for lane in self.lanes for task in self._start_next(lane)]
+
+    def ordered(self, indices: Sequence[int], lane: int = 0) -> list[CommTask]:
+        """The next hops of a lane whose order is given, by index."""
+        self.lanes[lane].queue.extend(indices)
+        return self._start_next(self.lanes[lane])
+
+    def set_credit(self, credit_bytes: int, lane: int = 0) -> list[CommTask]:
         """A new window; bytes already in flight stay there."""
-        self._credit_bytes = _checked(credit_bytes)
-        return self._start_next()
+        self.lanes[lane].set_credit(credit_bytes)
+        return self._start_next(self.lanes[lane])
 
-    def use_queue(self, queue: ReadyQueue) -> None:
+    def set_background(self, lane: int, is_background: bool) -> list[CommTask]:
+        """Whether a lane sends one hop at a time, and only when those it yields to send nothing."""
+        self.lanes[lane].is_background = is_background
+        return self._start_next(self.lanes[lane])
+
+    def use_queue(self, queue: ReadyQueue, lane: int = 0) -> None:
         """A new way of ordering, between iterations (nothing ready, nothing in flight)."""
-        if len(self._queue) or self._in_flight:
-            raise InvalidTransition(f"the queue of {self!r} cannot change now")
-        self._queue = queue
+        self._idle(lane, "queue").queue = queue
 
-    def use_admission(self, admission: Admission | None) -> None:
+    def use_admission(self, admission: Admission | None, lane: int = 0) -> None:
         """A new way of admitting, or none beside the credit; between iterations as well."""
-        if len(self._queue) or self._in_flight:
-            raise InvalidTransition(f"the admission of {self!r} cannot change now")
-        self._admission = admission
+        self._idle(lane, "admission").admission = admission
 
     # -- state -------------------------------------------------------------------------
 
     @property
     def credit_bytes(self) -> int:
-        """Size of the window."""
-        return self._credit_bytes
+        """Size of the window of lane 0."""
+        return self.lanes[0].credit_bytes
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes started and not finished."""
-        return self._in_flight_bytes
+        return sum(lane.in_flight_bytes for lane in self.lanes)
 
     @property
     def idle(self) -> bool:
         """True if nothing is ready or in flight."""
-        return not self._in_flight and not len(self._queue)
+        return all(lane.is_idle for lane in self.lanes)
 
     def story(self, task: CommTask | None = None) -> str:
         """The last transitions, of one task or of all, one line each."""
@@ -123,56 +147,42 @@ class SchedulerCore:
 
     def validate(self) -> None:
         """Raises AssertionError unless every invariant holds."""
-        flying = list(self._in_flight.values())
-        assert all(task.state is TaskState.SENDING for task in flying), flying
-        assert self._in_flight_bytes == sum(task.nbytes for task in flying)
-        before_bytes, window_bytes = self._last_start
-        assert before_bytes < window_bytes, repr(self)
-        if flying:
-            assert self._in_flight_bytes <= before_bytes + flying[-1].nbytes, repr(self)
-        queued = list(self._queue.tasks())
-        assert all(task.state is TaskState.READY for task in queued), queued
-        assert len({id(task) for task in queued}) == len(queued)
-        assert not {id(task) for task in queued} & self._in_flight.keys()
+        for lane in self.lanes:
+            lane.validate()
+            flying, queued = lane.in_flight.values(), list(lane.queue.tasks())
+            assert all(task.state is TaskState.SENDING for task in flying), flying
+            assert all(task.state is TaskState.READY for task in queued), queued
 
     # -- decisions ---------------------------------------------------------------------
 
-    def _start_next(self) -> list[CommTask]:
-        started: list[CommTask] = []
-        window_bytes = self._credit_bytes
-        if self._admission is not None and self._in_flight_bytes < window_bytes:
-            window_bytes = max(window_bytes, self._admission.block_bytes(window_bytes))
-        while self._in_flight_bytes < window_bytes and not self._stopped:
-            task = self._queue.pop()
-            if task is None:
-                break
-            task.start()
-            if self._admission is not None:
-                self._admission.started(task)
-            self._last_start = (self._in_flight_bytes, window_bytes)
-            self._in_flight[id(task)] = task
-            self._in_flight_bytes += task.nbytes
+    def _start_next(self, lane: Lane) -> list[CommTask]:
+        if self._stopped or self._held:
+            return []
+        started = lane.start_next()
+        if lane.followers and not lane.queue.has_next():
+            # Its last hop has begun: what goes after it may.
+            for follower in lane.followers:
+                if len(follower.queue):
+                    started += follower.start_next()
+        for task in started:
             self._note("start", task)
-            started.append(task)
         return started
 
-    def _landed(self, task: CommTask) -> None:
-        if self._in_flight.pop(id(task), None) is None:
+    def _landed(self, task: CommTask) -> Lane:
+        lane = self.lanes[task.lane]
+        if not lane.landed(task):
             raise InvalidTransition(f"{task!r} is not in flight\n{self.story(task)}")
-        self._in_flight_bytes -= task.nbytes
+        return lane
+
+    def _idle(self, lane: int, what: str) -> Lane:
+        if not self.lanes[lane].is_idle:
+            raise InvalidTransition(f"the {what} of {self.lanes[lane]!r} cannot change now")
+        return self.lanes[lane]
 
     def _note(self, event: str, task: CommTask) -> None:
         self._events += 1
         self._story.append((self._events, event, task))
 
     def __repr__(self) -> str:
-        return (
-            f"<SchedulerCore {len(self._queue)} ready, {len(self._in_flight)} sending, "
-            f"{self._in_flight_bytes / 2**20:.2f}/{self._credit_bytes / 2**20:.2f} MiB credit>"
-        )
-
-
-def _checked(credit_bytes: int) -> int:
-    if credit_bytes < 1:
-        raise ValueError(f"credit must be at least 1 byte, got {credit_bytes}")
-    return credit_bytes
+        state = "stopped" if self._stopped else "held" if self._held else "open"
+        return f"<SchedulerCore {state}, {', '.join(map(repr, self.lanes))}>"

@@ -51,7 +51,7 @@ class SchedulerClosed(BytesschedError):
 
 
 class InvalidTransition(BytesschedError):
-    """A change that the state of a task does not allow."""
+    """A change that the state of a task, a gradient or an update does not allow."""
 
 
 class TransportError(BytesschedError):

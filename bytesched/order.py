@@ -28,6 +28,9 @@ class ReadyQueue(Protocol):
     def pop(self) -> CommTask | None:
         """The next task to start, or None if none may start now."""
 
+    def has_next(self) -> bool:
+        """Whether `pop` would return a task."""
+
     def extend(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order."""
 
@@ -52,6 +55,9 @@ class Leading:
 
     def pop(self) -> CommTask | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def has_next(self) -> bool:
+        return bool(self._heap)
 
     def waiting(self) -> list[int]:
         """The indices of the ready tasks, in the order in which they are next."""
@@ -83,6 +89,9 @@ class Following:
         if self._order and self._order[0] in self._ready:
             return self._ready.pop(self._order.popleft())
         return None
+
+    def has_next(self) -> bool:
+        return bool(self._order) and self._order[0] in self._ready
 
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)

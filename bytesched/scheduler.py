@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
 from typing import Final, Protocol
@@ -116,7 +117,8 @@ class Scheduler:
 
     Args:
         core: the decisions.
-        transport: what sends; its ``start`` is called where events are handled.
+        transport: what sends; its ``start`` is called where events are handled. It looks at
+            `CommTask.lane`, if it has several.
         announce: called with the tasks that start now, before they do (a leader sends them to the
             other ranks).
         on_finish: called there for every finished task, which is re-armed already.
@@ -131,7 +133,7 @@ class Scheduler:
         core: SchedulerCore,
         transport: Transport,
         *,
-        announce: Callable[[Sequence[CommTask]], None] = lambda tasks: None,
+        announce: Callable[[Sequence[CommTask]], None] | None = None,
         on_finish: Callable[[CommTask], None] = lambda task: None,
         on_error: Callable[[BaseException], None] = lambda error: None,
         observers: Observers | None = None,
@@ -166,11 +168,15 @@ class Scheduler:
     def notify_ready(self, task: CommTask) -> None:
         """``task`` has become READY."""
         self.ready_at_ns[task.index] = perf_counter_ns()
-        self._put(lambda: self.core.ready(task))
+        self._events.put(self._handle, partial(self.core.ready, task))
 
     def ordered(self, indices: Sequence[int]) -> None:
         """The leader's next tasks."""
         self._put(lambda: self.core.ordered(indices))
+
+    def act(self, event: _Event) -> None:
+        """Calls ``event``, which returns the tasks that it makes the core start, in its turn."""
+        self._events.put(self._handle, event)
 
     def set_credit(self, credit_bytes: int) -> None:
         """A new credit window, in bytes."""
@@ -230,7 +236,8 @@ class Scheduler:
         if not tasks:
             self.cpu_ns += thread_time_ns() - began_ns
             return
-        self._announce(tasks)
+        if self._announce is not None:
+            self._announce(tasks)
         now_ns = perf_counter_ns()
         for task in tasks:
             self._busy.begins(now_ns)
@@ -249,10 +256,8 @@ class Scheduler:
 
     def _done(self, task: CommTask, error: BaseException | None) -> None:
         """Called by the transport, on any thread."""
-        if error is None:
-            self._put(lambda: self._finish(task))
-        else:
-            self._put(lambda: self._fail(task, error))
+        event = partial(self._finish, task) if error is None else partial(self._fail, task, error)
+        self._events.put(self._handle, event)
 
     def _finish(self, task: CommTask) -> Sequence[CommTask]:
         now_ns = perf_counter_ns()

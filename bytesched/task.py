@@ -63,12 +63,15 @@ class CommTask:
     """
 
     __slots__ = (
+        "followers",
         "index",
         "is_part",
         "itemsize",
+        "lane",
         "members",
         "missing",
         "name",
+        "nbytes",
         "parts",
         "priority",
         "start_at",
@@ -95,20 +98,21 @@ class CommTask:
         self.start_at = start_at
         self.stop_at = stop_at
         self.itemsize = itemsize
+        #: size on the wire before compression
+        self.nbytes = (stop_at - start_at) * itemsize
         #: position in the plan, the same on all ranks; -1 until planned
         self.index = -1
         #: the unmerged, unpartitioned tasks that lie (partly) in this range; itself if alone
         self.members: tuple[CommTask, ...] = (self,)
         self.is_part = False
+        #: number of the lane that carries it
+        self.lane = 0
+        #: the hops that its end is a source of
+        self.followers: tuple[CommTask, ...] = ()
         self.parts: tuple[CommTask, ...] = ()
         #: sources that have not called notify_ready in this iteration
         self.missing = 1
         self.state = TaskState.WAITING
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire before compression, in bytes."""
-        return (self.stop_at - self.start_at) * self.itemsize
 
     @classmethod
     def merge(cls, tasks: Sequence[CommTask]) -> CommTask:

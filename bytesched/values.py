@@ -164,16 +164,6 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
     return parse
 
 
-def parse_gather_dtype(value: object) -> str | None:
-    """Return the name of a type that parameters are rounded to; None: of none."""
-    text = str(value).strip().lower().removeprefix("torch.")
-    if text in ("none", ""):
-        return None
-    if text in ("bfloat16", "bf16"):
-        return "bfloat16"
-    raise ValueError("neither bfloat16 nor none")
-
-
 def one_of(*choices: str) -> Callable[[object], str]:
     """Return a parser that takes these names, in any case."""
 

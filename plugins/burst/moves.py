@@ -21,8 +21,8 @@ from bytesched.observe import Observers
 from bytesched.order import Leading
 from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.lane import Lane
 from bytesched.plugins.c10d.messages import Messages
+from bytesched.plugins.c10d.waiter import Waiter
 from bytesched.plugins.session.progress import Progress
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
@@ -112,7 +112,7 @@ class Moves:
         self._progress = Progress(C10dBackend(group, group))
         self._progress.look = self._messages.lost
         self._by_index: dict[int, Move] = {}
-        self._lane = Lane(self._messages, "bytesched-moves")
+        self._lane = Waiter(self._messages, "bytesched-moves")
         #: around the wait for a move; the name is the move's
         self.idle: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         #: totals

@@ -75,7 +75,7 @@ class C10dBackend:
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         if self._levels is None or not tensor.is_floating_point():
-            self._summing = self._data.backend.allreduce([tensor])
+            self._summing = self._data.all_reduce(tensor)
             return self._summing
         under = Under(self.timeout_s)
         self._levels.begin(tensor, key, under.ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,16 @@ class BufferBroadcast:
     Args:
         group: of Gloo, what the buffers travel on; None in a copy. Those of a GPU pass through
             the host: a second communicator of NCCL beside that of the gradients could block both.
-        fail: called with an error.
+        raise_first: called with an error; raises it, or what has brought it about.
     """
 
     def __init__(
-        self, group: Group | None = None, fail: Callable[[BaseException], None] = lambda _: None
+        self,
+        group: Group | None = None,
+        raise_first: Callable[[BaseException], NoReturn] | None = None,
     ) -> None:
         self._group = group
-        self._fail = fail
+        self._raise_first = raise_first
 
     def take_over(self, ddp: DistributedDataParallel) -> Callable[[], None]:
         """Makes ``ddp`` call this; returns what undoes it."""
@@ -43,14 +45,13 @@ class BufferBroadcast:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, ddp: DistributedDataParallel, buffers: dict[str, torch.Tensor]) -> None:
-        if self._group is None:
+        if self._group is None or self._raise_first is None:
             ddp._default_broadcast_coalesced()
             return
         try:
             self._broadcast(self._group, list(buffers.values()))
         except TransportError as error:
-            self._fail(error)
-            raise
+            self._raise_first(error)
 
     def _broadcast(self, group: Group, buffers: list[torch.Tensor]) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

@@ -124,8 +124,6 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             _refuse_to_shard(optimizer, model)
-        if config.gather_dtype is not None:
-            _refuse_to_round(model)
         session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -198,7 +196,7 @@ def attach(
         session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
-                session.on_close(BufferBroadcast(buffers, session.fail).take_over(ddp))
+                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
             # Last of all: from here on, gradients are averaged by the session or not at all. DDP
             # learns a static graph once, as the compiler does its code; and DDP does not compress.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
@@ -283,16 +281,6 @@ def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
     if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
-
-
-def _refuse_to_round(model: nn.Module) -> None:
-    """Raises PluginError unless all that is trained of ``model`` is fp32."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is not torch.float32:
-            raise PluginError(
-                f"gather_dtype rounds what is float32, and {name!r} is {parameter.dtype}: leave "
-                "gather_dtype as it is, or train in float32 under autocast"
-            )
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

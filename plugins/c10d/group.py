@@ -74,6 +74,18 @@ class Group:
         self._others = [(self.rank + d) % self.size for d in range(1, self.size)]
         self._aborted = self._closed = False
 
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begins to send ``tensor``, which is dense, to a rank; returns the work."""
+        return _unguarded(self.backend, "send")(self.backend, [tensor], peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begins to receive from a rank into ``tensor``; returns the work."""
+        return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
+        return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
+
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
         data = text.encode()
@@ -215,6 +227,11 @@ class Group:
             return None
         return self.error(error, task=task)
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether this rank has broken the connections itself."""
+        return self._aborted
+
     def abort(self) -> None:
         """Breaks the connections: what is under way fails at once, here and on every other rank.
 
@@ -293,6 +310,17 @@ class Group:
         if len(names) == 1:
             return f"{names[0]} is"
         return f"one of {', '.join(names)} is" if names else "another rank is"
+
+
+def _unguarded(backend: Any, name: str) -> Any:
+    """A method of a backend's class, without what waits for lazy gradients among its arguments.
+
+    Ours are none (see proxies.entries).
+    """
+    method = getattr(type(backend), name, None)
+    if method is None:
+        return lambda backend, *args: getattr(backend, name)(*args)
+    return getattr(method, "__wrapped__", method)
 
 
 def _text_in(data: bytes) -> str:

@@ -41,7 +41,7 @@ class _Sending:
     def send(self, message: torch.Tensor) -> None:
         try:
             for rank in self._children:
-                work = self._group.backend.send([message], rank, _TAG)
+                work = self._group.send(message, rank, _TAG)
                 self._under_way.append((work, message))
         except RuntimeError as error:
             raise self._group.error(error, task=_TASK) from error
@@ -175,7 +175,7 @@ class Follower:
 
     def _receive(self, message: torch.Tensor) -> None:
         try:
-            work = self._group.backend.recv([message], self._parent, _TAG)
+            work = self._group.receive(message, self._parent, _TAG)
         except RuntimeError as error:
             raise self._group.error(error, task=_TASK) from error
         self._group.wait_message(work, task=_TASK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from string import digits
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from bytesched.plugins.c10d.notes import Notes
 __all__ = ["closed_on_error", "open_gloo", "open_group", "open_part", "store_of"]
 
 #: purposes of groups that carry little, one thing at a time
-_SHORT: Final = frozenset({"buffers", "control"})
+_SHORT: Final = frozenset({"buffers", "control", "messages"})
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
     Args:
         base: the user's group; only its store is used.
         kind: the backend, "gloo" or "nccl".
-        name: "session/purpose", the same on all ranks, unique in this job.
+        name: "session/purpose", the same on all ranks, unique in this job; a number may follow.
         timeout_s: of every operation on it.
     """
     root = store_of(base)
@@ -104,7 +105,7 @@ def open_gloo(
     Two collectives run at a time, as on a group of torch's; one if its purpose asks for no more.
     Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
     """
-    is_short = name.rpartition("/")[2] in _SHORT
+    is_short = name.rpartition("/")[2].rstrip(digits) in _SHORT
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)

@@ -34,7 +34,7 @@ class C10dTransport:
     def start(self, task: CommTask, done: Done) -> None:
         try:
             with self._streams.communication(task), span("bytesched::send"):
-                work = self._group.backend.allreduce([self._packer.pack(task)])
+                work = self._group.all_reduce(self._packer.pack(task))
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         self._started += 1

@@ -64,6 +64,8 @@ class HorovodBackend:
         self.size = self._wire.size
         self.timeout_s = timeout_s
         self._tuned = tuned
+        #: whether other ranks may wait for gradients of this one; its session knows
+        self.is_inside_round: Callable[[], bool] = lambda: False
         #: of the sums that other ranks may wait for
         self._keys = [WARM_UP]
 
@@ -128,6 +130,10 @@ class HorovodBackend:
         self._wire.give_up(self._keys)
 
     def close(self) -> None:
-        if not self._wire.is_idle:
-            # A backward pass was interrupted, and the other ranks wait for the rest of it.
+        if self.is_inside_round():
+            log.warning(
+                "rank %d unwraps inside a backward pass: the others, which wait for its gradients, "
+                "fail",
+                self.rank,
+            )
             self.abort()

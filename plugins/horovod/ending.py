@@ -73,7 +73,9 @@ class _Watch:
             session.fail(error)
             raise error
         for session in self._sessions:
-            session.flush()
+            # What failed, and was said to have, does not keep the others waiting for this rank.
+            if session.error is None or session.unseen_error is not None:
+                session.flush()
         return original(*args)
 
     def _shut_down(self, original: Callable[[], Any]) -> Any:

@@ -183,6 +183,7 @@ def attach(
         static_graph=False,
         observers=observers_of(backend, config),
     )
+    backend.is_inside_round = lambda: session.is_inside_round
     carrier = Shell(shell, session, slots, backend, updating_class(optimizer))
     can_stop = not has_compiled(model) and config.compression == _WIRES[shell._compression]
     session.take_over(carrier.take_over, can_stop=can_stop)

@@ -90,7 +90,6 @@ class NegotiatedOrder:
         for chunk in chunks:
             work = self._wire.reduce(chunk, torch.zeros_like(self._packer.memory(chunk)))
             self._wire.wait(work, task=chunk.name)
-            self._wire.reduced(chunk)
             self._wire.let_go()
 
     def _remember(self, names: tuple[str, ...]) -> None:

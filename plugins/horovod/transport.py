@@ -101,8 +101,6 @@ class HorovodTransport:
             self._packer.let_go(task)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
             failed = error
-        else:
-            self._wire.reduced(task)
         done(task, failed)
 
     def __repr__(self) -> str:

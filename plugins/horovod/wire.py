@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_float
@@ -29,6 +31,12 @@ _LONGER: Final = 1.25
 
 #: Powers of two that double precision is scaled by, so that chunks differ.
 _POWERS: Final = 512
+
+#: between two tries to give up what is under way
+_END_NAP_S: Final = 0.01
+
+#: Horovod's refusal of a name that was announced and is not reduced yet
+_NAME_IN_USE: Final = "with the same name as another tensor"
 
 #: What a rank that gives up announces instead of a chunk: its shape is that of no chunk.
 _GAVE_UP: Final = re.compile(r"\[1, 1, (\d+)\]")
@@ -74,16 +82,13 @@ class Wire:
         self._scale = (1.0 / predivide, predivide) if average else (1.0, 1.0)
         self._name = name
         self._keys: dict[str, int] = {}
-        #: indices of the chunks that this rank has announced and that are not reduced
-        self._announced: set[int] = set()
         self._held = Held()
         #: where its indices begin, so that chunks of two sessions differ as well
         self._first = crc32(name.encode()) % 1024 << 12
         #: what the other ranks wait for
         self._expected: Sequence[CommTask] = ()
         self._dtype_of: Callable[[CommTask], torch.dtype]
-        #: this rank has given up, and announces chunks in a shape that no other rank has
-        self._is_over = False
+        self._has_given_up = False
 
     def sum(self, tensor: Tensor, key: str) -> int:
         """Announces the sum of ``tensor``, in place, under ``key``."""
@@ -98,17 +103,10 @@ class Wire:
 
     def reduce(self, chunk: CommTask, packed: Tensor) -> int:
         """Announces ``chunk``, whose gradients are in ``packed``."""
-        self._announced.add(chunk.index)
         divisor = self.size if self._op == hvd.Average else 1
         scale = _unfused(self._first + chunk.index, packed.dtype, self._scale, divisor)
         self._held.hold(chunk.index, packed)
         return self._start(packed, self.chunk_name(chunk), self._op, scale)
-
-    def reduced(self, chunk: CommTask) -> None:
-        """``chunk`` is no longer under way."""
-        self._announced.discard(chunk.index)
-        if self._is_over:
-            self._announce_end(chunk)
 
     def chunk_name(self, chunk: CommTask) -> str:
         """What Horovod calls ``chunk``; a chunk of another cut has another name or is the same."""
@@ -205,11 +203,6 @@ class Wire:
         self._expected = chunks
         self._dtype_of = dtype_of
 
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing that was announced is under way."""
-        return not self._announced
-
     def give_up(self, keys: Sequence[str]) -> None:
         """What the other ranks wait for ends in errors everywhere. Idempotent, any thread.
 
@@ -219,23 +212,46 @@ class Wire:
         Args:
             keys: of sums of whole numbers that the others may wait for.
         """
-        if self._is_over:
+        if self._has_given_up:
             return
-        self._is_over = True
-        for key in keys:
-            self._announce_nothing(f"{self._name}.{key}", torch.int64)
-        for chunk in self._expected:
-            if chunk.index not in self._announced:
-                self._announce_end(chunk)
+        self._has_given_up = True
+        ends = {f"{self._name}.{key}": torch.int64 for key in keys}
+        ends |= {self.chunk_name(chunk): self._dtype_of(chunk) for chunk in self._expected}
+        if under_way := self._announce_ends(ends):
+            self._announce_later(under_way)
 
-    def _announce_end(self, chunk: CommTask) -> None:
-        self._announce_nothing(self.chunk_name(chunk), self._dtype_of(chunk))
+    def _announce_later(self, ends: dict[str, torch.dtype]) -> None:
+        """Announces ``ends``, whose names are under way still, each when it no longer is."""
+        is_exiting = threading.Event()
 
-    def _announce_nothing(self, name: str, dtype: torch.dtype) -> None:
-        nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
-        self._held.hold(name, nothing)
-        with contextlib.suppress(HorovodInternalError, ValueError):
-            self._start(nothing, name, hvd.Sum, (1.0, 1.0))
+        def run() -> None:
+            left, deadline_s = ends, time.monotonic() + self.timeout_s
+            while left and time.monotonic() < deadline_s and not is_exiting.wait(_END_NAP_S):
+                left = self._announce_ends(left)
+
+        def stop() -> None:
+            is_exiting.set()
+            thread.join()
+
+        thread = threading.Thread(target=run, name="bytesched-giving-up", daemon=True)
+        # In a process that is ending it cannot start: then the others hear of that.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            atexit.register(stop)
+
+    def _announce_ends(self, ends: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Announces ``ends``, by name; returns those whose names are under way."""
+        under_way: dict[str, torch.dtype] = {}
+        for name, dtype in ends.items():
+            nothing = torch.empty(1, 1, self.rank + 1, dtype=dtype, device="cpu")
+            self._held.hold(name, nothing)
+            try:
+                self._start(nothing, name, hvd.Sum, (1.0, 1.0))
+            except (HorovodInternalError, ValueError) as error:
+                # The other reason is that Horovod was shut down.
+                if _NAME_IN_USE in str(error):
+                    under_way[name] = dtype
+        return under_way
 
     def _start(self, tensor: Tensor, name: str, op: int, scale: tuple[float, float]) -> int:
         handle: int = hvd.allreduce_async_(

@@ -57,7 +57,8 @@ class Packer:
     def pack(self, chunk: CommTask) -> torch.Tensor:
         """The tensor to reduce for ``chunk``."""
         # In the thread that trains, modes of the script would see what they do not see under DDP.
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        # Nothing here requires a gradient.
+        with torch._C.DisableTorchFunction():
             return self._packed(chunk)
 
     def _packed(self, chunk: CommTask) -> torch.Tensor:
@@ -82,15 +83,12 @@ class Packer:
         Not less: on a GPU, packing them was only enqueued.
         """
         for slice_ in self._plan.slices[chunk.index]:
-            slice_.slot.sending -= 1
-            if not slice_.slot.sending:
-                slice_.slot.grad = None
+            slice_.grad = None
 
 
 def _pack(slice_: Slice, scale: float) -> None:
     """Writes the slice's gradient, times ``scale``, to the arena; zeros if there is none."""
-    slot = slice_.slot
-    grad = slot.grad
+    slot, grad = slice_.slot, slice_.grad
     if grad is None:
         slice_.target.zero_()
         return

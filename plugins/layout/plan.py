@@ -70,7 +70,9 @@ class Plan:
         self.owners: list[int] = []
         self.shared: set[int] = set()
         self.bundles: list[Bundle] = []
+        #: by the index of a chunk
         self.bundles_of: list[list[Bundle]] = []
+        self.slots_of: list[list[Slot]] = []
         self._position = {slot: position for position, slot in enumerate(slots)}
         self._ownership: Ownership | None = None
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -90,10 +92,12 @@ class Plan:
         ``ownership`` every chunk has one owner.
         """
         self._ownership = ownership
-        for held in (self.chunks, self.slices, self.buffers, self.bundles, self.bundles_of):
+        for held in (self.chunks, self.slices, self.buffers):
             held.clear()
+        for found in (self.bundles, self.bundles_of, self.slots_of):
+            found.clear()
         for slot in self.slots:
-            slot.chunks = []
+            slot.chunks, slot.slices = [], []
         cut = [part for arena in self._arenas for part in self._cut(arena, partition_bytes)]
         if self.used_flags is not None:
             self.flags_chunk = CommTask(
@@ -105,8 +109,10 @@ class Plan:
             self.chunks.append(chunk)
             self.buffers.append(buffer)
             self.slices.append(slices)
+            self.slots_of.append([slice_.slot for slice_ in slices])
             for slice_ in slices:
                 slice_.slot.chunks.append(chunk)
+                slice_.slot.slices.append(slice_)
         self._bundle()
         self._deal()
 

@@ -68,7 +68,9 @@ class Channel:
             self._receiver.start()
             return
         token = secrets.token_bytes(_TOKEN_BYTES)
-        with socket.create_server((_own_host(), 0), backlog=self._num_workers) as server:
+        # A worker beyond them would be kept out for a second or more.
+        backlog = self._num_workers + _MOST_STRANGERS
+        with socket.create_server((_own_host(), 0), backlog=backlog) as server:
             host, port = server.getsockname()
             published(f"{host} {port} {token.hex()}")
             with _Door(server, token) as door:

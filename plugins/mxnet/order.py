@@ -29,6 +29,9 @@ class Announced:
                 return self._ready.pop(index)
         return None
 
+    def has_next(self) -> bool:
+        return any(index in self._ready for index in self._announced)
+
     def extend(self, indices: Sequence[int]) -> None:
         self._announced += indices
 

@@ -32,6 +32,7 @@ __all__ = [
     "point",
     "ready",
     "release",
+    "settle",
 ]
 
 #: property -> what may be done to it
@@ -361,6 +362,13 @@ def free(grad: LazyGrad) -> None:
     grad.synchronize = _nothing
     grad.is_taken = _false
     grad.desk = grad.owner = None
+
+
+def settle(grad: LazyGrad) -> None:
+    """Makes ``grad`` an ordinary tensor, for all who refer to it; nothing of it is outstanding."""
+    for name in LazyGrad.__annotations__:
+        vars(grad).pop(name, None)
+    grad.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
 def _nothing() -> None:

@@ -25,7 +25,6 @@ _SHARED_FIELDS = (
     "split",
     "hierarchy",
     "shard",
-    "gather_dtype",
     "tune",
     "tune_steps",
     "tune_space",

@@ -16,6 +16,7 @@ from bytesched.plugins.proxies.pending import free, hold, plain
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
+from bytesched.round import UNTAKEN
 
 __all__ = ["Arming", "is_of_arena", "why_now"]
 
@@ -30,6 +31,7 @@ class Arming:
         self._synchronizing = synchronizing
         self._updater = updater
         self._progress = context.progress
+        self._round = context.progress.round
         self._streams = context.streams
         self._meter = context.meter
         #: slots whose gradient is a plain tensor for the length of one whole step
@@ -48,7 +50,7 @@ class Arming:
         """
         optimizer = deferred.optimizer
         whole_because = whole_because or why_now(optimizer)
-        if not self._progress.outstanding or not deferred.cross or whole_because:
+        if self._round.under_way.is_empty or not deferred.cross or whole_because:
             self._synchronize(optimizer)
             self._meter.stepped(0, whole_because)
             return None
@@ -68,20 +70,27 @@ class Arming:
         """The groups, with what must be stepped right now, and by bundle what can be armed."""
         eager: list[dict[str, Any]] = []
         armed: dict[Bundle, list[Job]] = {}
+        #: a group may name a parameter twice
+        seen: set[Slot] = set()
         update = deferred.now()
         for group in deferred.optimizer.param_groups:
             taken: dict[str, Any] | None = None
             now = []
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is not None and slot.used and is_of_arena(slot):
+                if (
+                    slot is not None
+                    and slot.state in UNTAKEN
+                    and slot not in seen
+                    and is_of_arena(slot)
+                ):
                     if taken is None:
                         taken = snapshot(group)
                         self._streams.lend(tensors_of(taken))
                     if slot.alias.data_ptr() != parameter.data_ptr():
                         slot.realias()
                         deferred.know(slot)
-                    slot.used, slot.taken = False, True
+                    seen.add(slot)
                     jobs = armed.setdefault(slot.bundle, [])
                     if not jobs or jobs[-1].hyperparameters is not taken:
                         jobs.append(Job(update, taken, keeps=deferred.optimizer))
@@ -105,18 +114,9 @@ class Arming:
                 # As the update would: a graph that has saved the old value raises.
                 torch.autograd.graph.increment_version(slot.parameter)
                 hold(slot.parameter, slot.synchronize)
-        crossing_bytes = 0
         with self._progress.changed:
-            bundles = dict.fromkeys(chain(armed, arriving))
-            for bundle in bundles:
-                bundle.jobs.extend(armed.get(bundle, ()))
-                if bundle in arriving:
-                    bundle.arrivals.append(arriving[bundle])
-                # Once, though several optimizers may take parts of it.
-                if (bundle.sending or bundle.coming) and not bundle.armed:
-                    crossing_bytes += bundle.nbytes
-                bundle.armed = bundle.held = True
-            self._updater.push(bundle for bundle in armed if not bundle.sending)
+            ready, crossing_bytes = self._round.arm(armed, arriving)
+            self._updater.push(ready)
         self._meter.stepped(crossing_bytes)
 
     def _synchronize(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,8 +128,9 @@ class Arming:
             if id(parameter) in self._slots
         ]
         self._synchronizing.wait_slots(slots)
+        with self._progress.changed:
+            self._round.step(slots)
         for slot in slots:
-            slot.used = False
             self._make_plain(slot)
 
     def _make_plain(self, slot: Slot) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,8 +21,8 @@ from bytesched.plugins.session.progress import Progress
 
 __all__ = ["Ask", "gathered", "packed", "packed_error", "unpacked"]
 
-#: asks a rank a question; with a name for what is asked
-Ask: TypeAlias = Callable[[int, bytes, str], bytes]
+#: asks ranks a question each; with a name for what is asked
+Ask: TypeAlias = Callable[[Mapping[int, bytes], str], Iterator[tuple[int, bytes]]]
 
 #: the kind of a message that is no error
 _VALUE: Final = ""
@@ -40,20 +40,32 @@ def gathered(
     found: dict[int, Any] = {}
     task = f"{what} of ranks {', '.join(map(str, sorted(questions)))}"
 
-    def ask_one(rank: int, question: Any) -> None:
-        try:
-            answer = unpacked(ask(rank, packed((kind, question)), task))
-        except BytesschedError as error:
-            answer = error
-        with progress.changed:
-            found[rank] = answer
-            progress.notify()
+    lost: list[BytesschedError] = []
 
-    for item in questions.items():
-        name = f"bytesched-ask-{item[0]}"
-        threading.Thread(target=ask_one, args=item, name=name, daemon=True).start()
-    progress.wait(lambda: len(found) == len(questions), task)
-    for answer in found.values():
+    def value_of(answer: bytes) -> Any:
+        try:
+            return unpacked(answer)
+        except BytesschedError as error:
+            return error
+
+    def ask_all() -> None:
+        asked = {rank: packed((kind, question)) for rank, question in questions.items()}
+        try:
+            # All of them, whatever one has answered: the next question must not find these.
+            for rank, answer in ask(asked, task):
+                value = value_of(answer)
+                with progress.changed:
+                    found[rank] = value
+                    progress.notify()
+        except BytesschedError as error:
+            with progress.changed:
+                lost.append(error)
+                progress.notify()
+
+    # In a thread: a wait for a message cannot be interrupted.
+    threading.Thread(target=ask_all, name="bytesched-ask", daemon=True).start()
+    progress.wait(lambda: bool(lost) or len(found) == len(questions), task)
+    for answer in (*lost, *found.values()):
         if isinstance(answer, BaseException):
             raise answer
     return found

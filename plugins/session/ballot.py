@@ -42,9 +42,8 @@ class Ballot:
         votes = torch.tensor([int(yes)], device=self._device)
         try:
             self._vote = votes, self._context.backend.sum(votes, self._about)
-        except BaseException as error:
-            self._context.progress.fail(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - it is raised
+            self._context.progress.raise_first(error)
 
     def outcome(self) -> bool | None:
         """Whether all have voted yes; None if no vote was cast since the last outcome.
@@ -56,10 +55,9 @@ class Ballot:
         (votes, work), self._vote = self._vote, None
         try:
             self._context.backend.wait(work, task=self._about)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised
             # The other ranks learn of it, as they take part in it.
-            self._context.progress.fail(error)
-            raise
+            self._context.progress.raise_first(error)
         return int(votes) == self._context.backend.size
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ class Completions:
 
     Args:
         plan: the chunks.
-        progress: counts what is outstanding.
         updater: given the bundles that were only waiting for a chunk.
     """
 
@@ -29,12 +28,6 @@ class Completions:
         with self._progress.changed:
             if chunk is self._plan.flags_chunk:
                 self._plan.flags_reduced = True
-            complete = []
-            for bundle in self._plan.bundles_of[chunk.index]:
-                bundle.sending -= 1
-                if not bundle.sending and bundle.armed:
-                    complete.append(bundle)
-            self._updater.push(complete)
-            # Last: at 0 the user's thread, which reads it without the lock, may begin a round.
-            self._progress.outstanding -= 1
+            if ready := self._progress.round.summed(chunk):
+                self._updater.push(ready)
             self._progress.notify()

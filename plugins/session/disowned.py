@@ -8,28 +8,29 @@ from typing import NoReturn
 
 from bytesched.errors import PluginError
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.layout.slots import Job, Slot
 from bytesched.plugins.proxies.pending import hold, is_held, release
 from bytesched.plugins.session.lazy import withhold
+from bytesched.round import Round
 
-__all__ = ["disown_gradients", "disown_updates"]
-
-
-def disown_updates(plan: Plan) -> None:
-    """Parameters are ordinary ones; those that were not updated raise PluginError when read."""
-    for bundle in plan.bundles:
-        for slot in bundle.slots:
-            if bundle.armed:
-                hold(slot.parameter, partial(_refuse, slot.name))
-            elif is_held(slot.parameter):
-                release(slot.parameter)
-        bundle.armed = bundle.held = False
+__all__ = ["disown"]
 
 
-def disown_gradients(plan: Plan, give_back: Callable[[Slot], None]) -> None:
-    """Gradients are ordinary ones; those that were not reduced raise PluginError when read."""
+def disown(round_: Round[Slot, Job], plan: Plan, give_back: Callable[[Slot], None] | None) -> None:
+    """Parameters and gradients are ordinary ones; those that will not come raise PluginError.
+
+    Args:
+        give_back: makes the gradient of a slot an ordinary one; None: those are left as they are.
+    """
+    lost, stale = map(set, round_.fork())
     for slot in plan.slots:
-        if slot.bundle.sending or slot.bundle.coming:
+        if slot in stale:
+            hold(slot.parameter, partial(_refuse, slot.name))
+        elif is_held(slot.parameter):
+            release(slot.parameter)
+        if give_back is None:
+            continue
+        if slot in lost:
             withhold(slot, partial(_refuse, f"{slot.name}.grad"), in_child=True)
         else:
             slot.change()

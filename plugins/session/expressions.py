@@ -19,6 +19,7 @@ from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import LazyGrad, alias_of, free, plain
 from bytesched.plugins.session.operations import ALIASES, FLATTENING, PURE
+from bytesched.round import UNTAKEN, Use
 
 __all__ = ["Asked", "Expression", "derived", "expression_of", "slots_in"]
 
@@ -57,7 +58,7 @@ def expression_of(tensor: object) -> Expression | None:
     else:
         return None
     slot = owner.slot
-    return owner if is_current and not slot.taken and not slot.is_read else None
+    return owner if is_current and slot.allows(Use.ASK) and not slot.is_read else None
 
 
 def derived(
@@ -77,7 +78,7 @@ def derived(
         return NotImplemented
     parts = [expression_of(arg) if isinstance(arg, torch.Tensor) else None for arg in args]
     source = parts[0]
-    if source is None or not source.slot.used or source.slot.apart:
+    if source is None or not source.slot.allows(Use.DERIVE) or source.slot.is_apart:
         return NotImplemented
     slot = source.slot
     for arg, part in zip(args, parts, strict=True):
@@ -144,7 +145,7 @@ class Asked:
     def add(self, slots: Iterable[Slot]) -> None:
         """Something was asked of these; no optimizer has stepped when the first are added."""
         if not self._asked:
-            self._nbytes = sum(slot.view.nbytes for slot in self._all if slot.used)
+            self._nbytes = sum(slot.view.nbytes for slot in self._all if slot.state in UNTAKEN)
         self._asked.update(slots)
 
     def clear(self) -> None:

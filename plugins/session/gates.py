@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from bytesched.plugins.layout.plan import Plan
@@ -15,11 +15,16 @@ __all__ = ["Gates"]
 
 
 class Gates:
-    """Forward pre-hooks, each of which waits for the bundles of the parameters behind it."""
+    """Forward pre-hooks, each of which waits for the bundles of the parameters behind it.
+
+    Args:
+        used: the parameters that a forward pass uses, of those of the plan.
+    """
 
     def __init__(
         self,
         plan: Plan,
+        used: Iterable[Slot],
         first_use: FirstUse,
         synchronizing: Synchronizing,
         inside_compiled: Callable[[], None],
@@ -28,8 +33,8 @@ class Gates:
         self._gated: list[tuple[list[Bundle], list[Slot]]] = []
         self._undo: list[Callable[[], None]] = []
         slots = {id(slot.parameter): slot for slot in plan.slots}
-        used = {key for key, slot in slots.items() if slot.used}
-        for module, name, parameters in first_use.gates(lambda p: id(p) in used):
+        keys = {id(slot.parameter) for slot in used}
+        for module, name, parameters in first_use.gates(lambda p: id(p) in keys):
             bundles: list[Bundle] = []
             self._gated.append((bundles, [slots[id(parameter)] for parameter in parameters]))
             passed = partial(synchronizing.gate, bundles, name)

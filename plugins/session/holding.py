@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.optimizer.deferred import Deferred
 from bytesched.plugins.optimizer.state import GuardedState
+from bytesched.plugins.session.answering import Reply
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.checkpoint import HeldEntry, plain_name
-from bytesched.plugins.session.masters import drop_masters, give_back
 from bytesched.plugins.session.owned import Ownerships, cut_entry, whole_entry
 from bytesched.plugins.session.phase import Context
 
@@ -55,11 +54,6 @@ class StepTaken:
         self._history = history
         self._number = history.taken
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Whose step it is; something keeps it alive meanwhile."""
-        return self._history.deferred.optimizer
-
     def begins(self) -> None:
         """The state is changed from here on."""
         self._holding.begin(self._history, self._number)
@@ -75,18 +69,27 @@ class Holding:
     An entry is asked for by numbers of steps and of states loaded: a rank that is behind answers
     when it has come as far. One that has loaded another state since still has that; one that has
     stepped has not.
+
+    Args:
+        ask: asks other ranks; in the user's thread, and of none before its first use.
+        waits_for_ranks: called before a wait for other ranks' steps.
     """
 
-    def __init__(self, plan: Plan, context: Context) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        context: Context,
+        ownerships: Ownerships,
+        ask: Ask,
+        waits_for_ranks: Callable[[], None],
+    ) -> None:
         self._plan = plan
-        #: set when the plan has been cut for owners
-        self.ownerships: Ownerships
+        self._ownerships = ownerships
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
-        self.ask: Ask
-        #: called before a wait for other ranks' steps
-        self.waits_for_ranks: Callable[[], None]
+        self._ask = ask
+        self._waits_for_ranks = waits_for_ranks
         self._histories: list[_History] = []
         self._handles: list[RemovableHandle] = []
         #: held while entries are read for another rank, and when a step begins to change them
@@ -119,9 +122,6 @@ class Holding:
         """Takes its hooks off."""
         for handle in self._handles:
             handle.remove()
-        for history in self._histories:
-            if history.deferred.is_alive and self.ownerships.rounded is not None:
-                drop_masters(history.deferred.optimizer.state)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -181,10 +181,10 @@ class Holding:
         """What other ranks hold of the state is let go of."""
         state = _state_of(deferred)
         slots = [slot for slot in self._plan.slots if dict.get(state, slot.parameter) is not None]
-        self._lie_elsewhere(deferred, filter(self.ownerships.foreign, slots))
+        self._lie_elsewhere(deferred, filter(self._ownerships.foreign, slots))
         for slot in slots:
-            part = self.ownerships.part(slot)
-            if self.ownerships.own(slot) is None:
+            part = self._ownerships.part(slot)
+            if self._ownerships.own(slot) is None:
                 dict.pop(state, slot.parameter, None)
             elif part is not None and (entry := dict.get(state, slot.parameter)) is not None:
                 dict.__setitem__(state, slot.parameter, cut_entry(entry, slot, part.share))
@@ -208,8 +208,8 @@ class Holding:
         state = deferred.optimizer.state
         entries = {}
         for position, slot in enumerate(self._plan.slots):
-            entry, part = dict.get(state, slot.parameter), self.ownerships.part(slot)
-            if entry is not None and self.ownerships.own(slot) is not None:
+            entry, part = dict.get(state, slot.parameter), self._ownerships.part(slot)
+            if entry is not None and self._ownerships.own(slot) is not None:
                 # After `restore` there are whole ones.
                 entries[position] = entry if part is None else cut_entry(entry, slot, part.share)
         return entries
@@ -219,8 +219,8 @@ class Holding:
         found = []
         for slot in self._plan.slots:
             entry = dict.get(optimizer.state, slot.parameter)
-            if entry is not None and self.ownerships.own(slot) is not None:
-                part = self.ownerships.part(slot)
+            if entry is not None and self._ownerships.own(slot) is not None:
+                part = self._ownerships.part(slot)
                 start_at, stop_at = 0, slot.view.numel()
                 if part is not None:
                     start_at, stop_at = part.share.start_at, part.share.stop_at
@@ -230,20 +230,24 @@ class Holding:
 
     # -- for other ranks ---------------------------------------------------------------
 
-    def answer(self, index: int, steps: int, loads: int) -> bytes:
-        """The entries here of an optimizer after so many steps and loads. The carrier's thread."""
+    def answer(self, index: int, steps: int, loads: int) -> Reply:
+        """The entries here of an optimizer after so many steps and loads."""
 
         def is_complete() -> bool:
             # This rank may be behind by its whole first round.
             return index < len(self._histories) and self._histories[index].is_complete(steps, loads)
 
-        if not self._progress.done_by(monotonic() + self._timeout_s, is_complete):
-            raise self._progress.error or SchedulerTimeout(
+        def late() -> SchedulerTimeout:
+            return SchedulerTimeout(
                 f"rank {self._rank} has not come to step {steps} and {loads} calls of "
                 f"load_state_dict() within {self._timeout_s:g} s, and its optimizer's state was "
                 "asked for",
                 rank=self._rank,
             )
+
+        return Reply(is_complete, partial(self._answer, index, steps, loads), late)
+
+    def _answer(self, index: int, steps: int, loads: int) -> bytes:
         history = self._histories[index]
         if not history.deferred.is_alive:
             raise PluginError(
@@ -270,12 +274,12 @@ class Holding:
             share.rank
             for slot in self._plan.slots
             if id(slot.parameter) in mine
-            for share in self.ownerships.foreign(slot)
+            for share in self._ownerships.foreign(slot)
         }
         question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
-        self.waits_for_ranks()
-        found = gathered(self._progress, self.ask, "state", questions, "the optimizer's state")
+        self._waits_for_ranks()
+        found = gathered(self._progress, self._ask, "state", questions, "the optimizer's state")
         found[self._rank] = self._entries(deferred)
         return {
             position: whole_entry(slot, shares, [found[share.rank][position] for share in shares])
@@ -310,9 +314,6 @@ class Holding:
                 others = {key: entry for key, entry in dict.items(state) if key not in entries}
                 with self._reading:
                     state.restore({**entries, **others})
-                for parameter, entry in entries.items():
-                    if self.ownerships.rounded is not None:
-                        give_back(entry, parameter, self.ownerships.rounded)
 
 
 def _state_of(deferred: Deferred) -> GuardedState:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +50,7 @@ class HookedModel(ABC):
         self._is_disowned = False
         self._undo: list[Callable[[], None]] = []
         self._meter = Meter(observers, len(slots), lambda: self._life.traffic.busy_ns)
-        self._progress = Progress(backend)
+        self._progress = Progress(backend, slots)
         self._streams = streams_for(slots[0].parameter.device, self._progress.fail)
         self._first_use = FirstUse(root, [slot.parameter for slot in slots])
 
@@ -102,8 +103,12 @@ class HookedModel(ABC):
         self._life.disown()
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every rank."""
-        self._progress.fail(error)
+        """Ends everything under way, on every rank; the user's thread raises ``error`` now."""
+        self._progress.fail(error, is_raised=True)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """As `fail`; raises ``error``, or what came before it and has brought it about."""
+        self._progress.raise_first(error)
 
     def flush(self) -> None:
         """Every step that was taken is applied."""

@@ -14,7 +14,8 @@ from bytesched.plugins.proxies.pending import (
     has_aliases,
     has_own_memory,
     keep_apart,
-    ordinary,
+    lazy_over,
+    settle,
 )
 
 __all__ = [
@@ -94,7 +95,8 @@ def give_back(slot: Slot) -> None:
     if is_kept(slot) or is_seen(slot):
         keep_apart(slot.lazy)
     if slot.parameter.grad is slot.lazy:
-        slot.parameter.grad = ordinary(slot.lazy)
+        settle(slot.lazy)
+        slot.lazy = lazy_over(torch.empty(0, device="cpu"))
     free(slot.lazy)
 
 

@@ -228,8 +228,7 @@ class Lending:
         named = self._borrower.named(error)
         if named is not None:
             # If it was broken from here, there is an earlier error.
-            self._progress.fail(named)
-            self._progress.is_error_seen = True
+            self._progress.fail(named, is_raised=True)
             raise (self._progress.error or named) from error
         self._is_interrupted = self._borrower.missing() is not None
 
@@ -246,8 +245,7 @@ class Lending:
             self._fail(left_out(names, self._rank))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        self._progress.fail(error)
-        self._progress.is_error_seen = True
+        self._progress.fail(error, is_raised=True)
         raise error
 
     # -- the end -----------------------------------------------------------------------

@@ -13,7 +13,6 @@ from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.proxies.pending import plain
-from bytesched.plugins.session.masters import Master
 from bytesched.task import CommTask
 
 __all__ = ["Owned", "Ownerships", "Part", "cut_entry", "whole_entry"]
@@ -63,33 +62,23 @@ class Part:
         return f"<Part {self._slot.name}[{self.share.start_at}:{self.share.stop_at}]>"
 
 
-#: a whole parameter, a part of it, or what stands beside one of these
-Owned: TypeAlias = Slot | Part | Master
+#: a whole parameter, or a part of it
+Owned: TypeAlias = Slot | Part
 
 
 class Ownerships:
-    """What of a plan that is cut for owners is this rank's, and what is not.
+    """What of a plan that is cut for owners is this rank's, and what is not."""
 
-    Args:
-        rounded: what parameters are rounded to when owners send them, if they are.
-    """
-
-    def __init__(self, plan: Plan, rank: int, rounded: torch.dtype | None = None) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
-        self.rounded = rounded
         self._own: dict[Slot, Owned] = {}
-        self._parts: dict[Slot, Part] = {}
         self._foreign: dict[Slot, list[Share]] = {}
         for slot in plan.slots:
             shares = plan.shares(slot)
             for share in shares:
                 if share.rank == rank:
-                    self._own[slot] = own = slot if len(shares) == 1 else Part(slot, share)
-                    if isinstance(own, Part):
-                        self._parts[slot] = own
-                    if rounded is not None:
-                        self._own[slot] = Master(slot, own, rounded)
+                    self._own[slot] = slot if len(shares) == 1 else Part(slot, share)
             self._foreign[slot] = [share for share in shares if share.rank != rank]
 
     def own(self, slot: Slot) -> Owned | None:
@@ -98,7 +87,8 @@ class Ownerships:
 
     def part(self, slot: Slot) -> Part | None:
         """That, if other ranks update other elements of it."""
-        return self._parts.get(slot)
+        own = self._own.get(slot)
+        return own if isinstance(own, Part) else None
 
     def foreign(self, slot: Slot) -> list[Share]:
         """What others update of it."""
@@ -109,8 +99,8 @@ class Ownerships:
         return self._plan.owners[chunk.index] == self._rank
 
     def __repr__(self) -> str:
-        held = f"{len(self._own)} parameters, {len(self._parts)} in part"
-        return f"<Ownerships rank {self._rank}, {held}>"
+        parts = sum(isinstance(own, Part) for own in self._own.values())
+        return f"<Ownerships rank {self._rank}, {len(self._own)} parameters, {parts} in part>"
 
 
 def cut_entry(entry: dict[str, Any], slot: Slot, share: Share) -> dict[str, Any]:

@@ -14,12 +14,10 @@ from torch import nn
 from bytesched.plugins.layout.slots import Bundle, Job, Slot, Update
 from bytesched.plugins.optimizer.deferred import Deferred, Later
 from bytesched.plugins.optimizer.frozen import snapshot, tensors_of
-from bytesched.plugins.optimizer.state import GuardedState
 from bytesched.plugins.proxies.pending import keep_apart
 from bytesched.plugins.session.arming import Arming, is_of_arena, why_now
-from bytesched.plugins.session.holding import Holding, StepTaken
+from bytesched.plugins.session.holding import StepTaken
 from bytesched.plugins.session.lazy import is_kept, is_seen
-from bytesched.plugins.session.masters import Master
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.sharding import Sharding
@@ -27,6 +25,7 @@ from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNTAKEN
 
 __all__ = ["ShardedArming"]
 
@@ -44,13 +43,11 @@ class ShardedArming(Arming):
         updater: Updater,
         context: Context,
         sharding: Sharding,
-        holding: Holding,
-        wholes: Wholes,
     ) -> None:
         super().__init__(slots, synchronizing, updater, context)
         self._spreading = sharding.spreading
-        self._holding = holding
-        self._wholes = wholes
+        self._holding = sharding.holding
+        self._wholes = sharding.wholes
         self._ownerships = sharding.ownerships
         self._lockstep = sharding.lockstep
         self._positions = {slot: position for position, slot in enumerate(slots)}
@@ -86,7 +83,7 @@ class ShardedArming(Arming):
                     eager.append(parameter)
                     continue
                 self._look_at(slot, deferred)
-                is_later = slot.used and is_of_arena(slot)
+                is_later = slot.state in UNTAKEN and is_of_arena(slot)
                 own = self._ownerships.own(slot)
                 if self._ownerships.foreign(slot):
                     foreign.append(slot)
@@ -106,7 +103,7 @@ class ShardedArming(Arming):
         step.note([slot for _, slot in later])
         self._now, self._crosses = (step, now), deferred.cross
         if now:
-            step.begins(now)
+            step.begins()
         self._arm_all(_jobs(later, step, deferred), owned, foreign)
         return groups
 
@@ -116,9 +113,8 @@ class ShardedArming(Arming):
             step, now = self._now
             self._now = None
             if now:
-                for own in map(self._ownerships.own, now):
-                    if own is not None and not isinstance(own, Slot):
-                        own.grad_from_arena()
+                for part in filter(None, map(self._ownerships.part, now)):
+                    part.grad_from_arena()
                 step.updated(now)
         if not self._crosses:
             self._synchronizing.synchronize_all()
@@ -140,22 +136,22 @@ class ShardedArming(Arming):
         if slot.alias.data_ptr() != slot.parameter.data_ptr():
             slot.realias()
             deferred.know(slot)
-            own = self._ownerships.own(slot)
-            if own is not None and own is not slot:
-                own.realias()
-                deferred.know(own)
+            if (part := self._ownerships.part(slot)) is not None:
+                part.realias()
+                deferred.know(part)
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
-        self._progress.wait(lambda: not any(slot.sending for slot in slots), "owned gradients")
+        chunks = {chunk for slot in slots for chunk in slot.chunks}
+        self._progress.wait(lambda: not self._round.under_way.sums(chunks), "owned gradients")
         self._wholes.keep(slots)
         self._synchronizing.wait_slots(slots)
+        with self._progress.changed:
+            self._round.step(slots)
         for slot in slots:
-            slot.used = False
             self._make_plain(slot)
-            own = self._ownerships.own(slot)
-            if own is not None and not isinstance(own, Slot):
-                own.grad_from_parameter()
+            if (part := self._ownerships.part(slot)) is not None:
+                part.grad_from_parameter()
 
     def _arm_all(
         self, armed: dict[Bundle, list[Job]], owned: Sequence[Slot], foreign: Sequence[Slot]
@@ -164,23 +160,23 @@ class ShardedArming(Arming):
         for slot in foreign:
             job = arriving.setdefault(slot.bundle, Job(self._received, _NO_HYPERPARAMETERS))
             job.slots.append(slot)
-        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
-            for slot in job.slots:
-                slot.used, slot.taken = False, True
         for slot in foreign:
             # Its owner makes them.
             slot.changes.clear()
         self._wholes.spread(foreign)
-        self._keep_mates(foreign)
+        jobs = chain(chain.from_iterable(armed.values()), arriving.values())
+        self._keep_mates(foreign, {slot for job in jobs for slot in job.slots})
         with self._progress.changed:
             expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
         self._wholes.taken(owned, expected)
         self._spreading.expect(expected)
 
-    def _keep_mates(self, foreign: Sequence[Slot]) -> None:
+    def _keep_mates(self, foreign: Sequence[Slot], taken: set[Slot]) -> None:
         """Parameters come into the memory of gradients that this step has not taken, too."""
-        left = [slot for slot in self._slots.values() if slot.used]
+        left = [
+            slot for slot in self._slots.values() if slot.state in UNTAKEN and slot not in taken
+        ]
         if not left:
             return
         coming = set(self._spreading.foreign_chunks(foreign))
@@ -227,11 +223,9 @@ class _Owned:
         for slot in slots:
             self._changes[slot], slot.changes = slot.changes, []
 
-    def begins(self, slots: Sequence[Slot]) -> None:
-        """These are about to be updated."""
+    def begins(self) -> None:
+        """Something is about to be updated."""
         self._taken.begins()
-        for master in self._masters(slots):
-            master.take(self._state)
 
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         assert self._update is not None
@@ -239,7 +233,7 @@ class _Owned:
             for slot in some:
                 self._wholes.change(slot, self._changes.pop(slot))
         slots = [slot for _, some in groups for slot in some]
-        self.begins(slots)
+        self.begins()
         own = self._spreading.ownerships.own
         self._update.update(
             [(taken, [o for o in map(own, some) if o is not None]) for taken, some in groups]
@@ -248,8 +242,6 @@ class _Owned:
 
     def updated(self, slots: Sequence[Slot]) -> None:
         """These are: what is complete is sent."""
-        for master in self._masters(slots):
-            master.give(self._state)
         complete = []
         owned = [(slot, chunk) for slot in slots for chunk in self._spreading.owned_chunks([slot])]
         for slot, chunk in owned:
@@ -262,16 +254,6 @@ class _Owned:
         for chunk in complete:
             self._spreading.send(chunk, self._turn)
         self._taken.ends(len(slots))
-
-    def _masters(self, slots: Sequence[Slot]) -> list[Master]:
-        own = map(self._spreading.ownerships.own, slots)
-        return [master for master in own if isinstance(master, Master)]
-
-    @property
-    def _state(self) -> GuardedState:
-        state = self._taken.optimizer.state
-        assert isinstance(state, GuardedState)
-        return state
 
 
 class _Received:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
-from typing import Final
+from typing import Final, NoReturn
 
-from bytesched.errors import PeerLost, PluginError, in_one_line
+from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
+from bytesched.plugins.layout.slots import Job, Slot
 from bytesched.plugins.session.backend import Backend
+from bytesched.round import Round
 
 __all__ = ["Progress"]
 
@@ -22,19 +24,19 @@ class Progress:
 
     Args:
         backend: aborted when something goes wrong, so that every rank fails.
+        slots: the parameters whose rounds these are; none where there are no rounds.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, slots: Sequence[Slot] = ()) -> None:
         self._backend = backend
         self._timeout_s = backend.timeout_s
         self._waiters = 0
-        #: guards bundles and ``outstanding``
+        #: guards the round
         self.changed = threading.Condition()
-        #: chunks of this round that are not reduced yet
-        self.outstanding = 0
+        self.round: Round[Slot, Job] = Round(slots)
         #: the first error, which is final
         self.error: BaseException | None = None
-        #: it was raised in the user's thread
+        #: it, or what came of it, was raised in the user's thread
         self.is_error_seen = False
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
@@ -42,6 +44,11 @@ class Progress:
         self.updater: int | None = None
         #: the error of something that is waited for and cannot come, if it knows of one
         self.look: Callable[[], BaseException | None] = lambda: None
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks that are under way."""
+        return len(self.round.under_way)
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
@@ -54,6 +61,18 @@ class Progress:
             self.is_error_seen = True
             # Without what earlier raises added: their frames keep batches and outputs alive.
             raise self.error.with_traceback(None)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """Fails with ``error`` and raises it, or what came before it and has brought it about.
+
+        The user's thread.
+        """
+        self.fail(error, is_raised=True)
+        first = self.error
+        if first is None or not isinstance(error, TransportError):
+            raise error
+        # This rank has broken its connections for it: of those, only a timeout would be told.
+        raise first.with_traceback(None) from first.__cause__
 
     def refuse_in_update(self, what: str) -> None:
         """Raises PluginError in the thread that applies updates, where nothing may wait."""
@@ -79,13 +98,17 @@ class Progress:
                 error = self.look()
             else:
                 error = self._backend.timeout(
-                    f"waited {self._timeout_s:g} s for {what}", self.story
+                    f"waited {self._timeout_s:g} s for {what}", self._whole_story
                 )
             if error is not None:
-                self.fail(error)
-                self.is_error_seen = True
+                self.fail(error, is_raised=True)
                 raise error
         return True
+
+    def _whole_story(self) -> str:
+        with self.changed:
+            here = self.round.story()
+        return "\n".join(filter(None, (self.story(), here)))
 
     def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
         """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.
@@ -101,12 +124,16 @@ class Progress:
             finally:
                 self._waiters -= 1
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.
 
         It ends everything under way, so that the other ranks learn about it now.
+
+        Args:
+            is_raised: the user's thread raises it now, so that the end of the process need not.
         """
         with self.changed:
+            self.is_error_seen = self.is_error_seen or is_raised
             if self.error is not None:
                 return
             self.error = error

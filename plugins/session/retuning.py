@@ -122,11 +122,11 @@ class Retuning:
         if decisions.are_made_here and decisions.device.type == "cpu":
             recorder = self._recorder = Recorder(plan)
             observers.add(recorder)
-            synchronizing.passed = recorder.passed
+            synchronizing.record(recorder.passed)
 
             def stop() -> None:
                 observers.remove(recorder)
-                synchronizing.passed = None
+                synchronizing.record(None)
                 recorded()
 
             self._stop_recording = stop

@@ -23,6 +23,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.by_hand import ByHand
 from bytesched.plugins.session.phase import Context, Phase
 from bytesched.plugins.session.takeover import Takeover
+from bytesched.round import GradientState
 
 __all__ = ["Rounds", "interrupted", "left_out"]
 
@@ -90,14 +91,13 @@ class Rounds:
         self.by_hand: ByHand | None = None
         self._rank = context.backend.rank
         self._progress = context.progress
+        self._round = context.progress.round
         self._streams = context.streams
         self._meter = context.meter
         self._takeover = takeover
         #: until the first round is over: how often a parameter is used is only counted
         self._counts_uses = static_graph
-        self._open = False
         self._callback_queued = False
-        self._missing = 0
 
     def hook(self, slot: Slot) -> Callable[[], None]:
         """Takes part in the gradient of ``slot``; returns what takes the hook off again."""
@@ -109,20 +109,20 @@ class Rounds:
     @property
     def incomplete(self) -> bool:
         """True while some parameter has no gradient in the current round."""
-        return self._open and self._missing > 0
+        return self._round.incomplete
 
     def complain_if_interrupted(self) -> None:
         """Raises PluginError if an exception ended the last backward pass: it was sent in part."""
         if self._callback_queued and torch._C._current_graph_task_id() == -1:
             error = interrupted(self._rank)
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
 
     def _complain_if_incomplete(self) -> None:
         if not self.incomplete:
             return
         error = left_out([slot.name for slot in self.slots if not slot.fired], self._rank)
-        self._progress.fail(error)
+        self._progress.fail(error, is_raised=True)
         raise error
 
     # -- a gradient --------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Rounds:
         if self._takeover.off:
             return
         if not self.sync:
-            slot.used_alone = True
+            slot.is_local = True
             return
         if not self._callback_queued:
             self._queue_callback()
@@ -150,21 +150,19 @@ class Rounds:
     def _gradient(self, slot: Slot) -> None:
         """On the critical path of every parameter's backward: few calls."""
         began_ns = perf_counter_ns()
-        if not self._open:
+        if not self._round.is_open:
             self._begin()
         slot.fired += 1
-        if slot.fired != slot.expected or slot.unguarded:
+        if slot.fired != slot.expected or slot.state is GradientState.UNREAD:
             self._check_gradient(slot)
             return
-        self._missing -= 1
-        slot.used = True
         if self._streams.are_several:
             self._streams.gradient()
         self.phase.gradient(slot)
         self._meter.hook_ns += perf_counter_ns() - began_ns
 
     def _check_gradient(self, slot: Slot) -> None:
-        if slot.unguarded:
+        if slot.state is GradientState.UNREAD:
             raise PluginError(
                 f"{slot.name!r} got a gradient on rank {self._rank}, but nothing has read "
                 "it since step(): it is read by code that cannot be seen from Python, or the "
@@ -183,18 +181,13 @@ class Rounds:
     def _begin(self) -> None:
         self._progress.check()
         self.phase.begin_round(forward_seen=self.forward_seen)
-        for slot in self.slots:
-            slot.fired = 0
-            slot.used = slot.taken = slot.apart = False
-        self._missing = len(self.slots)
-        self._open = True
         self.forward_seen = False
 
     # -- end ---------------------------------------------------------------------------
 
     def _after_backward(self) -> None:
         self._callback_queued = False
-        if self._missing and (not self.phase.find_unused or _is_nested()):
+        if self._round.missing and (not self.phase.find_unused or _is_nested()):
             # The pass around this one, or that of another loss, may bring the rest.
             return
         self._finish()
@@ -202,7 +195,7 @@ class Rounds:
     def finish(self) -> None:
         """Ends the round, at the latest, when ``step()`` is called."""
         self.complain_if_interrupted()
-        if self._open and self._missing and self.phase.find_unused:
+        if self._round.incomplete and self.phase.find_unused:
             self._finish()
         self._complain_if_incomplete()
 
@@ -213,12 +206,12 @@ class Rounds:
         """
         self.complain_if_interrupted()
         self.forward_seen = True
-        if not self._open:
+        if not self._round.is_open:
             self._begin()
         for slot in self.slots:
             if not slot.fired:
                 # No backward pass has read it, guarded or not.
-                slot.unguarded = False
+                self._round.read([slot])
                 if slot.parameter.grad is None:
                     slot.parameter.grad = torch.zeros_like(slot.parameter)
                 self._gradient(slot)
@@ -229,7 +222,7 @@ class Rounds:
         phase = self.phase.end_round()
         if phase is not self.phase:
             self._enter(phase)
-        self._open = False
+        self._round.end()
         if self.by_hand is not None:
             self.by_hand.backward_ends()
         self._meter.backward_ends()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,7 @@ from bytesched.plugins.session.arming import Arming
 from bytesched.plugins.session.carrier import Traffic
 from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
-from bytesched.plugins.session.disowned import disown_gradients, disown_updates
+from bytesched.plugins.session.disowned import disown
 from bytesched.plugins.session.lazy import give_back, is_left, kept_or_seen, moved
 from bytesched.plugins.session.lending import Lending
 from bytesched.plugins.session.phase import Context
@@ -23,6 +23,7 @@ from bytesched.plugins.session.retuning import Retuning
 from bytesched.plugins.session.sharding import Sharding
 from bytesched.plugins.session.splitting import Splitting
 from bytesched.plugins.session.updater import Updater
+from bytesched.round import UNREADABLE, UNTAKEN
 from bytesched.tunable import Setting
 
 __all__ = ["Running"]
@@ -61,6 +62,7 @@ class Running:
         self._arming = arming
         self._updater = updater
         self._progress = context.progress
+        self._round = context.progress.round
         self._streams = context.streams
         self._meter = context.meter
         self._rank = context.backend.rank
@@ -98,15 +100,14 @@ class Running:
         """Makes the arena free for the gradients of a new round."""
         plan = self.plan
         # A gradient that was zeroed or taken away since then is no sum of both.
-        if not forward_seen and any(s.used and s.parameter.grad is s.lazy for s in plan.slots):
+        if not forward_seen and any(
+            s.state in UNTAKEN and s.parameter.grad is s.lazy for s in plan.slots
+        ):
             raise PluginError(
                 f"backward() ran again on rank {self._rank} without a forward pass of the "
                 "wrapped model, a step() or zero_grad() in between: gradients of the first may "
                 "still be on the wire"
             )
-        for bundle in plan.bundles:
-            for slot in bundle.slots:
-                slot.unguarded = slot.taken and bundle.held
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
         if self._splitting is not None:
@@ -118,13 +119,9 @@ class Running:
             if self._sharding is not None:
                 self._sharding.withhold(slot)
             self._synchronizing.make_lazy(slot)
-        for slot in plan.slots:
-            slot.sending = len(slot.chunks)
-            slot.is_awaited = True
-        for bundle in plan.bundles:
-            bundle.sending = len(bundle.chunks)
         plan.flags_reduced = False
-        self._progress.outstanding = len(plan.chunks)
+        with self._progress.changed:
+            self._round.begin()
         self._steps = 0
         if self._splitting is not None:
             self._splitting.begin_round()
@@ -134,21 +131,19 @@ class Running:
 
     def gradient(self, slot: Slot) -> None:
         if not slot.take_gradient():
-            # Plain DDP goes on without reducing, and its ranks drift apart.
-            grad, view = slot.parameter.grad, slot.view
-            assert grad is not None
-            raise PluginError(
-                f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
-                f"{view.dtype} on {view.device}: unwrap before the model is converted, and wrap "
-                "it in a new DistributedDataParallel"
-            )
-        self._source_ready(slot)
+            self._refuse(slot)
+        for chunk in self._round.gradient(slot):
+            self._streams.backward_done(chunk, self._carrier.submit)
 
-    def _source_ready(self, slot: Slot) -> None:
-        slot.is_awaited = False
-        for chunk in slot.chunks:
-            if chunk.notify_ready():
-                self._streams.backward_done(chunk, self._carrier.submit)
+    def _refuse(self, slot: Slot) -> NoReturn:
+        """Plain DDP goes on without reducing, and its ranks drift apart."""
+        grad, view = slot.parameter.grad, slot.view
+        assert grad is not None
+        raise PluginError(
+            f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+            f"{view.dtype} on {view.device}: unwrap before the model is converted, and wrap it in "
+            "a new DistributedDataParallel"
+        )
 
     def end_round(self) -> Running:
         if self.find_unused:
@@ -163,46 +158,48 @@ class Running:
     def _complete(self) -> None:
         """Sends zeros for parameters without a gradient; finds out who got one elsewhere."""
         plan = self.plan
-        missing = [slot for slot in plan.slots if not slot.used]
+        missing = self._round.absentees()
         assert plan.used_flags is not None
         assert plan.flags_chunk is not None
-        plan.used_flags.copy_(
-            torch.tensor([int(s.used or s.used_alone) for s in plan.slots], dtype=torch.int32)
-        )
+        computed = [int(s.state in UNTAKEN or s.is_local) for s in plan.slots]
+        plan.used_flags.copy_(torch.tensor(computed, dtype=torch.int32))
         if plan.flags_chunk.notify_ready():
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
-            slot.used_alone = False
-        #: in memory where sums of other owners do not come whole
+            slot.is_local = False
+        #: in memory that this round's sums overwrite
         earlier: dict[Slot, torch.Tensor] = {}
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
-            if slot.parameter.grad is None:
-                self._source_ready(slot)
-            else:
-                if self._sharding is not None and is_left(slot) and not slot.gone:
+            if slot.parameter.grad is not None:
+                is_readable = slot.memory not in UNREADABLE
+                if is_left(slot) and is_readable:
                     earlier[slot] = slot.view.clone()
-                self.gradient(slot)
+                if not slot.take_gradient():
+                    self._refuse(slot)
+            for chunk in self._round.absent(slot):
+                self._streams.backward_done(chunk, self._carrier.submit)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
-            for slot, ranks in zip(plan.slots, plan.used_flags.tolist(), strict=True):
-                slot.used = ranks > 0
+            ranks = zip(plan.slots, plan.used_flags.tolist(), strict=True)
+            with self._progress.changed:
+                self._round.found({slot: count > 0 for slot, count in ranks})
         for slot, gradient in earlier.items():
             # No rank has used it: its gradient stays what it was, as in plain DDP.
-            if not slot.used:
+            if slot.state not in UNTAKEN:
                 move_apart(slot.lazy, gradient)
 
     def hand_out(self) -> None:
         """Gradients of this round become lazy views of what is reduced, or what they stand for."""
-        used = [slot for slot in self.plan.slots if slot.used]
-        lazy = [slot for slot in used if not slot.apart]
+        used = [slot for slot in self.plan.slots if slot.state in UNTAKEN]
+        lazy = [slot for slot in used if not slot.is_apart]
         for slot in moved(lazy):
             self._synchronizing.make_lazy(slot)
         for slot in lazy:
             slot.is_read = False
             slot.parameter.grad = slot.lazy
         for slot in used:
-            if slot.apart:
+            if slot.is_apart:
                 self._synchronizing.fill_apart(slot)
 
     def wait_reduced(self) -> None:
@@ -260,8 +257,7 @@ class Running:
         return self._synchronizing.state()
 
     def disown(self) -> None:
-        disown_updates(self.plan)
-        disown_gradients(self.plan, partial(self._give_back, in_child=True))
+        disown(self._round, self.plan, partial(self._give_back, in_child=True))
         if self._lending is not None:
             self._lending.disown()
 

@@ -238,6 +238,12 @@ class Session(HookedModel):
         """How many rounds have been complete."""
         return self._rounds.finished
 
+    @property
+    def is_inside_round(self) -> bool:
+        """Whether other ranks may wait for gradients of this one, and know of no error of it."""
+        is_unfinished = self._rounds.incomplete or self._progress.outstanding > 0
+        return is_unfinished and self.error is None
+
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
         self._progress.check()

@@ -8,20 +8,20 @@ stage 1; their overlap with the next forward pass as in DeAR, Zhang et al., ICDC
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from bytesched.errors import BytesschedError
 from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.asking import packed_error, unpacked
+from bytesched.plugins.session.answering import Answering, Reply
+from bytesched.plugins.session.asking import unpacked
 from bytesched.plugins.session.ballot import Ballot
 from bytesched.plugins.session.carrier import Carrier, Traffic
-from bytesched.plugins.session.changing import Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.holding import Holding
 from bytesched.plugins.session.lockstep import Lockstep, Place
@@ -34,10 +34,11 @@ from bytesched.plugins.session.spreading import SpreadCarrier, Spreading
 from bytesched.plugins.session.untaken import Untaken
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNREADABLE
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-__all__ = ["Listener", "ShardedCarrier", "ShardedSplitter", "Sharding"]
+__all__ = ["Dealing", "Listener", "ShardedCarrier", "ShardedSplitter", "Sharding"]
 
 log = logging.getLogger("bytesched")
 
@@ -54,8 +55,8 @@ class Listener(Protocol):
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
 
-    def answer(self, question: bytes) -> bytes:
-        """What another rank asks for."""
+    def asked(self, rank: int, question: bytes) -> None:
+        """Another rank asks for something: `ShardedCarrier.answer` answers it, some time."""
 
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
         """Whole gradients, after all changes that were noted. The user's thread."""
@@ -70,8 +71,11 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
     A chunk is reported as reduced when its gradients have been summed here or have left.
     """
 
-    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
-        """What another rank answers. Not in the user's thread: it cannot be interrupted."""
+    def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
+        """What ranks answer to a question each. Not in the user's thread: it waits for messages."""
+
+    def answer(self, rank: int, answer: bytes) -> None:
+        """Sends ``rank`` what it has asked for first, of what was not answered. Any thread."""
 
     @property
     def may_tell(self) -> bool:
@@ -111,6 +115,7 @@ class ShardedSplitter(Splitter, Protocol):
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -120,58 +125,66 @@ class ShardedSplitter(Splitter, Protocol):
         """Carries the chunks of ``plan``, which was cut here; collective."""
 
 
+@dataclass(frozen=True)
+class Dealing:
+    """How the parameters of a plan may be dealt to owners; by position."""
+
+    #: which optimizer updates each, by number; -1: none
+    kinds: Sequence[int]
+    #: whether any part of it can be updated alone
+    may_cut: Sequence[bool]
+
+
 class Sharding:
     """The carrier of a sharded session, and what comes and goes in its second phase.
 
-    Made when the first round has been reduced, before any step; collective.
+    Made when the first round has been reduced, before any step; collective. It stands between the
+    carrier, which reports to it, and everything that asks or tells other ranks something: so these
+    are made first, with what they need, and the carrier then.
 
     Args:
+        plan: is cut for owners here.
+        packer: of that plan.
         reduced: called when the first phase of a chunk is over.
         updater: given the bundles of other owners that have come.
-        holding: answers for the state of optimizers.
-        wholes: answers for gradients.
-        kinds: which optimizer updates each parameter of the plan, by number; -1: none.
-        may_cut: whether any part of each parameter can be updated alone.
-        rounded: what parameters are rounded to when owners send them, if they are.
     """
 
     def __init__(
         self,
         splitter: ShardedSplitter,
-        parts: Parts,
+        plan: Plan,
+        packer: Packer,
         context: Context,
         setting: Setting,
         updater: Updater,
+        dealing: Dealing,
         *,
         reduced: Callable[[CommTask], None],
-        holding: Holding,
-        wholes: Wholes,
-        kinds: Sequence[int],
-        may_cut: Sequence[bool],
-        rounded: torch.dtype | None,
     ) -> None:
-        self._plan = parts.plan
         self._progress = context.progress
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
-        self._holding = holding
-        self._wholes = wholes
         #: rounds that have begun, with the one before this
         self._rounds = 1
-        # What other ranks announce is asked for as soon as there is a carrier.
+        # What other ranks ask and announce is heard as soon as there is a carrier.
+        self._answering = Answering(
+            context.progress, self._timeout_s, find=self._find, answer=self._answer
+        )
         self.lockstep = Lockstep(context.progress, self._rank, self._announce)
-        here = torch.zeros(1, device=parts.plan.slots[0].view.device)
+        here = torch.zeros(1, device=plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
-        splitter.cut_for_owners(parts.plan, setting.partition_bytes, kinds, may_cut)
-        self.ownerships = Ownerships(parts.plan, self._rank, rounded)
-        holding.ownerships = wholes.ownerships = self.ownerships
-        for part in (parts.packer, parts.synchronizing, parts.gates):
-            part.plan_cut()
-        context.meter.changed(len(parts.plan.chunks), setting)
+        splitter.cut_for_owners(plan, setting.partition_bytes, dealing.kinds, dealing.may_cut)
+        packer.plan_cut()
+        context.meter.changed(len(plan.chunks), setting)
+        self.ownerships = Ownerships(plan, self._rank)
+        self.wholes = Wholes(plan, context, self.ownerships, self._ask)
+        self.holding = Holding(plan, context, self.ownerships, self._ask, self.waits_for_ranks)
+        # What other ranks ask and announce is answered as soon as there is a carrier.
         self._carrier = splitter.sharded(
-            parts.plan,
-            parts.packer,
+            plan,
+            packer,
             context.progress,
+            setting,
             self,
             reduced=reduced,
             meter=context.meter,
@@ -179,27 +192,19 @@ class Sharding:
         )
         context.progress.story = self._carrier.story
         context.progress.look = self._carrier.lost
-        for slot in parts.plan.slots:
-            slot.use_desk(self._carrier.desk)
-        holding.ask = wholes.ask = self._ask
-        # A rank that asks for norms before its step gets no answer of one that waits for that step.
-        holding.waits_for_ranks = self._carrier.end_round
-        parts.synchronizing.waits_for_ranks = self._carrier.end_round
-        parts.synchronizing.complete = wholes.complete
-        parts.synchronizing.is_whole = wholes.is_whole
-        self.spreading = Spreading(
-            parts.plan, context.progress, self.ownerships, self._carrier, updater
-        )
+        for slot in plan.slots:
+            slot.desk = self._carrier.desk
+        self.spreading = Spreading(plan, context.progress, self.ownerships, self._carrier, updater)
         self._ballot = Ballot(context, _VOTE, here.device)
         #: rounds since the last vote, and those that measured something whole
         self._seen = self._measured_whole = 0
-        self._untaken = Untaken(parts.plan, context.progress, self.spreading, wholes, self.lockstep)
+        self._untaken = Untaken(plan, context.progress, self.spreading, self.wholes, self.lockstep)
 
     # -- rounds (see splitting.Splitting) ----------------------------------------------
 
     def carrier(self) -> Carrier:
         """What carries the round that begins."""
-        self._wholes.check()
+        self.wholes.check()
         self._rounds += 1
         self.lockstep.begins_round()
         if (tells := self._ballot.outcome()) is not None:
@@ -208,7 +213,7 @@ class Sharding:
 
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing of it is on the wire."""
-        self._wholes.begin_round()
+        self.wholes.begin_round()
         # The first round was not carried here: nothing of it is known.
         if self._carrier.may_tell and self._rounds > 2:
             self._seen += 1
@@ -218,23 +223,34 @@ class Sharding:
                 self._seen = self._measured_whole = 0
         self._carrier.begin_round()
 
+    def waits_for_ranks(self) -> None:
+        """A wait begins for what other ranks' steps send.
+
+        A rank that asks for norms before its step gets no answer of one that waits for that step.
+        """
+        self._carrier.end_round()
+
+    def complete(self, slot: Slot) -> None:
+        """See `Wholes.complete`."""
+        self.wholes.complete(slot)
+
     def complete_kept(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory will be used anew."""
-        if not slot.gone:
-            self._wholes.complete(slot)
+        if slot.memory not in UNREADABLE:
+            self.wholes.complete(slot)
             slot.change()
 
     def withhold(self, slot: Slot) -> None:
         """The gradient that the script has kept has memory of its own now."""
-        self._wholes.withhold(slot)
+        self.wholes.withhold(slot)
 
     def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """See `Wholes.give_back`."""
-        self._wholes.give_back(slot, in_child=in_child)
+        self.wholes.give_back(slot, in_child=in_child)
 
     def bring(self) -> None:
         """See `Wholes.bring`."""
-        self._wholes.bring()
+        self.wholes.bring()
 
     def backward_ends(self) -> None:
         """Every gradient of the round is there."""
@@ -269,17 +285,18 @@ class Sharding:
             left = self._carrier.part(self._timeout_s)
             if left and self._progress.error is None:
                 log.warning("rank %d ends before ranks %s", self._rank, left)
-        self._holding.close()
+        self._answering.close()
+        self.holding.close()
         self._ballot.close()
         self._carrier.close()
 
     def restore(self) -> None:
         """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
-        self._holding.restore()
+        self.holding.restore()
 
     def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
         """See `Holding.held`."""
-        return self._holding.held(optimizer)
+        return self.holding.held(optimizer)
 
     def forward_begins(self) -> None:
         """Backward will add to gradients that no step has taken: they become whole."""
@@ -295,22 +312,25 @@ class Sharding:
 
     # -- other ranks -------------------------------------------------------------------
 
-    def answer(self, question: bytes) -> bytes:
+    def asked(self, rank: int, question: bytes) -> None:
+        self._answering.asked(rank, question)
+
+    def _find(self, question: bytes) -> Reply:
         kind, args = unpacked(question)
-        answers: dict[str, Callable[..., bytes]] = {
-            "state": self._holding.answer,
-            "gradients": self._wholes.answer,
+        replies: dict[str, Callable[..., Reply]] = {
+            "state": self.holding.answer,
+            "gradients": self.wholes.answer,
         }
-        try:
-            return answers[kind](*args)
-        except BytesschedError as error:
-            return packed_error(error)
+        return replies[kind](*args)
+
+    def _answer(self, rank: int, answer: bytes) -> None:
+        self._carrier.answer(rank, answer)
 
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
-        return self._wholes.assembled(slots)
+        return self.wholes.assembled(slots)
 
-    def _ask(self, rank: int, question: bytes, task: str) -> bytes:
-        return self._carrier.ask(rank, question, task=task)
+    def _ask(self, questions: Mapping[int, bytes], task: str) -> Iterator[tuple[int, bytes]]:
+        return self._carrier.ask(questions, task=task)
 
     def heard(self, rank: int, place: Place, is_last: bool) -> None:
         self.lockstep.heard(rank, place, is_last)

@@ -70,6 +70,7 @@ class Splitter(Protocol):
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
@@ -79,6 +80,7 @@ class Splitter(Protocol):
 
         Args:
             progress: of the session; receives the first error.
+            setting: its sizes are those of lanes.
             meter: of the session; learns how long norms were waited for.
             reduced: called when the sum of a chunk is in the arena.
         """
@@ -199,10 +201,9 @@ class Splitting:
         if self._split is None:
             try:
                 self._split = self._entered()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is raised
                 # The other ranks learn of it, as they take part in it.
-                self._context.progress.fail(error)
-                raise
+                self._context.progress.raise_first(error)
         else:
             self._leave(self._split)
 
@@ -217,6 +218,7 @@ class Splitting:
             parts.plan,
             parts.packer,
             context.progress,
+            self._setting,
             reduced=self._reduced,
             meter=context.meter,
             observers=context.observers,

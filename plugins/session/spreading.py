@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -10,7 +9,7 @@ import torch
 
 from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Bundle, Slice, Slot
+from bytesched.plugins.layout.slots import Slice, Slot
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.updater import Updater
@@ -22,10 +21,10 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
-        """The owners of ``chunks`` send something of each, rounded to ``dtype`` if that is one."""
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks`` send something of each."""
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
+    def stage(self, chunk: CommTask) -> torch.Tensor:
         """Memory in the layout of ``chunk``, free to be written; waits until it is."""
 
     def spread(self, chunk: CommTask, turn: int) -> None:
@@ -48,10 +47,9 @@ class Spreading:
         self._progress = progress
         self._carrier = carrier
         self._updater = updater
+        self._round = progress.round
         #: of what was armed last
         self.turn = 0
-        #: of each foreign chunk, the bundles that wait for it, message by message
-        self._awaiting: dict[int, deque[list[Bundle]]] = {}
 
     def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
         """The chunks of ``slots`` that are updated here."""
@@ -72,24 +70,13 @@ class Spreading:
         """
         self.turn += 1
         expected = self.foreign_chunks(foreign)
-        bundles = {slot.bundle for slot in foreign}
-        for chunk in expected:
-            waiting = [b for b in self._plan.bundles_of[chunk.index] if b in bundles]
-            for bundle in waiting:
-                bundle.coming += 1
-            self._awaiting.setdefault(chunk.index, deque()).append(waiting)
-        self._progress.outstanding += len(expected) + len(self.owned_chunks(owned))
+        self._round.under_way.expect(expected, self.owned_chunks(owned))
         return expected
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send their parameters."""
+        """The owners of ``chunks`` send their parameters, or their gradients."""
         if chunks:
-            self._carrier.expect(chunks, self.ownerships.rounded)
-
-    def expect_gradients(self, chunks: Sequence[CommTask]) -> None:
-        """The owners of ``chunks`` send their gradients."""
-        if chunks:
-            self._carrier.expect(chunks, None)
+            self._carrier.expect(chunks)
 
     @torch.no_grad()
     def stage(self, chunk: CommTask, slot: Slot) -> None:
@@ -97,7 +84,7 @@ class Spreading:
 
         At once: the script may write to the parameter before the rest of the chunk is updated.
         """
-        self._stage(chunk, _parameters, self.ownerships.rounded, slot)
+        self._stage(chunk, _parameters, slot)
 
     def send(self, chunk: CommTask, turn: int) -> None:
         """Sends the parameters of ``chunk``, which are staged, to all other ranks."""
@@ -106,35 +93,28 @@ class Spreading:
     @torch.no_grad()
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._stage(chunk, part_of, None)
+        self._stage(chunk, part_of)
         self._carrier.spread(chunk, self.turn)
 
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
         with self._progress.changed:
-            self._progress.outstanding -= 1
+            self._round.under_way.left(chunk)
             self._progress.notify()
 
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
         with self._progress.changed:
-            complete = []
-            for bundle in self._awaiting[chunk.index].popleft():
-                bundle.coming -= 1
-                if not bundle.coming and bundle.armed:
-                    complete.append(bundle)
-            self._updater.push(complete)
-            self._progress.outstanding -= 1
+            self._updater.push(self._round.came(chunk))
             self._progress.notify()
 
     def _stage(
         self,
         chunk: CommTask,
         part_of: Callable[[Slice], torch.Tensor],
-        dtype: torch.dtype | None,
         only: Slot | None = None,
     ) -> None:
-        memory, offset = self._carrier.stage(chunk, dtype), 0
+        memory, offset = self._carrier.stage(chunk), 0
         for slice_ in self._plan.slices[chunk.index]:
             n = slice_.stop_at - slice_.start_at
             if only is None or slice_.slot is only:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,6 +15,8 @@ from bytesched.errors import PluginError
 from bytesched.task import CommTask
 
 __all__ = ["CudaStreams", "Streams", "streams_for"]
+
+_NOTHING: Final = nullcontext()
 
 #: Called with a task whose gradients have been computed.
 _Then = Callable[[CommTask], None]
@@ -41,15 +43,15 @@ class Streams:
 
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         """Where ``task`` is packed and sent."""
-        return nullcontext()
+        return _NOTHING
 
     def completion(self, task: CommTask) -> AbstractContextManager[None]:
         """Where the end of ``task`` is awaited; on exit it is complete, not only enqueued."""
-        return nullcontext()
+        return _NOTHING
 
     def update(self) -> AbstractContextManager[None]:
         """Where a bundle is updated."""
-        return nullcontext()
+        return _NOTHING
 
     def read(self) -> None:
         """Makes the user's streams wait for all updates queued so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,26 +18,45 @@ from bytesched.plugins.proxies.spans import span
 from bytesched.plugins.session.meter import Meter
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.streams import Streams
+from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, Memory
 
-__all__ = ["Synchronizing"]
+__all__ = ["Elsewhere", "Synchronizing"]
+
+
+class Elsewhere(Protocol):
+    """What other ranks have of gradients and parameters, where ranks own them."""
+
+    def waits_for_ranks(self) -> None:
+        """A wait begins for what other ranks' steps send."""
+
+    def complete(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is read: what is here of it becomes all of it."""
 
 
 class Synchronizing:
-    """What the gates of one model call, in the thread of forward, backward or step."""
+    """What the gates of one model call, in the thread of forward, backward or step.
 
-    def __init__(self, plan: Plan, progress: Progress, streams: Streams, meter: Meter) -> None:
+    Args:
+        elsewhere: what other ranks have; None: everything comes to every rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        streams: Streams,
+        meter: Meter,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self._plan = plan
         self._progress = progress
+        self._round = progress.round
+        self._under_way = progress.round.under_way
         self._streams = streams
         self._meter = meter
+        self._elsewhere = elsewhere
         #: called with the bundles that the forward pass has come to, while iterations are recorded
-        self.passed: Callable[[Sequence[Bundle]], None] | None = None
-        #: called before a wait for what other ranks' steps send
-        self.waits_for_ranks: Callable[[], None] = lambda: None
-        #: makes what has arrived of a gradient all of it, where ranks own gradients
-        self.complete: Callable[[Slot], None] | None = None
-        #: whether that was done
-        self.is_whole: Callable[[Slot], bool] = lambda _: True
+        self._passed: Callable[[Sequence[Bundle]], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -46,6 +66,10 @@ class Synchronizing:
         for slot in self._plan.slots:
             slot.synchronize = partial(self.synchronize, slot.bundle, slot.name)
 
+    def record(self, passed: Callable[[Sequence[Bundle]], None] | None) -> None:
+        """``passed`` is called with the bundles that forward passes come to; None: nothing is."""
+        self._passed = passed
+
     def make_lazy(self, slot: Slot) -> None:
         """A new lazy gradient; the old one, if there is one, is not waited for any more."""
         slot.make_lazy(partial(self._synchronize_grad, slot))
@@ -54,11 +78,10 @@ class Synchronizing:
         """Returns when the update of ``bundle`` has been applied; its parameters are free."""
         self._progress.refuse_in_update(by)
         self._wait_applied(bundle, by)
-        if bundle.held:
+        if bundle.state is BundleState.APPLIED:
             self._streams.read()
-            bundle.held = False
+            self._round.use(bundle)
             for slot in bundle.slots:
-                slot.unguarded = False
                 if slot.changes or slot.looks:
                     self._change_one(slot)
                 # A parameter that was not read in this round may be held since an earlier one.
@@ -66,22 +89,25 @@ class Synchronizing:
                     release(slot.parameter)
 
     def _wait_applied(self, bundle: Bundle, by: str) -> None:
-        if not bundle.armed:
+        if bundle.state not in OUTSTANDING:
             return
-        if bundle.coming:
-            self.waits_for_ranks()
+        if self._elsewhere is not None and self._under_way.comes(bundle.chunks):
+            self._elsewhere.waits_for_ranks()
         began = self._meter.moment()
         with waiting(), span("bytesched::wait"):
-            self._progress.wait(lambda: not bundle.armed, f"the update of {bundle.slots[0].name!r}")
+            self._progress.wait(
+                lambda: bundle.state not in OUTSTANDING,
+                f"the update of {bundle.slots[0].name!r}",
+            )
         self._meter.waited(by, began, bundle)
 
     def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
         """In front of every call of ``module``: on the critical path of the forward pass."""
         for bundle in bundles:
-            if bundle.held:
+            if bundle.state is not BundleState.FREE:
                 self.synchronize(bundle, name)
-        if self.passed is not None:
-            self.passed(bundles)
+        if self._passed is not None:
+            self._passed(bundles)
         if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
             self.synchronize_all()
@@ -89,12 +115,12 @@ class Synchronizing:
     def synchronize_all(self) -> None:
         """Applies every armed update."""
         for bundle in self._plan.bundles:
-            if bundle.held:
+            if bundle.state is not BundleState.FREE:
                 self.synchronize(bundle, "flush")
 
     def apply_all(self) -> None:
         """Applies every armed update; parameters that nothing has read yet remain pending."""
-        held = [bundle for bundle in self._plan.bundles if bundle.held]
+        held = [b for b in self._plan.bundles if b.state is not BundleState.FREE]
         for bundle in held:
             self._wait_applied(bundle, "flush")
         if held:
@@ -102,32 +128,36 @@ class Synchronizing:
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
-        if self._progress.outstanding:
-            if any(bundle.coming for bundle in self._plan.bundles):
-                self.waits_for_ranks()
+        under_way = self._under_way
+        if not under_way.is_empty:
+            if self._elsewhere is not None and under_way.is_coming:
+                self._elsewhere.waits_for_ranks()
             began = self._meter.moment()
-            self._progress.wait(lambda: not self._progress.outstanding, "all gradients")
+            self._progress.wait(lambda: under_way.is_empty, "all gradients")
             self._meter.waited("backward", began, None)
         self._change()
 
     def wait_slots(self, slots: Sequence[Slot]) -> None:
         """Returns when gradients and updates of ``slots`` are there."""
-        if self._progress.outstanding:
+        if not self._under_way.is_empty:
             began = self._meter.moment()
+            chunks = set().union(*(slot.bundle.chunks for slot in slots))
             self._progress.wait(
-                lambda: not any(slot.bundle.sending for slot in slots), "the optimizer's gradients"
+                lambda: not self._under_way.sums(chunks), "the optimizer's gradients"
             )
             self._meter.waited("step", began, None)
         for slot in slots:
-            if slot.bundle.held:
+            if slot.bundle.state is not BundleState.FREE:
                 self.synchronize(slot.bundle, "step")
-            if (slot.changes or slot.looks) and not slot.taken:
+            if (slot.changes or slot.looks) and slot.state not in TAKEN:
                 slot.change()
 
     def wait_unstepped(self) -> None:
         """Returns when nothing is on the wire that no ``step()`` has taken."""
-        if self._progress.outstanding and any(
-            bundle.sending and not bundle.armed for bundle in self._plan.bundles
+        under_way = self._under_way
+        if not under_way.is_empty and any(
+            bundle.state not in OUTSTANDING and under_way.sums(bundle.chunks)
+            for bundle in self._plan.bundles
         ):
             self.wait_reduced()
         else:
@@ -140,25 +170,30 @@ class Synchronizing:
                 self._change_one(slot)
 
     def _change_one(self, slot: Slot) -> None:
-        if not slot.taken and not slot.sending and self.is_whole(slot):
+        if slot.state in TAKEN or self._under_way.sums(slot.chunks):
+            return
+        if slot.memory is Memory.WHOLE:
             slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
         self._progress.refuse_in_update(f"{slot.name}.grad")
         bundle = slot.bundle
-        if bundle.armed or bundle.held:
+        if bundle.state is not BundleState.FREE:
             # Held alone costs no wait of the host, but a write must come after the update.
             self.synchronize(bundle, f"{slot.name}.grad")
         else:
             waited_ns = 0
-            if bundle.sending and not slot.is_awaited:
+            under_way, chunks = self._under_way, bundle.chunks
+            if under_way.sums(chunks) and slot.state not in TO_COME:
                 began = self._meter.moment()
-                self._progress.wait(lambda: not bundle.sending, f"the gradient of {slot.name!r}")
+                self._progress.wait(
+                    lambda: not under_way.sums(chunks), f"the gradient of {slot.name!r}"
+                )
                 waited_ns = self._meter.waited(f"{slot.name}.grad", began, bundle)
             self._meter.causes.read(slot.name, waited_ns)
-        if self.complete is not None:
-            self.complete(slot)
-        if not slot.taken:
+        if self._elsewhere is not None:
+            self._elsewhere.complete(slot)
+        if slot.state not in TAKEN:
             slot.change()
         slot.is_read = True
 
@@ -176,6 +211,6 @@ class Synchronizing:
 
     def state(self) -> str:
         """In a few words, for ``repr()``."""
-        held = sum(bundle.held for bundle in self._plan.bundles)
+        held = sum(bundle.state is not BundleState.FREE for bundle in self._plan.bundles)
         left = self._progress.outstanding
         return f"{left} chunks outstanding, {held} bundles held, {self._plan!r}"

@@ -10,6 +10,7 @@ from bytesched.plugins.session.lockstep import Lockstep
 from bytesched.plugins.session.progress import Progress
 from bytesched.plugins.session.spreading import Spreading
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import OUTSTANDING, UNTAKEN, Memory
 
 __all__ = ["Untaken"]
 
@@ -42,7 +43,9 @@ class Untaken:
         positions = [
             position
             for position, slot in enumerate(self._plan.slots)
-            if slot.used and not slot.spoiled and slot.parameter.grad is slot.lazy
+            if slot.state in UNTAKEN
+            and slot.memory is not Memory.SPOILED
+            and slot.parameter.grad is slot.lazy
         ]
         if self._wholes.are_all_here or not positions:
             return
@@ -51,7 +54,8 @@ class Untaken:
         # What is sent here is received when another rank's forward pass begins, which may wait for
         # parameters: those go first.
         self._progress.wait(
-            lambda: not any(bundle.armed for bundle in self._plan.bundles), "updates of a step"
+            lambda: not any(bundle.state in OUTSTANDING for bundle in self._plan.bundles),
+            "updates of a step",
         )
         ownerships = self._spreading.ownerships
         foreign = [slot for slot in slots if ownerships.foreign(slot)]
@@ -61,16 +65,15 @@ class Untaken:
             slice_.slot: slice_.slot.view.clone()
             for chunk in self._spreading.foreign_chunks(foreign)
             for slice_ in self._plan.slices[chunk.index]
-            if self._wholes.is_whole(slice_.slot)
+            if slice_.slot.memory is Memory.WHOLE
         }
         with self._progress.changed:
             expected = self._spreading.arm(owned, foreign)
         for chunk in self._spreading.owned_chunks(owned):
             self._spreading.send_gradients(chunk, self._as_summed)
-        self._spreading.expect_gradients(expected)
-        self._progress.wait(
-            lambda: not any(slot.bundle.coming for slot in foreign), "gradients of no step"
-        )
+        self._spreading.expect(expected)
+        under_way = self._progress.round.under_way
+        self._progress.wait(lambda: not under_way.comes(expected), "gradients of no step")
         for slot, view in read.items():
             slot.view.copy_(view)
         for slot in slots:

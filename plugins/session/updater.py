@@ -66,13 +66,12 @@ class Updater:
         began_ns = perf_counter_ns()
         with self._streams.update(), span("bytesched::update"):
             _update(jobs)
+        slots = [slot for job in jobs for slot in job.slots]
         # Before the update counts as applied: then nothing of ours holds the optimizer.
         jobs.clear()
         self._meter.updated(bundles, began_ns)
         with self._progress.changed:
-            for bundle in bundles:
-                # Another optimizer may have armed it meanwhile, and pushed it again.
-                bundle.armed = bundle.has_jobs
+            self._progress.round.updated(bundles, slots)
             self._progress.notify()
 
     def _take(self) -> tuple[list[Bundle], list[Job]]:
@@ -82,9 +81,10 @@ class Updater:
         nbytes = 0
         while self._ready and nbytes < _BATCH_BYTES:
             bundle = heapq.heappop(self._ready)[2]
-            bundles.append(bundle)
-            jobs.extend(bundle.take())
-            nbytes += bundle.nbytes
+            if taken := self._progress.round.take(bundle):
+                bundles.append(bundle)
+                jobs.extend(taken)
+                nbytes += bundle.nbytes
         return bundles, jobs
 
 
@@ -92,7 +92,8 @@ def _update(jobs: list[Job]) -> None:
     calls: dict[int, tuple[Update, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
     for job in jobs:
         for slot in job.slots:
-            slot.change()
+            if slot.changes or slot.looks:
+                slot.change()
         _, groups = calls.setdefault(id(job.by), (job.by, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
         group[1].extend(job.slots)

@@ -20,19 +20,18 @@ from bytesched.plugins.session.changing import Changing, Parts
 from bytesched.plugins.session.checkpoint import HeldEntry
 from bytesched.plugins.session.completions import Completions
 from bytesched.plugins.session.gates import Gates
-from bytesched.plugins.session.holding import Holding
 from bytesched.plugins.session.lending import Arrivals, Lending, alternation_for
 from bytesched.plugins.session.owning import ShardedArming
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.retuning import Decisions, Retuning
 from bytesched.plugins.session.running import Running
-from bytesched.plugins.session.sharding import ShardedSplitter, Sharding
+from bytesched.plugins.session.sharding import Dealing, ShardedSplitter, Sharding
 from bytesched.plugins.session.splitting import Splitting
 from bytesched.plugins.session.synchronizing import Synchronizing
 from bytesched.plugins.session.takeover import Takeover
 from bytesched.plugins.session.updater import Updater
 from bytesched.plugins.session.warmup import WarmedUp, WarmUp
-from bytesched.plugins.session.wholes import Wholes
+from bytesched.round import UNTAKEN
 
 __all__ = ["WarmingUp"]
 
@@ -73,6 +72,7 @@ class WarmingUp:
         self._slots = slots
         self._config = config
         self._context = context
+        self._round = context.progress.round
         self._first_use = first_use
         self._takeover = takeover
         self._decisions = decisions
@@ -95,10 +95,10 @@ class WarmingUp:
         self._first_use.end()
 
     def begin_round(self, *, forward_seen: bool) -> None:
-        pass
+        self._round.begin()
 
     def gradient(self, slot: Slot) -> None:
-        pass
+        self._round.gradient(slot)
 
     def end_round(self) -> Running:
         """Reduces the round as a whole; collective."""
@@ -112,7 +112,14 @@ class WarmingUp:
             decisions=self._decisions,
             knobs=self._context.backend.knobs | self._takeover.knobs,
         )
-        warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
+        try:
+            warm = warm_up.reduce(self._first_use.order(), find_unused=self._asked_to_find)
+        except BaseException as error:
+            # The other ranks may wait for the rest of what they do together.
+            progress = self._context.progress
+            progress.fail(error)
+            progress.is_error_seen = True
+            raise
         running = self._running(warm)
         for deferred in self._deferred:
             running.introduce(deferred)
@@ -123,7 +130,7 @@ class WarmingUp:
     def _running(self, warm: WarmedUp) -> Running:
         context, plan, setting = self._context, warm.plan, warm.decision.setting
         progress, streams, meter = context.progress, context.streams, context.meter
-        synchronizing = Synchronizing(plan, progress, streams, meter)
+        self._round.cut(plan.chunks, plan.slots_of, plan.bundles, plan.bundles_of)
         updater = Updater(progress, streams, meter)
         completions = Completions(plan, progress, updater)
         arrivals = Arrivals(completions.reduced)
@@ -139,39 +146,38 @@ class WarmingUp:
             observers=context.observers,
         )
         progress.story = carrier.story
-        gates = Gates(plan, self._first_use, synchronizing, self._inside_compiled)
         meter.active(plan.nbytes, len(plan.chunks), setting)
-        parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
-        splitting: Splitting | Sharding | None = None
-        arming = Arming(plan.slots, synchronizing, updater, context)
+        sharding: Sharding | None = None
         if self._config.shard:
             assert self._splitter is not None
-            holding, wholes = Holding(plan, context), Wholes(plan, context)
-            splitting = Sharding(
+            sharding = Sharding(
                 self._splitter,
-                parts,
+                plan,
+                warm.packer,
                 context,
                 setting,
                 updater,
+                Dealing(self._kinds(plan), self._may_cut(plan)),
                 reduced=completions.reduced,
-                holding=holding,
-                wholes=wholes,
-                kinds=self._kinds(plan),
-                may_cut=self._may_cut(plan),
-                rounded=self._rounded(),
             )
-            arming = ShardedArming(
-                plan.slots, synchronizing, updater, context, splitting, holding, wholes
-            )
-        elif self._splitter is not None:
-            splitting = Splitting(
-                self._splitter,
-                parts,
-                context,
-                setting,
-                mode=self._config.split,
-                reduced=reduced,
-            )
+        synchronizing = Synchronizing(plan, progress, streams, meter, sharding)
+        used = [slot for slot in plan.slots if slot.state in UNTAKEN]
+        gates = Gates(plan, used, self._first_use, synchronizing, self._inside_compiled)
+        parts = Parts(plan, warm.packer, synchronizing, gates, carrier)
+        splitting: Splitting | Sharding | None = sharding
+        if sharding is not None:
+            arming: Arming = ShardedArming(plan.slots, synchronizing, updater, context, sharding)
+        else:
+            arming = Arming(plan.slots, synchronizing, updater, context)
+            if self._splitter is not None:
+                splitting = Splitting(
+                    self._splitter,
+                    parts,
+                    context,
+                    setting,
+                    mode=self._config.split,
+                    reduced=reduced,
+                )
         retuning = None
         if self._decisions is not None:
             retuning = Retuning(
@@ -207,11 +213,6 @@ class WarmingUp:
             splitting=splitting,
             lending=lending,
         )
-
-    def _rounded(self) -> torch.dtype | None:
-        """What parameters are rounded to when owners send them."""
-        name = self._config.gather_dtype
-        return None if name is None else getattr(torch, name)
 
     def _kinds(self, plan: Plan) -> list[int]:
         """Which optimizer updates each parameter, by number; -1 if none does."""

@@ -22,6 +22,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session.backend import Backend, from_leader
 from bytesched.plugins.session.retuning import NEVER, Decisions
+from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
 __all__ = ["WARM_UP", "WarmUp", "WarmedUp"]
@@ -91,7 +92,9 @@ class WarmUp:
             order: of first use, as indices of slots; that of rank 0 is taken.
             find_unused: whether parameters may get no gradient; None if this round is to show it.
         """
-        present, *fired = self._sum([1, *(int(s.used or s.used_alone) for s in self._slots)])
+        present, *fired = self._sum(
+            [1, *(int(s.state is GradientState.TRAVELLING or s.is_local) for s in self._slots)]
+        )
         if present < self._backend.size:
             raise PluginError(
                 f"{self._backend.size - present} of {self._backend.size} ranks have joined "
@@ -99,8 +102,10 @@ class WarmUp:
             )
         unused = any(count < self._backend.size for count in fired)
         for slot, count in zip(self._slots, fired, strict=True):
-            slot.used = count > 0
-            slot.used_alone = False
+            if slot.state is GradientState.AWAITED:
+                slot.on(GradientEvent.NONE)
+                slot.on(GradientEvent.USED if count else GradientEvent.UNUSED)
+            slot.is_local = False
         agreed = self._from_leader(list(order))
         ordered = [self._slots[index] for index in agreed]
         decision = self._choose_sizes(ordered)
@@ -111,7 +116,6 @@ class WarmUp:
         )
         for slot in plan.slots:
             slot.take_gradient()
-            slot.sending = len(slot.chunks)
         packer = Packer(plan, self._backend.divisor, self._config.compression)
         for chunk in plan.chunks:
             if chunk is not plan.flags_chunk:
@@ -119,6 +123,8 @@ class WarmUp:
                 self._backend.wait(work, task=_TASK)
                 packer.receive(chunk)
                 packer.let_go(chunk)
+        for slot in plan.slots:
+            slot.on(GradientEvent.SUM)
         # Gradients of another stream are let go of next, and must have been read by then.
         self._synchronize()
         return WarmedUp(plan, packer, unused, decision)

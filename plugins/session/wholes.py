@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import monotonic
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -16,10 +15,12 @@ from bytesched.plugins.layout.memory import lies_over
 from bytesched.plugins.layout.packing import elements
 from bytesched.plugins.layout.plan import Plan, Share
 from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.session.answering import Reply
 from bytesched.plugins.session.asking import Ask, gathered, packed
 from bytesched.plugins.session.lazy import give_back, is_known, is_left, withhold
 from bytesched.plugins.session.owned import Ownerships
 from bytesched.plugins.session.phase import Context
+from bytesched.round import TAKEN, TO_COME, UNREADABLE, UNTAKEN, Memory, MemoryEvent, on_memory
 from bytesched.task import CommTask
 
 __all__ = ["Wholes"]
@@ -35,22 +36,26 @@ class Wholes:
 
     An owner answers with the sum as it was, and how many of the changes that were noted are in it:
     the rank that asks makes the others. So no rank sees what the script of another one wrote.
+
+    Args:
+        ask: asks other ranks; in the user's thread, and of none before its first use.
     """
 
-    def __init__(self, plan: Plan, context: Context) -> None:
+    def __init__(self, plan: Plan, context: Context, ownerships: Ownerships, ask: Ask) -> None:
         self._plan = plan
-        #: set when the plan has been cut for owners
-        self.ownerships: Ownerships
+        self._ownerships = ownerships
         self._progress = context.progress
+        self._under_way = context.progress.round.under_way
         self._rank = context.backend.rank
         self._others = context.backend.size - 1
         self._timeout_s = context.backend.timeout_s
-        self.ask: Ask
+        self._ask = ask
         #: the first round was reduced as a whole
         self._round = 1
-        self._whole: set[Slot] = set(plan.slots)
-        #: from the round on that begins
+        #: of the round that ends: what backward is about to add to and no rank can have, and what
+        #: may still be asked for
         self._to_spoil: set[Slot] = set()
+        self._askable: list[Slot] = []
         #: what backward adds to is whole on every rank, whatever each has read
         self.are_all_here = True
         self._is_logged = False
@@ -73,7 +78,9 @@ class Wholes:
         What it adds to its own, which a step has taken, is spoiled: a script may still drop it.
         """
         slots = self._plan.slots
-        gone = {id(s.lazy): s for s in slots if s.gone and lies_over(s.lazy, s.view)}
+        gone = {
+            id(s.lazy): s for s in slots if s.memory in UNREADABLE and lies_over(s.lazy, s.view)
+        }
         self._to_spoil.clear()
         for slot in slots:
             added = gone.get(id(slot.parameter.grad))
@@ -83,14 +90,15 @@ class Wholes:
                     f"on rank {self._rank}, which does not have it: with shard=True, call "
                     "zero_grad() between step() and the next backward()"
                 )
-            if added is slot or (slot.alone and is_left(slot)):
+            if added is slot or (slot.memory is Memory.ALONE and is_left(slot)):
                 self._to_spoil.add(slot)
+        self._askable = [slot for slot in slots if self._may_be_asked_for(slot)]
 
     def refuse_spoiled(self, slots: Iterable[Slot]) -> None:
         """A step takes the gradients of ``slots``. Raises PluginError if one is none."""
         for slot in slots:
             if (
-                slot.spoiled
+                slot.memory is Memory.SPOILED
                 and slot.parameter.grad is slot.lazy
                 and lies_over(slot.lazy, slot.view)
             ):
@@ -98,17 +106,15 @@ class Wholes:
 
     def begin_round(self) -> None:
         """Gradients of a new round take the place of those of the last one."""
-        last = [slot for slot in self._plan.slots if self._may_be_asked_for(slot)]
         self.are_all_here = False
-        self._whole.clear()
+        on_memory(self._to_spoil, MemoryEvent.ROUND_ADDS)
+        on_memory([s for s in self._plan.slots if s not in self._to_spoil], MemoryEvent.ROUND)
         for slot in self._plan.slots:
-            slot.gone = slot.spoiled = slot in self._to_spoil
-            slot.alone = False
             # Of gradients that were dropped.
             slot.changes.clear()
         with self._lock:
             self._round += 1
-            self._last = {slot: self._as_summed(slot) for slot in last}
+            self._last = {slot: self._as_summed(slot) for slot in self._askable}
             self._kept.clear()
             self._made.clear()
             self._unawaited.clear()
@@ -117,39 +123,34 @@ class Wholes:
 
     def _may_be_asked_for(self, slot: Slot) -> bool:
         """Whether some rank may still read what is owned here of ``slot``, in a new round."""
-        if self.ownerships.own(slot) is None:
+        if self._ownerships.own(slot) is None:
             return False
-        return slot.used or slot in self._unawaited
+        return slot.state in UNTAKEN or slot in self._unawaited
 
     def came(self, slots: Iterable[Slot]) -> None:
         """Every rank has sent all ranks what it owns of ``slots``, to which backward adds."""
         self.are_all_here = True
-        self._whole.update(slots)
-
-    def is_whole(self, slot: Slot) -> bool:
-        """Whether all of the gradient of ``slot`` is here."""
-        return slot in self._whole
+        on_memory(slots, MemoryEvent.CAME)
 
     def spread(self, slots: Iterable[Slot]) -> None:
         """A step has parameters of ``slots`` sent here, in place of gradients."""
-        for slot in slots:
-            slot.gone = True
+        on_memory(slots, MemoryEvent.OTHERS_STEP)
 
     def taken(self, owned: Sequence[Slot], coming: Iterable[CommTask]) -> None:
         """A step has updated ``owned``, and waits for these chunks of other ranks."""
-        for slot in owned:
-            slot.alone = True
+        on_memory(owned, MemoryEvent.OWNER_STEP)
         if len({self._plan.owners[chunk.index] for chunk in coming}) < self._others:
             self._unawaited.update(owned)
 
     def withhold(self, slot: Slot) -> None:
         """The script has kept the gradient of ``slot``, whose memory is used anew."""
-        if slot.gone:
+        if slot.memory in UNREADABLE:
             slot.lazy.synchronize = self._refusal(slot)
 
     def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """The gradient of ``slot`` is an ordinary tensor, or one that raises, for good."""
-        if not slot.gone and (slot in self._whole or not self.ownerships.foreign(slot)):
+        is_here = slot.memory is Memory.WHOLE or not self._ownerships.foreign(slot)
+        if slot.memory not in UNREADABLE and is_here:
             give_back(slot)
         else:
             withhold(slot, self._refusal(slot), in_child=in_child)
@@ -157,24 +158,30 @@ class Wholes:
     def bring(self) -> None:
         """What the script has of gradients that no step has taken is whole, with its changes."""
         for slot in self._plan.slots:
-            if not slot.gone and not slot.taken and is_known(slot):
+            if slot.memory in UNREADABLE or slot.state in TAKEN:
+                continue
+            if is_known(slot):
                 slot.lazy.synchronize()
 
     # -- reads of this rank ------------------------------------------------------------
 
     def complete(self, slot: Slot) -> None:
         """``slot`` is read; what can be summed here is. Raises PluginError if it is too late."""
-        if slot.gone:
+        if slot.memory in UNREADABLE:
             self._refusal(slot)()
-        if slot.is_awaited:
+        if slot.state in TO_COME:
             # A hook in backward sees what backward adds to, which came before it began.
             return
-        if self.ownerships.own(slot) is not None:
+        if self._ownerships.own(slot) is not None:
             self.keep([slot])
-        if self.ownerships.foreign(slot) and slot not in self._whole:
-            others = [s for s in self._plan.slots if s.used and not s.apart and not s.is_awaited]
+        if self._ownerships.foreign(slot) and slot.memory is not Memory.WHOLE:
+            others = [
+                s
+                for s in self._plan.slots
+                if s.state in UNTAKEN and s.memory is Memory.SHARE and not s.is_apart
+            ]
             # One that got no gradient in this round may have that of an earlier one.
-            self._fetch([slot] if slot.apart else list(dict.fromkeys([*others, slot])))
+            self._fetch([slot] if slot.is_apart else list(dict.fromkeys([*others, slot])))
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """The script or a step in its thread may change what is owned here of these."""
@@ -188,7 +195,7 @@ class Wholes:
 
     def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
         """These elements of ``slot``, which are owned here, as they were summed."""
-        part = self.ownerships.part(slot)
+        part = self._ownerships.part(slot)
         before = 0 if part is None else part.share.start_at
         value, _ = self._as_summed(slot)
         return value[start_at - before : stop_at - before]
@@ -204,7 +211,7 @@ class Wholes:
                 self._made[slot] = len(changes)
 
     def _refusal(self, slot: Slot) -> Callable[[], NoReturn]:
-        return partial(_refuse, slot.name, self._rank, is_gone=slot.gone, is_spoiled=slot.spoiled)
+        return partial(_refuse, slot.name, self._rank, slot.memory)
 
     @torch.no_grad()
     def _fetch(self, slots: Sequence[Slot]) -> None:
@@ -213,11 +220,12 @@ class Wholes:
                 "the script reads gradients between backward() and step(): owners send them whole"
             )
         self._is_logged = True
-        found = self._foreign_sums([s for s in slots if s not in self._whole])
+        found = self._foreign_sums([s for s in slots if s.memory is not Memory.WHOLE])
         # Of these, other ranks own some elements, and this one may be about to sum its own.
-        self._progress.wait(lambda: not any(slot.sending for slot in found), "owned gradients")
+        chunks = {chunk for slot in found for chunk in slot.chunks}
+        self._progress.wait(lambda: not self._under_way.sums(chunks), "owned gradients")
         for slot, sums in found.items():
-            part = self.ownerships.part(slot)
+            part = self._ownerships.part(slot)
             if part is not None:
                 self.keep([slot])
                 sums.append((part.share, part.view, self._made.get(slot, 0)))
@@ -227,7 +235,7 @@ class Wholes:
                 for change in slot.changes[made:]:
                     change([target])
             slot.changes.clear()
-            self._whole.add(slot)
+            on_memory([slot], MemoryEvent.CAME)
 
     @torch.no_grad()
     def assembled(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
@@ -236,7 +244,7 @@ class Wholes:
         foreign = self._foreign_sums(slots)
         for slot in slots:
             gradient, made_here = slot.view.clone(), self._made.get(slot, 0)
-            sums = [] if slot in self._whole else foreign[slot]
+            sums = [] if slot.memory is Memory.WHOLE else foreign[slot]
             for share in self._plan.shares(slot):
                 target = elements(gradient, slot.view, share.start_at, share.stop_at)
                 made = made_here
@@ -255,11 +263,11 @@ class Wholes:
         shares: dict[int, list[Share]] = {}
         wanted = set(slots)
         for position, slot in enumerate(self._plan.slots):
-            for share in self.ownerships.foreign(slot) if slot in wanted else ():
+            for share in self._ownerships.foreign(slot) if slot in wanted else ():
                 positions.setdefault(share.rank, []).append(position)
                 shares.setdefault(share.rank, []).append(share)
         questions = {rank: (self._round, listed) for rank, listed in positions.items()}
-        answers = gathered(self._progress, self.ask, "gradients", questions, "gradients")
+        answers = gathered(self._progress, self._ask, "gradients", questions, "gradients")
         found: dict[Slot, list[_Sum]] = {}
         for rank, listed in positions.items():
             for position, share, (value, made) in zip(
@@ -271,26 +279,31 @@ class Wholes:
 
     def _owned_sum(self, slot: Slot) -> torch.Tensor:
         """The memory of what this rank owns of it, flat."""
-        part = self.ownerships.part(slot)
+        part = self._ownerships.part(slot)
         return elements(slot.view, slot.view, 0, slot.view.numel()) if part is None else part.view
 
     # -- for other ranks ---------------------------------------------------------------
 
-    def answer(self, round_number: int, positions: Sequence[int]) -> bytes:
-        """These gradients, and how many changes have been made. A thread of the carrier."""
+    def answer(self, round_number: int, positions: Sequence[int]) -> Reply:
+        """These gradients, and how many changes have been made."""
         slots = [self._plan.slots[position] for position in positions]
+        chunks = {chunk for slot in slots for chunk in slot.chunks}
 
         def are_summed() -> bool:
             if self._round > round_number:
                 return True
-            return self._round == round_number and not any(slot.sending for slot in slots)
+            return self._round == round_number and not self._under_way.sums(chunks)
 
-        if not self._progress.done_by(monotonic() + self._timeout_s, are_summed):
-            raise self._progress.error or SchedulerTimeout(
+        def late() -> SchedulerTimeout:
+            return SchedulerTimeout(
                 f"gradients of round {round_number} are not there within {self._timeout_s:g} s, "
                 "and another rank reads them",
                 rank=self._rank,
             )
+
+        return Reply(are_summed, partial(self._answer, round_number, slots), late)
+
+    def _answer(self, round_number: int, slots: Sequence[Slot]) -> bytes:
         with self._lock:
             if self._round == round_number:
                 return packed([self._as_summed(slot) for slot in slots])
@@ -309,14 +322,14 @@ class Wholes:
         return value.clone(), made
 
 
-def _refuse(name: str, rank: int, *, is_gone: bool, is_spoiled: bool) -> NoReturn:
-    if is_spoiled:
+def _refuse(name: str, rank: int, memory: Memory) -> NoReturn:
+    if memory is Memory.SPOILED:
         raise PluginError(
             f"backward() adds to {name}.grad, that of the last step, which not every rank has "
             f"(seen by rank {rank}): with shard=True, call zero_grad() between step() and the next "
             "backward(), or before anything uses these gradients"
         )
-    if is_gone:
+    if memory is Memory.GONE:
         raise PluginError(
             f"{name}.grad was read after step() on rank {rank}, which has its parameter "
             "alone: with shard=True, read gradients between backward() and step()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -14,27 +15,26 @@ from bytesched.errors import ConfigError
 from bytesched.lab.hosts import Lab, LabError, parse_rate
 
 RECEIVER = """
-import socket, time
+import socket
 server = socket.create_server(("", 5001))
 print("listening", flush=True)
 peer, _ = server.accept()
-received, start_s = 0, None
+received = 0
 while data := peer.recv(1 << 20):
-    start_s = start_s or time.perf_counter()
     received += len(data)
-print(received / (time.perf_counter() - start_s))
+print(received)
 """
-SENDER = """
+SENT_BYTES = 1 << 22
+SENDER = f"""
 import socket, sys
 with socket.create_connection((sys.argv[1], 5001), timeout=float(sys.argv[2])) as peer:
-    peer.sendall(bytes(1 << 22))
+    peer.sendall(bytes({SENT_BYTES}))
 """
 ORPHAN = """
 import subprocess, sys, time
 from bytesched.lab.hosts import Lab
 lab = Lab(2).__enter__()
 processes = [lab.launch(host, ["sleep", "60"]) for host in range(2)]
-time.sleep(0.3)
 print(*(process.pid for process in processes), *(anchor.pid for anchor in lab._anchors))
 sys.stdout.flush()
 time.sleep(60)
@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline_s, f"still running: {pids}"
         time.sleep(0.02)
@@ -123,6 +123,14 @@ def test_hosts_have_addresses_and_environment_of_their_own(lab: Lab) -> None:
         lab.launch(2, ["true"])
 
 
+def through(lab: Lab, anchor: subprocess.Popen[str], interface: str) -> tuple[str, int]:
+    """What holds up packets that leave by `interface`, to which rate, and how many bytes did."""
+    show = ["tc", "-json", "-statistics", "qdisc", "show", "dev", interface]
+    shown = subprocess.run([*lab._enter(anchor), *show], capture_output=True, check=True)
+    [root] = [rule for rule in json.loads(shown.stdout) if rule.get("root")]
+    return f"{root['kind']} {8 * root['options']['rate']}", root["bytes"]
+
+
 @pytest.mark.lab
 def test_the_link_has_the_rate_and_can_be_cut(lab: Lab) -> None:
     send = [sys.executable, "-c", SENDER, lab.addresses[0]]
@@ -134,8 +142,15 @@ def test_the_link_has_the_rate_and_can_be_cut(lab: Lab) -> None:
         assert unreachable.wait(timeout=20) != 0
         lab.set_link(1, True)
         assert lab.launch(1, [*send, "20"]).wait(timeout=30) == 0
-        bytes_per_s = float(receiver.stdout.read())
-    assert 0.7 * 12.5e6 < bytes_per_s < 1.2 * 12.5e6
+        assert int(receiver.stdout.read()) == SENT_BYTES
+    assert lab._switch is not None
+    receiving, sending = lab._anchors
+    on_the_way = [through(lab, sending, "eth0"), through(lab, lab._switch, "host0")]
+    # There are acknowledgements alone.
+    on_the_way_back = [through(lab, receiving, "eth0"), through(lab, lab._switch, "host1")]
+    assert {rate for rate, _ in on_the_way + on_the_way_back} == {"tbf 100000000"}
+    assert all(sent_bytes > SENT_BYTES for _, sent_bytes in on_the_way)
+    assert all(sent_bytes < SENT_BYTES for _, sent_bytes in on_the_way_back)
 
 
 @pytest.mark.lab

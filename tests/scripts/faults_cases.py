@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -195,11 +194,11 @@ def _raise(error: Exception) -> None:
 
 
 def told(train: Callable[[], object]) -> None:
-    """Run `train`; what it raises is told with its moment, and raised."""
+    """Run `train`; what it raises is told, and raised."""
     try:
         train()
     except BaseException as error:
-        tell(**named(error), at=time.monotonic())
+        tell(**named(error))
         raise
 
 
@@ -245,7 +244,7 @@ def train_until_fault(
         if moment == "in_backward":
             signals().wait("other rank in backward")
         stats = bytesched.stats(script.optimizer)
-        tell(fault_at=time.monotonic(), order=stats["order"], rested=stats["rested_rounds"])
+        tell(order=stats["order"], rested=stats["rested_rounds"])
         FAULTS[fault]()
 
     at = at_victim if dist.get_rank() == victim else at_other
@@ -272,7 +271,6 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
     kind: Any = importlib.import_module("bytesched.plugins.session.holding").Holding
 
     def answer(*_: Any) -> bytes:
-        tell(fault_at=time.monotonic())
         FAULTS[fault]()
         return b""
 

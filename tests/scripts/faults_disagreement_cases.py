@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +63,6 @@ def one_cannot_wrap(who: int, timeout_s: float, fields: dict[str, Any]) -> None:
 def one_does_not_wrap(who: int, timeout_s: float) -> None:
     """Rank `who` trains with plain DDP."""
     script = Script()
-    tell(fault_at=time.monotonic())
 
     def run() -> None:
         if dist.get_rank() != who:
@@ -80,7 +78,6 @@ def dies_in_wrap(victim: int, timeout_s: float) -> None:
     model = net()
     if dist.get_rank() == victim:
         ddp.broadcast = lambda *_: FAULTS["kill"]()
-    tell(fault_at=time.monotonic())
     told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
 
 
@@ -108,8 +105,6 @@ def skips_a_layer(who: int, in_step: int, timeout_s: float) -> None:
     def train() -> None:
         for step in range(STEPS):
             model.skip = step == in_step and dist.get_rank() == who
-            if model.skip:
-                tell(fault_at=time.monotonic())
             optimizer.zero_grad()
             ddp(inputs(step)).square().mean().backward()
             optimizer.step()
@@ -124,7 +119,6 @@ def ends_early(who: int, timeout_s: float) -> None:
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
     steps = FAULT_STEP if dist.get_rank() == who else STEPS
     told(lambda: script.train(steps))
-    tell(fault_at=time.monotonic())
 
 
 def skips_a_batch(who: int, timeout_s: float) -> None:
@@ -144,7 +138,6 @@ def skips_a_batch(who: int, timeout_s: float) -> None:
         for script.step in range(STEPS):
             with contextlib.suppress(Skipped):
                 script.one_step()
-        tell(fault_at=time.monotonic())
         bytesched.flush()
 
     told(train)
@@ -159,7 +152,6 @@ def corrupts_the_state(who: int, timeout_s: float) -> None:
         if moment == "before_backward" and dist.get_rank() == who:
             weight = script.model.first_weight
             script.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3, 5)
-            tell(fault_at=time.monotonic())
 
     script.at = at
 
@@ -206,7 +198,6 @@ def stays_alive(who: int, moment: str, timeout_s: float) -> None:
             if reached == "after_step":
                 signals().set("victim is past step")
             if reached == moment:
-                tell(fault_at=time.monotonic())
                 raise ValueError("boom")
         elif moment == "in_backward" and reached == "before_backward":
             signals().wait("victim is past backward")
@@ -268,8 +259,6 @@ def skips_step_of_shard(who: int, drops: str, timeout_s: float) -> None:
             script.optimizer.zero_grad()
             loss.backward()
             skips = step == FAULT_STEP and dist.get_rank() == who
-            if skips:
-                tell(fault_at=time.monotonic())
             if skips and drops == "gradient":
                 script.model.first_weight.grad = None
             if not skips or drops == "gradient":
@@ -289,7 +278,6 @@ def goes_on_after_an_error(who: int, timeout_s: float) -> None:
 
     def at(moment: str) -> None:
         if moment == "after_step" and dist.get_rank() == who:
-            tell(fault_at=time.monotonic())
             signals().set("victim is past step")
             FAULTS["kill"]()
         elif moment == "before_last_gradients" and dist.get_rank() != who:
@@ -318,11 +306,10 @@ def goes_on_after_an_error(who: int, timeout_s: float) -> None:
 
 
 def _error(attempt: Callable[[], object]) -> dict[str, object]:
-    began = time.monotonic()
     try:
         attempt()
     except Exception as error:  # noqa: BLE001 - which one is what is asked
-        return {**named(error), "seconds": time.monotonic() - began}
+        return named(error)
     return {"error": None}
 
 

@@ -161,7 +161,6 @@ def interrupted_at_a_gate(timeout_s: float) -> None:
     def at(moment: str) -> None:
         if dist.get_rank() == 1 and moment == "before_last_gradients":
             signals().wait("in forward")
-            tell(fault_at=time.monotonic())
             os.kill(int((folder() / "pid0").read_text()), signal.SIGINT)
             signals().wait("interrupted")
         elif dist.get_rank() == 0 and moment == "after_step":

@@ -29,8 +29,10 @@ from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.registry import session_of
+from bytesched.plugins.session.session import Session
 from bytesched.plugins.session.streams import Streams
-from bytesched.task import CommTask
+from bytesched.task import CommTask, TaskState
 from bytesched.testing import PluginContract, TrainingRun, TransportContract
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
@@ -84,7 +86,7 @@ class HorovodTransportContract(TransportContract):
 
     def transport(self) -> Transport:
         for slot in self._plan.slots:
-            slot.grad = torch.ones_like(slot.parameter)
+            slot.give(torch.ones_like(slot.parameter))
         wire = Wire(
             hvd.global_process_set,
             average=True,
@@ -185,7 +187,6 @@ def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
 
 def refusal(do: Callable[[], object]) -> dict[str, Any]:
     """The error that `do` raised, as facts."""
-    began = time.monotonic()
     try:
         do()
     except Exception as error:  # noqa: BLE001 (told to the test)
@@ -194,7 +195,6 @@ def refusal(do: Callable[[], object]) -> dict[str, Any]:
             "message": str(error),
             "rank": getattr(error, "rank", None),
             "task": getattr(error, "task", None),
-            "seconds": time.monotonic() - began,
         }
     return {}
 
@@ -267,7 +267,17 @@ def job_to_fail(*, tuned: bool) -> HorovodJob:
     return ScriptedHorovodJob(wrapped=True, timeout_s=20, turns=turns)
 
 
-def caught(moment: str, who: int, tuned: bool) -> dict[str, Any]:
+def wait_until_nothing_is_sent(model: nn.Module) -> None:
+    """Returns when all chunks that have their gradients are reduced."""
+    session = session_of(model)
+    assert isinstance(session, Session)
+    while session.plan is not None and any(
+        chunk.state in (TaskState.READY, TaskState.SENDING) for chunk in session.plan.chunks
+    ):
+        time.sleep(1e-3)
+
+
+def caught(moment: str, who: int, in_step: int, tuned: bool) -> dict[str, Any]:
     """Rank `who` catches an error of its own in the middle of a step, and never trains again."""
     job = job_to_fail(tuned=tuned)
     model = mlp()
@@ -276,6 +286,8 @@ def caught(moment: str, who: int, tuned: bool) -> dict[str, Any]:
 
     def trip(grad: Tensor) -> None:
         if boom:
+            if moment == "when nothing is under way":
+                wait_until_nothing_is_sent(model)
             raise ArithmeticError("boom")
 
     def run() -> None:
@@ -285,20 +297,20 @@ def caught(moment: str, who: int, tuned: bool) -> dict[str, Any]:
             out = model[2](model[1](model[0](job.inputs(step))))
             out.register_hook(trip)
             loss = model[4](model[3](out)).square().mean()
-            boom = step == 3 and job.rank == who
+            boom = step == in_step and job.rank == who
             loss.backward()
             optimizer.step()
         bytesched.flush()
 
     told = refusal(run)
-    if job.rank == who and moment == "next_forward":
+    if job.rank == who and moment == "in the next forward pass":
         told["again"] = refusal(lambda: model(job.inputs(9)))
     refusal(job.close)
     return told
 
 
 def failed_update(who: int, tuned: bool) -> dict[str, Any]:
-    """The update of one layer raises on rank `who`, which lives on until the others know."""
+    """The update of one layer raises on rank `who`, which unwraps and lives on."""
     job = job_to_fail(tuned=tuned)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
@@ -308,27 +320,21 @@ def failed_update(who: int, tuned: bool) -> dict[str, Any]:
             optimizer.state[model[4].weight]["momentum_buffer"] = torch.zeros(3)
 
     told = refusal(lambda: train(job, model, optimizer, steps=8, after_step=corrupt))
-    if job.rank == who:
-        signals().wait("told")
-    else:
-        signals().set("told")
     refusal(job.close)
     return told
 
 
-def gave_up_waiting(who: int) -> dict[str, Any]:
+def gave_up_waiting(who: int, after_steps: int) -> dict[str, Any]:
     """Rank `who` waits for the other one, but not long enough; it has announced everything."""
     job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else 25)
     model = mlp()
     optimizer = job.wrap(sgd(model), model, credit_bytes=1 << 20)
-    train(job, model, optimizer, steps=3)
+    train(job, model, optimizer, steps=after_steps)
     if job.rank != who:
-        signals().wait("timed out")
+        signals().wait("unwrapped")
     told = refusal(lambda: train(job, model, optimizer, steps=3))
-    signals().set("timed out" if job.rank == who else "told")
-    if job.rank == who:
-        signals().wait("told")
     refusal(job.close)
+    signals().set("unwrapped")
     hvd.barrier()
     return told
 

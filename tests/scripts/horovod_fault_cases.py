@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections.abc import Callable
 
 import horovod.torch as hvd
@@ -65,10 +64,10 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
     atexit.register(lambda: tell(threads_left=[name for name in threads() if "bytesched" in name]))
 
     def at(now: str) -> None:
-        if now == moment:
-            tell(fault_at=time.monotonic())
-            if hvd.rank() == victim:
-                FAULTS[fault]()
+        if now == moment and hvd.rank() == victim:
+            FAULTS[fault]()
+        elif now == moment:
+            tell(reached=moment)
 
     # What a process does for the first time (imports, most of all) takes seconds on a busy machine,
     # for which the other rank would wait.
@@ -78,7 +77,6 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
     script = Script(at, timeout_s)
     try:
         script.train(FAULT_STEP if fault == "end" and hvd.rank() == victim else STEPS)
-        tell(fault_at=time.monotonic())
         bytesched.flush()
     except BaseException as error:
         tell(
@@ -86,7 +84,6 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
             kinds=[kind.__name__ for kind in type(error).__mro__],
             rank=getattr(error, "rank", None),
             task=getattr(error, "task", None),
-            at=time.monotonic(),
         )
         raise
 

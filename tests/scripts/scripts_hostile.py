@@ -180,7 +180,8 @@ def _evaluated(job: Job, model: nn.Module, _: object, draw: random.Random) -> No
 def _flipped(job: Job, model: nn.Module, _: object, draw: random.Random) -> None:
     """Frozen, with its gradient; plain DDP takes that where it looks for unused parameters."""
     one = draw.choice(list(model.parameters()))
-    one.requires_grad_(not model.find_unused_parameters)
+    is_last = all(p is one or not p.requires_grad for p in model.parameters())
+    one.requires_grad_(is_last or not model.find_unused_parameters)
 
 
 def _all_thawed(job: Job, model: nn.Module, _: object, draw: random.Random) -> None:

@@ -292,6 +292,24 @@ def unused_and_accumulated(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def unused_with_gradients_left(job: Job) -> None:
+    """What no rank used keeps the gradient that each rank has made of it, and is updated by it."""
+    model = job.ddp(Branching(), find_unused_parameters=True)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(3 * STEPS):
+        if step % 3 == 0:
+            optimizer.zero_grad()
+        model.module.turn = "left" if step % 3 else "both"
+        model(job.inputs(step)).square().mean().backward()
+        if step % 3 == 0:
+            torch._foreach_mul_([p.grad for p in model.module.right.parameters()], job.rank + 1)
+        if step % 3 == 2:
+            # Not before: what is read has memory of its own from then on.
+            job.record("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
 def unused_static(job: Job) -> None:
     model = job.ddp(Branching(), static_graph=True)
     optimizer = job.wrap(adamw(model), model)

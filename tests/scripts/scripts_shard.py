@@ -27,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
-from bytesched.plugins.c10d.split.sharded import ShardedExchange
+from bytesched.plugins.c10d.split.exchange import Exchange
 from bytesched.plugins.session import owning
 from bytesched.plugins.session.wholes import Wholes
+from bytesched.task import CommTask
 
 
 def entries_held() -> set[int]:
@@ -567,10 +568,10 @@ def sums_asked_for() -> list[int]:
 def rounds_told(norms_every: int) -> list[bool]:
     """Of each round, whether owners send sums to who measures; norms come every so many rounds."""
     told: list[bool] = []
-    tell = ShardedExchange.tell_measurers
+    tell = Exchange.tell_measurers
     tells = [False]
 
-    def look(self: ShardedExchange, now: bool) -> None:
+    def look(self: Exchange, now: bool) -> None:
         tells[0] = now
         tell(self, now)
 
@@ -580,7 +581,7 @@ def rounds_told(norms_every: int) -> list[bool]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(ShardedExchange, "tell_measurers", look):
+    with contextlib.closing(job), mock.patch.object(Exchange, "tell_measurers", look):
         model = job.ddp(uneven())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, steps=24, before_step=clip)
@@ -624,16 +625,15 @@ def rounded_beside_complex(job: Job) -> None:
 def sums_missing_at_the_end() -> list[int]:
     """Of each round, how many sums were not counted yet when its last chunk was over."""
     missing: list[int] = []
-    finish = ShardedExchange._finish
+    end_hop = Exchange._end_hop
 
-    def look(self: ShardedExchange, *args: Any, **named: Any) -> None:
-        with self._changed:
-            if self._left == 1:
-                missing.append(self._unsummed)
-        finish(self, *args, **named)
+    def look(self: Exchange, chunk: CommTask) -> None:
+        if self._left == 1 and self._hops_left[chunk.index] == 1:
+            missing.append(self._unsummed)
+        end_hop(self, chunk)
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(ShardedExchange, "_finish", look):
+    with contextlib.closing(job), mock.patch.object(Exchange, "_end_hop", look):
         model = job.ddp(uneven())
         train(job, model, job.wrap(adamw(model), model))
     return missing

@@ -14,7 +14,7 @@ from torch import nn
 from training import STEPS, Job, adamw, mlp, train
 
 import bytesched
-from bytesched.plugins.c10d.split.exchange import Exchange
+from bytesched.plugins.c10d.split.sums import Sums
 from bytesched.plugins.session import asking, wholes
 from bytesched.task import CommTask
 
@@ -117,12 +117,12 @@ def read_while_summed(job: Job) -> None:
     optimizer = job.wrap(adamw(model), model)
     come = threading.Event()
     front = model.module[0].weight
-    sum_one, gather = Exchange._sum, asking.gathered
+    add, gather = Sums.add, asking.gathered
 
-    def late(exchange: Exchange, chunk: CommTask) -> None:
-        if any(s.slot.parameter is front for s in exchange._plan.slices[chunk.index]):
+    def late(sums: Sums, chunk: CommTask, received: Any) -> None:
+        if any(s.slot.parameter is front for s in sums._packer._plan.slices[chunk.index]):
             come.wait(60)
-        sum_one(exchange, chunk)
+        add(sums, chunk, received)
 
     def gathered(*args: Any) -> Any:
         found = gather(*args)
@@ -135,7 +135,7 @@ def read_while_summed(job: Job) -> None:
     optimizer.zero_grad()
     with ExitStack() as stack:
         if job.rank == 1:
-            stack.enter_context(mock.patch.object(Exchange, "_sum", late))
+            stack.enter_context(mock.patch.object(Sums, "add", late))
             stack.enter_context(mock.patch.object(wholes, "gathered", gathered))
         model(job.inputs(2)).square().mean().backward()
         job.record("gradient", model.module[2].weight.grad)

@@ -13,15 +13,20 @@ from bytesched.plugins.c10d.group import Group
 from bytesched.plugins.c10d.notes import Notes
 
 
-def two_connected(timeout_s: float = 300.0) -> list[Group]:
-    """Two ranks; ``timeout_s`` is that of the group, not of Gloo's operations."""
+def connected(ranks: int, timeout_s: float = 300.0) -> list[Group]:
+    """So many ranks; ``timeout_s`` is that of the group, not of Gloo's operations."""
     store = HashStore()
 
-    def connected(rank: int) -> Group:
+    def one(rank: int) -> Group:
         backend: Any = dist.ProcessGroupGloo(
-            PrefixStore("data", store), rank, 2, timedelta(seconds=300)
+            PrefixStore("data", store), rank, ranks, timedelta(seconds=300)
         )
         notes = Notes(PrefixStore("notes", store), rank)
         return Group(backend, store, notes, name="s/data", timeout_s=timeout_s)
 
-    return together(connected)
+    return together(one, ranks)
+
+
+def two_connected(timeout_s: float = 300.0) -> list[Group]:
+    """Two of them."""
+    return connected(2, timeout_s)

@@ -10,8 +10,6 @@ from faults_runner import RankEnd, Runs, Scenario
 
 # Signs of an interpreter that did not end in good order.
 CRASHES = ("Fatal Python error", "terminate called", "Segmentation fault", "Exception ignored in")
-# From a fault to the error that tells of it, where no deadline has to pass: on a loaded machine.
-PROMPTLY_S = 20.0
 
 
 def selected(request: pytest.FixtureRequest) -> Iterator[Runs]:
@@ -39,13 +37,12 @@ def check_trace(end: RankEnd) -> None:
     assert json.loads(end.trace), "an empty trace"
 
 
-def check_told_of(
-    end: RankEnd, victim: RankEnd, errors: set[str], within_s: float, *, traced: bool = True
-) -> None:
-    """A survivor raised one of `errors`, ours, in time after the fault, and failed."""
+def check_told_of(end: RankEnd, errors: set[str]) -> None:
+    """A survivor raised one of `errors`, ours, and failed.
+
+    At once, unless it is that of a deadline: no other ends before a run that hangs is ended.
+    """
     assert end.told.get("error") in errors, f"{end.told}\n{end.stderr}"
     assert end.told["ours"]
     assert end.code == 1
-    waited_s = end.told["at"] - victim.told["fault_at"]
-    assert waited_s < within_s, f"told of the fault after {waited_s:.1f} s"
-    check_ended_well(end, traced=traced)
+    check_ended_well(end)

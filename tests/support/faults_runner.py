@@ -92,7 +92,8 @@ class _Group:
             rank=rank,
             world_size=self.scenario.world_size,
             store_port=self._store.port,
-            timeout_s=30.0,
+            # No wait of the scenario ends by this one.
+            timeout_s=5 * HARD_LIMIT_S,
             output=self._output(rank),
             import_path=sys.path,
             environment={

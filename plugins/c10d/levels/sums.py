@@ -106,7 +106,7 @@ class TwoLevelSums:
         torch.add(parts[0], parts[1], out=mine)
         for part in parts[2:]:
             mine.add_(part)
-        return [self._between.backend.allreduce([mine])]
+        return [self._between.all_reduce(mine)]
 
     def _spread(self, current: _Sum) -> None:
         """Our slice is summed over all ranks."""

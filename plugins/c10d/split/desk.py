@@ -33,6 +33,7 @@ from bytesched.plugins.session.operations import (
     UNSCALE,
 )
 from bytesched.plugins.session.progress import Progress
+from bytesched.round import TAKEN, UNREADABLE, UNTAKEN, Memory
 
 __all__ = ["Desk"]
 
@@ -224,7 +225,7 @@ class Desk:
             index
             for index, slot in enumerate(self._plan.slots)
             # Of others it was a gradient of an earlier round, perhaps on this rank alone.
-            if slot.is_read and slot.used and not slot.apart
+            if slot.is_read and slot.state in UNTAKEN and not slot.is_apart
         ]
         signature = digest(f"{question} after {self._changes}, without {read}")
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
@@ -238,7 +239,9 @@ class Desk:
             return None
         numbers = self._places.combined(total, rule)
         shared = [slot for slot in self._plan.slots if not self._plan.shares(slot)]
-        self._wait(lambda: not any(slot.sending for slot in shared), "gradients that all ranks sum")
+        chunks = {chunk for slot in shared for chunk in slot.chunks}
+        under_way = self._progress.round.under_way
+        self._wait(lambda: not under_way.sums(chunks), "gradients that all ranks sum")
         at = [self._index[slot] for slot in shared]
         self._measure(numbers, at, [slot.changed() for slot in shared], measure)
         return numbers
@@ -384,7 +387,11 @@ class Desk:
         found = []
         for tensor in tensors:
             expression = expression_of(tensor)
-            if expression is None or expression.slot not in self._index or expression.slot.spoiled:
+            if (
+                expression is None
+                or expression.slot not in self._index
+                or expression.slot.memory is Memory.SPOILED
+            ):
                 return None
             found.append(expression)
         return found
@@ -392,4 +399,4 @@ class Desk:
 
 def _may_be_other(slot: Slot) -> bool:
     """Whether something else than what was summed may be in the memory of the gradient."""
-    return slot.is_read or slot.taken or slot.gone
+    return slot.is_read or slot.state in TAKEN or slot.memory in UNREADABLE

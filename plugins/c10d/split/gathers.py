@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
+
+from bytesched.plugins.c10d.group import PATIENCE_S
 
 __all__ = ["Gather", "Gathers"]
 
@@ -14,84 +16,90 @@ Gather: TypeAlias = Callable[[], None]
 
 
 class Gathers:
-    """The sums of one round that other ranks send.
+    """What this rank receives from owners of chunks.
 
-    Those of the back layers come while backward computes the front ones, which everything else
+    Chunks of the back layers come while backward computes the front ones, which everything else
     then waits for: so one thread waits for the front ones first, and one for the back ones.
 
     Args:
-        lock: guards this.
-        is_over: whether nothing comes any more; called under the lock.
-        has_begun: whether a round has begun whose chunks are to be received; under the lock.
-        receive: begins to receive these chunks; returns what is to follow, front first.
+        failed: called with what a gather raises; its thread ends.
     """
 
-    def __init__(
-        self,
-        lock: threading.RLock,
-        *,
-        is_over: Callable[[], bool],
-        has_begun: Callable[[], bool],
-        receive: Callable[[], Iterable[Gather]],
-    ) -> None:
-        self._changed = threading.Condition(lock)
-        self._is_over = is_over
-        self._has_begun = has_begun
-        self._receive = receive
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        #: each begins the receives of a round, and returns what is to follow, front first
+        self._to_begin: deque[Callable[[], Iterable[Gather]]] = deque()
         #: nobody waits for them yet
         self._waiting: deque[Gather] = deque()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+            for name, run in (
+                ("bytesched-gathers-front", self._run_front),
+                ("bytesched-gathers-back", self._run_back),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, receive: Callable[[], Iterable[Gather]]) -> None:
+        """A round begins: a thread calls ``receive``, and waits for what it returns first."""
+        with self._lock:
+            self._to_begin.append(receive)
+            self._changed.notify_all()
 
     def add(self, gathers: Iterable[Gather]) -> None:
-        """These are being received, front first."""
-        with self._changed:
+        """These are being received, front first; they are waited for after earlier ones."""
+        with self._lock:
             self._waiting.extend(gathers)
             self._changed.notify_all()
 
-    def _add_first(self, gathers: Sequence[Gather]) -> None:
-        """This thread waits for nothing else before these.
+    def close(self) -> None:
+        """Ends the threads, whose waits have been broken if there are any. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(PATIENCE_S)
 
-        Others may have been added by now that depend on them: a rank that waits for a norm of such
-        a sum sends no parameters.
-        """
-        with self._changed:
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
+            if not self._closed:
+                self._failed(error)
+
+    def _run_front(self) -> None:
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or self._to_begin or self._waiting)
+                if self._closed:
+                    return
+                receive = self._to_begin.popleft() if self._to_begin else None
+                gather = self._waiting.popleft() if receive is None else None
+            if gather is not None:
+                gather()
+            elif receive is not None:
+                self._add_first(list(receive()))
+
+    def _add_first(self, gathers: list[Gather]) -> None:
+        # Others may have been added by now that depend on them: a rank that waits for a norm of
+        # such a sum sends no parameters.
+        with self._lock:
             self._waiting.extendleft(reversed(gathers))
             self._changed.notify_all()
 
-    def wake(self) -> None:
-        """A round has begun, or it may be over. Under the lock."""
-        self._changed.notify_all()
-
-    def run_front(self) -> None:
-        """Begins every round; a thread of its own."""
+    def _run_back(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._is_over() or self._has_begun() or self._waiting
-                )
-                if self._is_over():
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                if self._closed:
                     return
-                begins = self._has_begun()
-            if begins:
-                self._add_first(tuple(self._receive()))
-            else:
-                self._take(self._waiting.popleft)
-
-    def run_back(self) -> None:
-        """Another one."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over() or self._waiting)
-                if self._is_over():
-                    return
-            self._take(self._waiting.pop)
-
-    def _take(self, take: Callable[[], Gather]) -> None:
-        """Waits for one of them, unless another thread waits for the last."""
-        with self._changed:
-            if not self._waiting:
-                return
-            gather = take()
-        gather()
+                gather = self._waiting.pop()
+            gather()
 
     def __repr__(self) -> str:
         return f"<Gathers {len(self._waiting)} not waited for>"

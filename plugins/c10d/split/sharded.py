@@ -1,10 +1,8 @@
-"""The exchange of a sharded update: sums to their owners; from them, when they have updated, all
-else that their owners want the others to have.
-"""
+"""The second phase of a sharded update: what owners send when they have updated, turn by turn."""
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter_ns
@@ -13,261 +11,208 @@ from typing import Any
 import torch
 
 from bytesched.errors import SchedulerClosed
-from bytesched.plugins.c10d.split.exchange import FROM_OWNER, TO_MEASURER, TO_OWNER, Exchange
+from bytesched.lane import Lane
+from bytesched.order import Leading
+from bytesched.plugins.c10d.split.exchange import FROM_OWNER, Exchange, Message
 from bytesched.plugins.c10d.split.gathers import Gather
-from bytesched.plugins.c10d.split.lanes import Lanes
-from bytesched.plugins.c10d.split.outbox import Outbox
-from bytesched.plugins.layout.slots import Slot
+from bytesched.plugins.layout.plan import Plan
+from bytesched.policy import Priority
 from bytesched.task import CommTask
+from bytesched.transport import Done
 
-__all__ = ["ShardedExchange"]
+__all__ = ["ParameterSpread"]
 
 
-class ShardedExchange(Exchange):
-    """An exchange whose second phase begins when its user says so, and may be repeated.
+class _Turn:
+    """A lane to each other rank.
 
-    A chunk counts as reduced when the first phase is over: at its owner it is summed, elsewhere its
-    gradients have left. Chunks that all ranks sum in turn are gathered as in any exchange. Where
-    one rank measures a tensor that has several owners, these may send it their sums in the first
-    phase, too: see `tell_measurers`.
+    A message that another rank does not expect yet stays under way until it does. It may need
+    something of an earlier turn to come as far: so no turn waits for a later one.
+    """
+
+    def __init__(self, exchange: Exchange, send: Callable[[CommTask, Done], None]) -> None:
+        self.number = 0
+        #: messages that have not left
+        self.left = 0
+        self.lanes = {
+            peer: Lane(
+                Leading(Priority()),
+                credit_bytes=exchange.credit_bytes,
+                name=f"parameters to {peer}",
+            )
+            for peer in exchange.peers
+        }
+        self.lane_numbers = {
+            peer: exchange.add_lane(lane, send) for peer, lane in self.lanes.items()
+        }
+
+
+class ParameterSpread:
+    """Sends what was staged of chunks that are owned here, and receives that of other owners.
 
     Args:
+        exchange: of the same chunks, in whose lanes gradients go first.
         spread: called when what was sent of an owned chunk has left.
         gathered: called when a foreign chunk has come.
-        rest: those of an exchange.
     """
 
     def __init__(
         self,
-        *rest: Any,
+        exchange: Exchange,
+        plan: Plan,
+        *,
         spread: Callable[[CommTask], None],
         gathered: Callable[[CommTask], None],
-        **named: Any,
     ) -> None:
+        self._exchange = exchange
+        self._plan = plan
         self._tell_spread = spread
         self._tell_gathered = gathered
-        #: what is sent of each owned chunk; and messages of phase two that are not over
+        self._turns: list[_Turn] = []
+        #: of each owned chunk, its messages by rank
+        self._messages: dict[int, list[Message]] = {}
+        #: of each chunk on its way, the messages that have not left, and their turn
+        self._unsent: dict[int, tuple[int, _Turn]] = {}
+        #: guards what follows, and wakes who waits for memory
+        self._changed = threading.Condition()
+        #: of each chunk that is staged or on its way: what is sent
         self._staged: dict[int, torch.Tensor] = {}
-        #: all of it, or what is rounded in it
-        self._leaving: dict[int, torch.Tensor] = {}
-        #: of each foreign chunk, what comes rounded
-        self._rounded: dict[int, deque[torch.Tensor]] = {}
-        self._unspread = self._ungathered = 0
-        #: of each other rank, what is sent to it in phase two
-        self._lanes: dict[int, Lanes] = {}
-        #: owners tell measurers in this round
-        self._tells = False
-        #: chunks whose sums are on their way from here to who measures them
-        self._telling: set[int] = set()
-        #: those whose gradients have left here, or whose sums have come, and not both
-        self._halves: set[int] = set()
-        super().__init__(*rest, **named)
-        #: who measures each chunk, where that is not its owner
-        self._measurers = {
-            chunk.index: measurer
-            for chunk in self._plan.chunks
-            if (measurer := self._plan.measurer_of(chunk)) is not None
-            # What is rounded on its way is not what its owner has.
-            and self._packer.memory(chunk) is self._plan.buffers[chunk.index]
-        }
-        #: of other owners, and measured here
-        self._told = [c for c in self._foreign if self._measurers.get(c.index) == self._group.rank]
-        for peer, outbox in self._outboxes.items():
-            self._lanes[peer] = Lanes(outbox, partial(self._lane_to, peer))
+        #: memory of chunks that have left
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        #: chunks on their way from here, and how many are to come
+        self._leaving: set[int] = set()
+        self._coming = 0
+        self._closed = False
 
     @property
-    def may_tell(self) -> bool:
-        """Whether any rank measures what others own; the same on all ranks."""
-        return bool(self._measurers)
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._leaving and not self._coming
 
-    def is_told(self, slot: Slot) -> bool:
-        """Whether the sums of this round that others own of ``slot`` come here in phase one."""
-        foreign = [c for c in slot.chunks if self._plan.owners[c.index] != self._group.rank]
-        return self._tells and all(
-            self._measurers.get(chunk.index) == self._group.rank for chunk in foreign
-        )
-
-    def tell_measurers(self, tells: bool) -> None:
-        """From the round on that begins next; on all ranks."""
-        with self._changed:
-            self._tells = tells
-
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None = None) -> None:
-        """The owners of ``chunks``, which are others, send them next; front first.
-
-        With a ``dtype``, rounded to that.
-        """
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks``, which are others, send them next; front first."""
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         with self._changed:
-            self._ungathered += len(listed)
-            for _ in listed:
-                self._busy.begins(perf_counter_ns())
+            self._coming += len(listed)
+        self._exchange.scheduler.act(partial(self._begin_coming, len(listed), perf_counter_ns()))
         # At once: an owner may wait for these before it sends what is expected already.
-        if dtype is not None:
-            for chunk in listed:
-                memory = torch.empty_like(self._plan.buffers[chunk.index], dtype=dtype)
-                self._rounded.setdefault(chunk.index, deque()).append(memory)
-        arrived = self._parameters_arrived
-        self._gathers.add(
-            [self._gather(c, FROM_OWNER, self._expected_memory(c), arrived) for c in listed]
-        )
+        try:
+            gathers = [self._gather(chunk) for chunk in listed]
+        except RuntimeError as error:
+            # The user's thread: the error that it becomes is raised where that waits.
+            self._exchange.give_up(error)
+        else:
+            self._exchange.expect(gathers)
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def stage(self, chunk: CommTask) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not self._unsent.get(chunk.index))
-            if self._over:
+            self._changed.wait_for(lambda: self._closed or chunk.index not in self._leaving)
+            if self._closed:
                 raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
-        if chunk.index not in self._staged:
-            buffer = self._plan.buffers[chunk.index]
-            # What the others sent has been summed, and no more of it comes before this has left.
-            spare = self._incoming[chunk.index, self._peers[0]]
-            fits = spare.dtype is buffer.dtype
-            self._staged[chunk.index] = spare if fits else torch.empty_like(buffer)
-        memory = self._staged[chunk.index]
-        if dtype is not None:
-            memory = memory.view(dtype)[: memory.numel()]
-        self._leaving[chunk.index] = memory
-        return memory
+            if chunk.index not in self._staged:
+                buffer = self._plan.buffers[chunk.index]
+                free = self._free.get((buffer.dtype, buffer.numel()))
+                self._staged[chunk.index] = free.pop() if free else torch.empty_like(buffer)
+            return self._staged[chunk.index]
 
     def spread(self, chunk: CommTask, turn: int) -> None:
-        """Sends what was staged of ``chunk``, which is owned here, to all others.
-
-        What has a lower ``turn``, which is positive, goes first.
-        """
+        """Sends what was staged of ``chunk`` to all others; lower turns, from 1 on, go first."""
         with self._changed:
-            self._unspread += 1
-            self._busy.begins(perf_counter_ns())
-            self._unsent[chunk.index] = len(self._peers)
-            for lanes in self._lanes.values():
-                lanes.put(turn, chunk.index, chunk)
+            self._leaving.add(chunk.index)
+        now_ns = perf_counter_ns()
+        self._exchange.scheduler.act(partial(self._begin_spread, chunk, turn, now_ns))
 
-    def _lane_to(self, peer: int, is_held: Callable[[], bool]) -> Outbox:
-        outbox = self._outbox_to(peer, is_held)
-        self._begin_thread(f"bytesched-spread-{peer}", outbox.run)
-        return outbox
-
-    def _emptied(self, peer: int) -> None:
-        if peer in self._lanes:
-            self._lanes[peer].let_go()
-
-    def _wake_all(self) -> None:
-        super()._wake_all()
-        for lanes in self._lanes.values():
-            lanes.wake()
-
-    def _is_idle(self) -> bool:
-        return super()._is_idle() and not self._unspread and not self._ungathered
-
-    def _window(self, phase: int) -> int:
-        # Those of phase two wait for other ranks' steps, and hold up no sum meanwhile.
-        return 2
-
-    # -- the first phase ---------------------------------------------------------------
-
-    def _sums_here(self) -> int:
-        return super()._sums_here() + (len(self._told) if self._tells else 0)
-
-    def _sums_of_others(self) -> list[CommTask]:
-        told = self._told if self._tells else []
-        return sorted([*self._shared_by_others(), *told], key=self._plan.computed)
-
-    def _receive_foreign(self) -> list[Gather]:
+    def close(self) -> None:
+        """Wakes who waits for memory. Idempotent."""
         with self._changed:
-            chunks = self._awaited.popleft()
-        gathers = []
-        for chunk in chunks:
-            is_shared = self._is_shared(chunk)
-            kind, arrived = (
-                (FROM_OWNER, self._arrived) if is_shared else (TO_MEASURER, self._sum_arrived)
-            )
-            gathers.append(self._gather(chunk, kind, self._packer.memory(chunk), arrived))
-        return gathers
+            self._closed = True
+            self._changed.notify_all()
 
-    def _sum_arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
-        self._messages.wait(work, owner, task=chunk.name)
-        self._count_sum()
-        self._finish_half(chunk)
+    # -- events, in the exchange's turn ------------------------------------------------
 
-    def _summed(self, chunk: CommTask) -> None:
-        if self._is_shared(chunk):
-            super()._summed(chunk)
+    def _begin_spread(self, chunk: CommTask, number: int, now_ns: int) -> list[CommTask]:
+        turn = self._turn(number)
+        exchange = self._exchange
+        exchange.busy.begins(now_ns)
+        self._unsent[chunk.index] = len(exchange.peers), turn
+        turn.left += len(exchange.peers)
+        started: list[CommTask] = []
+        for message in self._messages_of(chunk):
+            message.lane = turn.lane_numbers[message.peer]
+            message.notify_ready()
+            started += exchange.scheduler.core.ready(message)
+        return started
+
+    def _messages_of(self, chunk: CommTask) -> list[Message]:
+        if chunk.index not in self._messages:
+            self._messages[chunk.index] = [
+                self._exchange.message(chunk, peer, FROM_OWNER, 0, self._has_left)
+                for peer in self._exchange.peers
+            ]
+        return self._messages[chunk.index]
+
+    def _turn(self, number: int) -> _Turn:
+        """The lanes of a turn; those of one that is over serve another."""
+        for turn in self._turns:
+            if turn.number == number:
+                return turn
+        idle = next((turn for turn in self._turns if not turn.left), None)
+        if idle is None:
+            idle = _Turn(self._exchange, self._send)
+            self._turns.append(idle)
+        idle.number = number
+        for turn in self._turns:
+            before = [other for other in self._turns if other.number < turn.number]
+            for peer, lane in turn.lanes.items():
+                first = self._exchange.first_to[peer]
+                lane.yield_to((*first, *(other.lanes[peer] for other in before)))
+        return idle
+
+    def _has_left(self, chunk: CommTask) -> None:
+        """One message of ``chunk``."""
+        left, turn = self._unsent[chunk.index]
+        turn.left -= 1
+        if left > 1:
+            self._unsent[chunk.index] = left - 1, turn
             return
-        # Before its chunk is over: at the last one another round may begin.
-        self._count_sum()
-        measurer = self._measurers.get(chunk.index) if self._tells else None
-        if measurer is None:
-            self._finish_phase(chunk)
-        else:
-            with self._changed:
-                self._telling.add(chunk.index)
-                self._unsent[chunk.index] = 1
-                self._outboxes[measurer].put(TO_OWNER, self._next(), chunk)
-
-    def _count_sum(self) -> None:
+        del self._unsent[chunk.index]
         with self._changed:
-            self._unsummed -= 1
-            is_last = not self._unsummed
-        if is_last:
-            self._tell_summed()
+            self._leaving.remove(chunk.index)
+            memory = self._staged.pop(chunk.index)
+            self._free.setdefault((memory.dtype, memory.numel()), []).append(memory)
+            self._changed.notify_all()
+        self._exchange.busy.ends(perf_counter_ns())
+        self._tell_spread(chunk)
 
-    def _left_for_owner(self, chunk: CommTask) -> None:
-        if self._is_shared(chunk):
-            return
-        if self._tells and self._measurers.get(chunk.index) == self._group.rank:
-            self._finish_half(chunk)
-        else:
-            self._finish_phase(chunk)
+    def _begin_coming(self, count: int, now_ns: int) -> list[CommTask]:
+        for _ in range(count):
+            self._exchange.busy.begins(now_ns)
+        return []
 
-    def _finish_half(self, chunk: CommTask) -> None:
-        """Gradients of a chunk that is measured here have left, or their sum has come."""
+    def _end_coming(self, chunk: CommTask) -> list[CommTask]:
         with self._changed:
-            is_first = chunk.index not in self._halves
-            self._halves ^= {chunk.index}
-        if not is_first:
-            self._finish_phase(chunk)
-
-    def _finish_phase(self, chunk: CommTask) -> None:
-        # Parameters may be in its memory already.
-        self._finish(chunk, is_received=False)
-
-    def _kind_of_sum(self, chunk: CommTask) -> int:
-        return TO_MEASURER if chunk.index in self._telling else FROM_OWNER
-
-    # -- the second --------------------------------------------------------------------
-
-    def _is_shared(self, chunk: CommTask) -> bool:
-        return chunk.index in self._plan.shared
-
-    def _expected_memory(self, chunk: CommTask) -> torch.Tensor:
-        rounded = self._rounded.get(chunk.index)
-        return rounded[-1] if rounded else self._plan.buffers[chunk.index]
-
-    def _spread_memory(self, chunk: CommTask) -> torch.Tensor:
-        if self._is_shared(chunk) or chunk.index in self._telling:
-            return super()._spread_memory(chunk)
-        return self._leaving[chunk.index]
-
-    def _left_for_all(self, chunk: CommTask) -> None:
-        if self._is_shared(chunk):
-            super()._left_for_all(chunk)
-        elif chunk.index in self._telling:
-            with self._changed:
-                self._telling.remove(chunk.index)
-            self._finish_phase(chunk)
-        else:
-            with self._changed:
-                self._unspread -= 1
-                self._busy.ends(perf_counter_ns())
-                self._changed.notify_all()
-            self._tell_spread(chunk)
-
-    def _parameters_arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
-        self._messages.wait(work, owner, task=chunk.name)
-        with self._changed:
-            if rounded := self._rounded.get(chunk.index):
-                # Of two, the one that was sent first, whichever of them this thread has waited for.
-                self._plan.buffers[chunk.index].copy_(rounded.popleft())
-            self._ungathered -= 1
-            self._busy.ends(perf_counter_ns())
+            self._coming -= 1
+        self._exchange.busy.ends(perf_counter_ns())
         self._tell_gathered(chunk)
+        return []
+
+    # -- messages ----------------------------------------------------------------------
+
+    def _send(self, message: CommTask, done: Done) -> None:
+        assert isinstance(message, Message)
+        memory = self._staged[message.chunk.index]
+        self._exchange.send(memory, message.peer, message, message.tag, done)
+
+    def _gather(self, chunk: CommTask) -> Gather:
+        owner = self._plan.owners[chunk.index]
+        memory = self._plan.buffers[chunk.index]
+        work = self._exchange.receive(memory, owner, chunk, FROM_OWNER)
+        return partial(self._arrived, chunk, owner, work)
+
+    def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
+        self._exchange.messages.wait(work, owner, task=chunk.name)
+        self._exchange.scheduler.act(partial(self._end_coming, chunk))
+
+    def __repr__(self) -> str:
+        return f"<ParameterSpread {len(self._unsent)} leaving, {self._coming} coming>"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,7 +26,7 @@ from bytesched.plugins.c10d.split.owners import (
 )
 from bytesched.plugins.c10d.split.parts import EXACT_PARTS, Places
 from bytesched.plugins.c10d.split.requests import Requests
-from bytesched.plugins.c10d.split.sharded import ShardedExchange
+from bytesched.plugins.c10d.split.sharded import ParameterSpread
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.session.carrier import Traffic
@@ -101,6 +102,7 @@ class ExchangeSplitter:
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
@@ -111,6 +113,7 @@ class ExchangeSplitter:
             group,
             plan,
             packer,
+            setting,
             reduced=reduced,
             summed=notify,
             failed=progress.fail,
@@ -133,13 +136,21 @@ class ExchangeSplitter:
             assembled=None,
             is_told=lambda _: False,
         )
-        return ExchangeCarrier(exchange, answers, desk, [group, others], self._close_group)
+        return ExchangeCarrier(
+            exchange,
+            answers,
+            desk,
+            [group, others],
+            failed=partial(progress.fail, is_raised=True),
+            closed=self._close_group,
+        )
 
     def sharded(
         self,
         plan: Plan,
         packer: Packer,
         progress: Progress,
+        setting: Setting,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -147,20 +158,21 @@ class ExchangeSplitter:
         observers: Observers,
     ) -> ShardedCarrier:
         group, notify = self._open_exchange(), _notifier(progress)
-        exchange = ShardedExchange(
+        exchange = Exchange(
             group,
             plan,
             packer,
-            spread=owners.spread,
-            gathered=owners.gathered,
+            setting,
+            is_spread=lambda chunk: chunk.index in plan.shared,
+            measurers=_measurers(plan, packer),
             reduced=reduced,
             summed=notify,
             failed=progress.fail,
             observers=observers,
         )
+        parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
         others, answers = self._open_answers(plan, progress)
-        asked = self._open_group("requests")
-        requests = Requests(asked, answer=owners.answer, heard=owners.heard, failed=progress.fail)
+        requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
         desk = Desk(
             plan,
             group.rank,
@@ -170,19 +182,39 @@ class ExchangeSplitter:
             meter,
             is_whole=_never,
             assembled=owners.assembled,
-            is_told=exchange.is_told,
+            is_told=lambda slot: exchange.is_told(slot.chunks),
         )
-        groups = [group, others, asked]
-        return ShardedCarrier(exchange, answers, requests, desk, groups, self._close_group)
+        groups = [group, others]
+        return ShardedCarrier(
+            exchange,
+            parameters,
+            answers,
+            requests,
+            desk,
+            groups,
+            failed=partial(progress.fail, is_raised=True),
+            closed=self._close_group,
+        )
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
-        group = self._open_group("answers")
+        group = self._open_group("messages")
         notify, failed = _notifier(progress), progress.fail
         return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
 
     def _open_exchange(self) -> Group:
         with short_queues(_UNSENT_BYTES):
             return self._open_group("exchange")
+
+
+def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
+    """Who measures each chunk, by index, where that is not its owner."""
+    return {
+        chunk.index: measurer
+        for chunk in plan.chunks
+        if (measurer := plan.measurer_of(chunk)) is not None
+        # What is rounded on its way is not what its owner has.
+        and packer.memory(chunk) is plan.buffers[chunk.index]
+    }
 
 
 def _notifier(progress: Progress) -> Callable[[], None]:
@@ -203,6 +235,7 @@ class ExchangeCarrier:
     Args:
         answers: to what is asked of gradients, which no chunk on the wire holds up.
         groups: of both; only this carrier uses them.
+        failed: called with an error that is raised in the user's thread.
         closed: called with each group when nothing of it is used any more.
     """
 
@@ -214,9 +247,12 @@ class ExchangeCarrier:
         answers: Answers,
         desk: Desk,
         groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
         closed: Callable[[Group], None],
     ) -> None:
         self._exchange = exchange
+        self._failed = failed
         self._answers = answers
         self.desk = desk
         self._groups = groups
@@ -232,6 +268,12 @@ class ExchangeCarrier:
         return self.desk.was_asked
 
     def begin_round(self) -> None:
+        try:
+            self._exchange.begin_round()
+        except BytesschedError as error:
+            # The other ranks learn of it, as they take part in it.
+            self._failed(error)
+            raise
         self.desk.begin_round()
 
     def backward_ends(self) -> None:
@@ -259,40 +301,45 @@ class ExchangeCarrier:
         # Without it others would wait for more; after an error they do not.
         with contextlib.suppress(BytesschedError):
             self._answers.end_round()
-        self._exchange.close()
+        self._close_exchange()
         self._answers.close()
         for group in self._groups:
             self._give_back(group)
+
+    def _close_exchange(self) -> None:
+        self._exchange.close()
 
 
 class ShardedCarrier(ExchangeCarrier):
     """See sharding.ShardedCarrier."""
 
-    _exchange: ShardedExchange
-
     def __init__(
         self,
-        exchange: ShardedExchange,
+        exchange: Exchange,
+        parameters: ParameterSpread,
         answers: Answers,
         requests: Requests,
         desk: Desk,
         groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
         closed: Callable[[Group], None],
     ) -> None:
-        super().__init__(exchange, answers, desk, groups, closed)
+        super().__init__(exchange, answers, desk, groups, failed=failed, closed=closed)
+        self._parameters = parameters
         self._requests = requests
 
     def lost(self) -> BaseException | None:
         return super().lost() or self._requests.lost()
 
-    def expect(self, chunks: Iterable[CommTask], dtype: torch.dtype | None) -> None:
-        self._exchange.expect(chunks, dtype)
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        self._parameters.expect(chunks)
 
-    def stage(self, chunk: CommTask, dtype: torch.dtype | None) -> torch.Tensor:
-        return self._exchange.stage(chunk, dtype)
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        return self._parameters.stage(chunk)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
-        self._exchange.spread(chunk, turn)
+        self._parameters.spread(chunk, turn)
 
     @property
     def may_tell(self) -> bool:
@@ -305,8 +352,11 @@ class ShardedCarrier(ExchangeCarrier):
     def measured_whole(self) -> bool:
         return self.desk.measured_whole
 
-    def ask(self, rank: int, question: bytes, *, task: str) -> bytes:
-        return self._requests.ask(rank, question, task=task)
+    def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
+        return self._requests.ask(questions, task=task)
+
+    def answer(self, rank: int, answer: bytes) -> None:
+        self._requests.answer(rank, answer)
 
     def announce(self, place: Place, is_last: bool) -> None:
         self._requests.announce(place, is_last)
@@ -317,3 +367,7 @@ class ShardedCarrier(ExchangeCarrier):
     def close(self) -> None:
         self._requests.close()
         super().close()
+
+    def _close_exchange(self) -> None:
+        self._parameters.close()
+        self._exchange.close(is_idle=self._parameters.is_idle)

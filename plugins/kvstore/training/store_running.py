@@ -28,7 +28,7 @@ from bytesched.plugins.proxies.compiling import updating
 from bytesched.plugins.proxies.first_use import FirstUse
 from bytesched.plugins.proxies.pending import LazyGrad, hold, is_held, release
 from bytesched.plugins.session.carrier import Traffic
-from bytesched.plugins.session.disowned import disown_updates
+from bytesched.plugins.session.disowned import disown
 from bytesched.plugins.session.gates import Gates
 from bytesched.plugins.session.phase import Context
 from bytesched.plugins.session.synchronizing import Synchronizing
@@ -63,17 +63,16 @@ class StoreRunning:
         self._store = backend.store
         self._rank = backend.rank
         self._progress = context.progress
+        self._round = context.progress.round
         self._meter = context.meter
         self._update = _FromStore()
         self._hyperparameters: dict[str, Any] = {}
         #: of every parameter, when the store has the same value
         self._versions: dict[Slot, int] = {}
-        self._missing = 0
-        self._is_open = False
+        self._round.cut(plan.chunks, plan.slots_of, plan.bundles, plan.bundles_of)
         self._packer = Packer(plan, 1, "none")
         for slot in plan.slots:
             slot.view.copy_(slot.parameter.detach())
-            slot.used = True
         self._chunks: list[Chunk] = []
         for task in plan.chunks:
             buffer = plan.buffers[task.index]
@@ -97,7 +96,7 @@ class StoreRunning:
             self._versions[slot] = slot.parameter._version
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._on_grad, slot))
             self._undo.append(hook.remove)
-        gates = Gates(plan, first_use, self._synchronizing, _nothing)
+        gates = Gates(plan, plan.slots, first_use, self._synchronizing, _nothing)
         self._undo.append(gates.remove)
         setting = Setting(config.partition_bytes, config.credit_bytes, config.policy, config.order)
         self._meter.active(plan.nbytes, len(plan.chunks), setting)
@@ -120,26 +119,24 @@ class StoreRunning:
     # -- backward ----------------------------------------------------------------------
 
     def _on_grad(self, slot: Slot, parameter: torch.Tensor) -> None:
-        if not self._is_open:
+        if not self._round.is_open:
             self._begin()
         if slot.fired:
             error = PluginError(
                 f"{slot.name!r} got a second gradient before step(): the first has been sent; add "
                 "up the losses instead, or let the workers update"
             )
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
         slot.fired = 1
-        self._missing -= 1
         assert parameter.grad is not None
-        slot.grad = parameter.grad.detach()
-        for task in slot.chunks:
-            if task.notify_ready():
-                self._packer.pack(task)
-                self._packer.let_go(task)
-                self._pipes.push(self._chunks[task.index])
+        slot.give(parameter.grad.detach())
+        for task in self._round.gradient(slot):
+            self._packer.pack(task)
+            self._packer.let_go(task)
+            self._pipes.push(self._chunks[task.index])
         parameter.grad = slot.lazy
-        if not self._missing:
+        if not self._round.missing:
             self._meter.backward_ends()
 
     def _begin(self) -> None:
@@ -151,39 +148,33 @@ class StoreRunning:
         if any(self._versions[slot] != slot.parameter._version for slot in plan.slots):
             send_values(self._store, plan, self._chunks)
         for slot in plan.slots:
-            slot.fired = 0
-            slot.sending = len(slot.chunks)
             slot.lazy = _absent(slot)
-        for bundle in plan.bundles:
-            bundle.sending = len(bundle.chunks)
-        self._missing = len(plan.slots)
-        self._is_open = True
+        with self._progress.changed:
+            self._round.begin()
         self._meter.round_begins(is_settled=True)
 
     # -- step --------------------------------------------------------------------------
 
     def step(self) -> None:
         """``step()`` of the optimizer is called: updated parameters are asked for."""
-        if not self._is_open:
+        if not self._round.is_open:
             return
         plan = self.plan
         hyperparameters = hyperparameters_of(self._optimizer)
-        if self._missing:
+        if self._round.missing:
             names = [slot.name for slot in plan.slots if not slot.fired]
             error = UnusedParameterError(
                 f"{len(names)} parameters got no gradient on worker {self._rank}: "
                 f"{', '.join(names[:5])}; a store that updates needs one for each"
             )
-            self._progress.fail(error)
+            self._progress.fail(error, is_raised=True)
             raise error
-        self._is_open = False
+        self._round.end()
         if hyperparameters != self._hyperparameters:
             self._store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
-        self._progress.outstanding = len(plan.chunks)
-        for bundle in plan.bundles:
-            bundle.jobs = [Job(self._update, {}, list(bundle.slots))]
-            bundle.armed = bundle.held = True
+        with self._progress.changed:
+            self._round.arm({b: [Job(self._update, {}, b.slots)] for b in plan.bundles}, {})
         for slot in plan.slots:
             if slot.alias.data_ptr() != slot.parameter.data_ptr():
                 slot.realias()
@@ -199,13 +190,7 @@ class StoreRunning:
 
     def _pulled(self, chunk: Chunk) -> None:
         with self._progress.changed:
-            complete = []
-            for bundle in self.plan.bundles_of[chunk.push_task.index]:
-                bundle.sending -= 1
-                if not bundle.sending:
-                    complete.append(bundle)
-            self._updater.push(complete)
-            self._progress.outstanding -= 1
+            self._updater.push(self._round.summed(chunk.push_task))
             self._progress.notify()
 
     # -- state -------------------------------------------------------------------------
@@ -240,7 +225,7 @@ class StoreRunning:
         return self._synchronizing.state()
 
     def disown(self) -> None:
-        disown_updates(self.plan)
+        disown(self._round, self.plan, None)
 
     def close(self, *, release_parameters: bool) -> None:
         for undo in reversed(self._undo):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.lane import Lane
 from bytesched.plugins.c10d.messages import Messages
+from bytesched.plugins.c10d.waiter import Waiter
 from bytesched.plugins.wave.stages.routes import Cargo, Route
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -35,19 +35,19 @@ class Senders:
         self._messages = messages
         self._addresses = addresses
         self._chunk_of = chunk_of
-        self._lanes: dict[tuple[Cargo, int, bool], Lane] = {}
+        self._lanes: dict[tuple[Cargo, int, bool], Waiter] = {}
         self._closed = False
 
     def start(self, task: CommTask, done: Done) -> None:
         """See transport.Transport."""
         route, tag = self._addresses[task]
         try:
-            work = self._group.backend.send([self._chunk_of(task)], route.to, tag)
+            work = self._group.send(self._chunk_of(task), route.to, tag)
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         kind = (route.cargo, route.to, route.stage == self._group.rank)
         if kind not in self._lanes:
-            self._lanes[kind] = Lane(self._messages, "bytesched-lane")
+            self._lanes[kind] = Waiter(self._messages, "bytesched-lane")
         self._lanes[kind].put(task, [(work, route.to)], done)
 
     def close(self) -> None:

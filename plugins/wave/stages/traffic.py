@@ -90,7 +90,6 @@ class Traffic:
             self.rooms.begin(train=train)
             chunks = self._chunks.by_route
             self._left = {r: len(p) for r, p in chunks.items() if r.cargo in cargoes}
-            self._progress.outstanding = sum(self._left.values())
         coming = [visit for visit in visits(self._ranks) if visit[0] in cargoes]
         for cargo in WEIGHTS & cargoes:
             self._ready(cargo, self._rank)
@@ -138,7 +137,7 @@ class Traffic:
     def end(self) -> None:
         """Returns when nothing is under way any more."""
         self._progress.wait(
-            lambda: not self._progress.outstanding and not self._receiving,
+            lambda: not any(self._left.values()) and not self._receiving,
             "what this rank sends and receives",
         )
         with self._progress.changed:
@@ -268,5 +267,4 @@ class Traffic:
                     self.rooms.release(route.cargo, route.stage, self._left)
                 else:
                     self.rooms.count(-self._sums.pop(route.stage).nbytes)
-            self._progress.outstanding -= 1
             self._progress.notify()

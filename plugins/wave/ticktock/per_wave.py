@@ -77,6 +77,7 @@ class PerWaveGradients:
         self._plan = Plan(list(self._all()), partition_bytes=partition_bytes, find_unused=True)
         self._backend = C10dBackend(data, control)
         self._progress = Progress(self._backend)
+        self._under_way = self._progress.round.under_way
         self._streams = streams_for(device, self._progress.fail)
         self._carrier = self._backend.carrier(
             self._plan,
@@ -97,8 +98,8 @@ class PerWaveGradients:
         self._progress.check()
         for slot in self._all():
             slot.fired = 0
-            slot.sending = len(slot.chunks)
-        self._progress.outstanding = len(self._plan.chunks)
+        with self._progress.changed:
+            self._under_way.begin(self._plan.chunks)
         self._waves_left = len(self._slots)
 
     def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> None:
@@ -123,7 +124,7 @@ class PerWaveGradients:
         self._progress.fail(error)
 
     def finish(self) -> None:
-        self._progress.wait(lambda: not self._progress.outstanding, "the gradients of all waves")
+        self._progress.wait(lambda: self._under_way.is_empty, "the gradients of all waves")
         assert self._plan.used_flags is not None
         used = self._plan.used_flags.view(len(self._slots), -1).T.tolist()
         for index, (parameter, ranks) in enumerate(zip(self._parameters, used, strict=True)):
@@ -147,7 +148,7 @@ class PerWaveGradients:
     def _take(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         self._progress.check()
         slot.fired += 1
-        slot.grad = gradient
+        slot.give(gradient)
         self._streams.gradient()
         with self._lock:
             for chunk in slot.chunks:
@@ -157,5 +158,5 @@ class PerWaveGradients:
     def _reduced(self, chunk: CommTask) -> None:
         """A thread of the carrier."""
         with self._progress.changed:
-            self._progress.outstanding -= 1
+            self._under_way.summed(chunk)
             self._progress.notify()

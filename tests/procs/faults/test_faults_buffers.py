@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults_cases import FAULT_STEP, NO_TIMEOUT_S, TIMEOUT_S, train_until_fault
-from faults_fixtures import PROMPTLY_S, check_told_of, selected
+from faults_fixtures import check_told_of, selected
 from faults_runner import Runs, Scenario
 
 runs = pytest.fixture(scope="module")(selected)
@@ -28,6 +28,5 @@ SCENARIOS = [
 def test_fault_in_front_of_a_broadcast(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == 0 else reversed(ends)
-    within_s = PROMPTLY_S + (TIMEOUT_S if fault == "stop" else 0.0)
-    check_told_of(survivor, died, {ERRORS[str(fault)]}, within_s)
+    survivor = ends[1 - int(str(victim))]
+    check_told_of(survivor, {ERRORS[str(fault)]})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import faults_disagreement_cases as cases
 import pytest
 from faults_cases import FAULT_STEP, NO_TIMEOUT_S, TIMEOUT_S
-from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, selected
+from faults_fixtures import check_ended_well, check_told_of, selected
 from faults_runner import RankEnd, Runs, Scenario
 
 runs = pytest.fixture(scope="module")(selected)
@@ -110,7 +110,6 @@ def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
     plain, wrapped = culprit_and_other(scenario, runs.of(scenario))
     assert wrapped.told.get("error") == "SchedulerTimeout", wrapped.stderr
     assert "does every rank make the same calls of bytesched" in wrapped.told["message"]
-    assert wrapped.told["at"] - wrapped.told["fault_at"] < TIMEOUT_S + PROMPTLY_S
     assert not wrapped.hung
     assert wrapped.told["threads_left"] == []
     assert plain.told["error"] == "RuntimeError"
@@ -120,7 +119,7 @@ def test_one_rank_does_not_wrap(scenario: Scenario, runs: Runs) -> None:
 def test_one_rank_dies_in_wrap(scenario: Scenario, runs: Runs) -> None:
     died, other = culprit_and_other(scenario, runs.of(scenario))
     assert died.code == -9
-    check_told_of(other, died, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
 
 
 @each(
@@ -133,7 +132,7 @@ def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
     assert culprit.code == 1
     assert "module.middle.weight" in culprit.told["message"]
     check_ended_well(culprit)
-    check_told_of(other, culprit, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
     assert f"rank {scenario.args[0]} said: " in other.told["message"]
     assert "module.middle.weight" in other.told["message"]
 
@@ -146,7 +145,7 @@ def test_one_rank_has_fewer_batches(scenario: Scenario, runs: Runs) -> None:
     early, other = culprit_and_other(scenario, runs.of(scenario))
     assert early.code == 0
     check_ended_well(early)
-    check_told_of(other, early, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
 
 
 @each(*on_each_rank("corrupts-the-state", cases.corrupts_the_state, NO_TIMEOUT_S))
@@ -156,7 +155,7 @@ def test_the_deferred_update_raises(scenario: Scenario, runs: Runs) -> None:
     assert "size of tensor" in culprit.told["message"]
     assert culprit.code == 1
     check_ended_well(culprit)
-    check_told_of(other, culprit, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
     assert "size of tensor" in other.told["message"]
 
 
@@ -189,7 +188,7 @@ def test_training_cannot_go_on_after_an_interrupted_backward(
 )
 def test_the_other_rank_is_told_although_nobody_died(scenario: Scenario, runs: Runs) -> None:
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
-    check_told_of(other, culprit, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
     assert culprit.code == 0, culprit.stderr
     assert culprit.told.get("threads_after_unwrap", []) == []
     check_ended_well(culprit)
@@ -213,10 +212,10 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
 )
 def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
-    who, drops = int(str(scenario.args[0])), scenario.args[1]
+    drops = scenario.args[1]
     assert {end.told.get("error") for end in ends} <= {"MismatchError", "PeerLost"}
     for end in ends:
-        check_told_of(end, ends[who], {"MismatchError", "PeerLost"}, PROMPTLY_S)
+        check_told_of(end, {"MismatchError", "PeerLost"})
         assert "MismatchError" in (end.told["error"], *end.told["message"].split(": "))
         said = (
             "a gradient was set to None"
@@ -235,7 +234,6 @@ def test_the_error_stays_until_unwrap(scenario: Scenario, runs: Runs) -> None:
     for attempt in ("forward", "step", "flush", "state", "unwrap"):
         told = other.told[attempt]
         assert (told["error"], told["ours"]) == ("PeerLost", True), attempt
-        assert told["seconds"] < PROMPTLY_S
     assert other.told["threads_after_unwrap"] == []
     assert other.told["trained_alone"]
     check_ended_well(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faults_exit_cases as cases
 import pytest
 from faults_cases import NO_TIMEOUT_S, TIMEOUT_S
-from faults_fixtures import PROMPTLY_S, check_ended_well, check_told_of, selected
+from faults_fixtures import check_ended_well, check_told_of, selected
 from faults_runner import Runs, Scenario
 from ranks import run_fresh
 
@@ -75,9 +75,8 @@ def test_a_lost_step_fails_a_child_of_multiprocessing() -> None:
 def test_interrupted_at_a_gate(scenario: Scenario, runs: Runs) -> None:
     interrupted, other = runs.of(scenario)
     assert (interrupted.code, interrupted.told.get("error")) == (-2, "KeyboardInterrupt")
-    assert interrupted.told["at"] - other.told["fault_at"] < PROMPTLY_S
     check_ended_well(interrupted)
-    check_told_of(other, other, {"PeerLost"}, PROMPTLY_S)
+    check_told_of(other, {"PeerLost"})
     assert "rank 0 said: KeyboardInterrupt" in other.told["message"]
 
 
@@ -105,7 +104,6 @@ def test_the_server_of_the_store_is_stopped(scenario: Scenario, runs: Runs) -> N
     stopped, survivor = runs.of(scenario)
     assert stopped.stopped
     assert survivor.told.get("error") == "SchedulerTimeout", survivor.stderr
-    assert survivor.told["at"] - stopped.told["fault_at"] < TIMEOUT_S + PROMPTLY_S
     assert survivor.code == 1
     assert not survivor.hung
     # A question to the store has no deadline: the thread that asks it is given up.

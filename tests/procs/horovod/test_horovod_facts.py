@@ -80,7 +80,6 @@ def check_gave_up(told: Told, culprit: int) -> None:
     assert "HorovodInternalError" in told["kinds"]
     assert f"rank {culprit} gave up" in told["message"]
     assert (told["rank"], bool(told["task"])) == (1 - culprit, True)
-    assert told["seconds"] < 15
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -97,23 +96,29 @@ def test_sparse_gradients_that_nothing_announced(
             check_gave_up(told, who[0])
 
 
+@pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    ("moment", "who", "tuned"),
+    ("moment", "in_step", "tuned"),
     [
         ("now", 0, False),
         ("now", 1, False),
-        ("next_forward", 0, False),
-        ("next_forward", 1, False),
+        ("now", 3, False),
+        ("when nothing is under way", 1, False),
+        ("when nothing is under way", 3, False),
+        ("in the next forward pass", 0, False),
+        ("in the next forward pass", 1, False),
+        ("in the next forward pass", 3, False),
         # Then what is announced are the chunks of the latest cut.
-        ("now", 1, True),
+        ("now", 3, True),
+        ("when nothing is under way", 3, True),
     ],
 )
 def test_the_others_hear_of_a_caught_error(
-    own_pool: Ranks, cases: ModuleType, moment: str, who: int, tuned: bool
+    own_pool: Ranks, cases: ModuleType, moment: str, who: int, in_step: int, tuned: bool
 ) -> None:
-    told = own_pool.run(cases.caught, moment, who, tuned)
+    told = own_pool.run(cases.caught, moment, who, in_step, tuned)
     assert told[who]["kinds"][0] == "ArithmeticError"
-    if moment == "next_forward":
+    if moment == "in the next forward pass":
         assert told[who]["again"]["kinds"][0] == "PluginError"
     check_gave_up(told[1 - who], who)
 
@@ -130,8 +135,11 @@ def test_the_others_hear_of_a_failed_update(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_the_others_hear_of_a_timeout(own_pool: Ranks, cases: ModuleType, who: int) -> None:
-    told = own_pool.run(cases.gave_up_waiting, who)
+@pytest.mark.parametrize("after_steps", [0, 1, 3])
+def test_the_others_hear_of_a_timeout(
+    own_pool: Ranks, cases: ModuleType, who: int, after_steps: int
+) -> None:
+    told = own_pool.run(cases.gave_up_waiting, who, after_steps)
     assert told[who]["kinds"][0] == "HorovodTimeout"
     check_gave_up(told[1 - who], who)
 
@@ -157,8 +165,7 @@ def test_joined_while_tuned(own_pool: Ranks, cases: ModuleType) -> None:
     assert early["kinds"][0] == "PluginError"
     assert "hvd.join() with tune on" in early["message"]
     # It waits for the word, or for a chunk.
-    assert "HorovodInternalError" in other["kinds"]
-    assert other["seconds"] < 25
+    assert other["kinds"][0] == "HorovodPeerLost"
 
 
 LEFT = {

@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.procs, pytest.mark.slow]
 NO_TIMEOUT_S = 300.0
 #: A stopped rank is noticed after that.
 TIMEOUT_S = 5.0
-#: what a busy machine may add
-PROMPTLY_S = 12.0
 HARD_LIMIT_S = 70.0
 RUNS_AT_ONCE = 3
 ENDED_BY_MPIRUN = -15
@@ -106,15 +104,14 @@ def fault(
     return Scenario(kind, "train_until_fault", (victim, moment, what, timeout_s))
 
 
-def check_told_of(survivor: End, victim: End, kinds: set[str], within_s: float) -> None:
-    """The survivor raised one of `kinds`, which are Horovod's as well, in time."""
+def check_told_of(survivor: End, kinds: set[str]) -> None:
+    """The survivor raised one of `kinds`, which are Horovod's as well."""
     told = survivor.told
     assert told.get("error") in kinds, survivor.stderr
     assert told["ours"]
     assert "HorovodInternalError" in told["kinds"]
     assert told["rank"] is not None
     assert "task" in told["message"]
-    assert told["at"] - victim.told["fault_at"] < within_s
     # mpirun ends the others with the first that fails, which is that one or the other.
     assert survivor.code in (1, ENDED_BY_MPIRUN), survivor.stderr
     assert told.get("threads_left", []) == []
@@ -127,8 +124,7 @@ def check_told_of(survivor: End, victim: End, kinds: set[str], within_s: float) 
 def test_a_rank_stops(scenario: Scenario, ends: Ends) -> None:
     """Horovod would wait for it for ever at the end, on MPI: the survivor ends all the same."""
     _, ranks = ends(scenario)
-    victim, survivor = ranks[scenario.args[0]], ranks[1 - scenario.args[0]]
-    check_told_of(survivor, victim, {"HorovodTimeout"}, TIMEOUT_S + PROMPTLY_S)
+    check_told_of(ranks[1 - scenario.args[0]], {"HorovodTimeout"})
 
 
 @each(
@@ -137,9 +133,8 @@ def test_a_rank_stops(scenario: Scenario, ends: Ends) -> None:
 )
 def test_a_rank_is_gone(scenario: Scenario, ends: Ends) -> None:
     code, ranks = ends(scenario)
-    victim, survivor = ranks[scenario.args[0]], ranks[1 - scenario.args[0]]
     assert code != 0
-    check_told_of(survivor, victim, {"HorovodPeerLost"}, PROMPTLY_S)
+    check_told_of(ranks[1 - scenario.args[0]], {"HorovodPeerLost"})
 
 
 @each(
@@ -151,7 +146,7 @@ def test_a_rank_raises(scenario: Scenario, ends: Ends) -> None:
     victim, survivor = ranks[scenario.args[0]], ranks[1 - scenario.args[0]]
     assert code != 0
     assert victim.told["error"] == "ValueError"
-    check_told_of(survivor, victim, {"HorovodPeerLost"}, PROMPTLY_S)
+    check_told_of(survivor, {"HorovodPeerLost"})
     # Either is the first to arrive: that it gives up, or that it has ended.
     said = survivor.told["message"]
     assert f"rank {scenario.args[0]} gave up" in said or "another rank has ended" in said
@@ -164,7 +159,7 @@ def test_mpirun_ends_the_others_when_a_rank_is_killed(scenario: Scenario, ends: 
     assert code != 0
     assert victim.code == -9
     assert survivor.code != 0
-    assert "fault_at" in survivor.told
+    assert survivor.told["reached"] == "before_backward"
 
 
 @each(Scenario("gloo", "announce_until_shut_down", ()))

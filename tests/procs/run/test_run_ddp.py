@@ -107,7 +107,6 @@ def test_all_stay_plain_beside_a_rank_that_is_not_watched(watched: int) -> None:
     for rank in ranks:
         (case,) = outcomes(rank).values()
         assert (case["different"], case["modes"]) == ([], [])
-        assert rank.seconds < 20
     (case,) = outcomes(ranks[watched]).values()
     # Also where rank 0 has nothing to say.
     (line,) = left(case["said"])

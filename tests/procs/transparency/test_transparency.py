@@ -242,6 +242,11 @@ def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
     check(two_ranks, models.unused, turns)
 
 
+@pytest.mark.parametrize("split", ["off", "on"])
+def test_gradients_left_of_unused_parameters(two_ranks: Ranks, split: str) -> None:
+    check(two_ranks, models.unused_with_gradients_left, split=split)
+
+
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_scripted(two_ranks: Ranks, how: str) -> None:
     check(two_ranks, models.scripted, how)

@@ -67,6 +67,7 @@ def test_model(two_ranks: Ranks, name: str) -> None:
         gradients.clip_norm,
         gradients.gradients_kept,
         gradients.gradients_read_after_step,
+        gradients.gradients_referred_to,
         gradients.two_losses,
         gradients.user_gradient_hooks,
         reading.weights_read,

@@ -107,16 +107,30 @@ def test_a_rank_that_asks_no_more_goes_when_all_have_heard_that(
     errors: list[BaseException] = []
     heard: list[tuple[int, Place, bool]] = []
     going, late = (
-        Requests(group, answer=bytes, heard=lambda *args: heard.append(args), failed=errors.append)
+        Requests(
+            group,
+            asked=lambda *_: None,
+            heard=lambda *args: heard.append(args),
+            failed=errors.append,
+        )
         for group in groups
     )
     place = Place(3, 3, 0, 0, 0)
     late.announce(place, True)
     going.announce(place, True)
-    assert going.wait_ended(_LIMIT_S) == []
-    going.close()
-    groups[0].close()
+
+    def leave() -> None:
+        going.wait_ended(_LIMIT_S)
+        going.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    # It may not go before its own word is back.
+    leaving.join(0.1)
+    assert leaving.is_alive()
     may_take.set()
+    leaving.join(_LIMIT_S)
+    groups[0].close()
     assert late.wait_ended(_LIMIT_S) == []
     late.close()
     groups[1].close()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bytesched.plugins.c10d.split.desk import Desk
 from bytesched.plugins.layout.slots import Slot
+from bytesched.round import GradientState, Round
 
 SHAPES = [(3, 4), (5,), (2, 3, 2)]
 
@@ -60,10 +61,10 @@ def gradients(*, come_here: bool = True) -> tuple[list[Slot], list[Tensor]]:
     for slot, values in zip(slots, plain, strict=True):
         slot.view = values.clone()
         slot.make_lazy(wait)
-        slot.used = True
+        slot.state = GradientState.TRAVELLING
     plan: Any = SimpleNamespace(slots=slots, owner=lambda _: 0, shares=lambda _: [0])
     exchange: Any = SimpleNamespace(is_summed=True)
-    progress: Any = SimpleNamespace(wait=at_once)
+    progress: Any = SimpleNamespace(wait=at_once, round=Round(slots))
     causes = SimpleNamespace(asked=id)
     meter: Any = SimpleNamespace(moment=tuple, waited=lambda *_: None, causes=causes)
     answers: Any = Alone()
@@ -158,7 +159,7 @@ def test_a_script_that_asks_of_few_gradients_has_not_asked_of_most() -> None:
 
 def test_gradients_that_a_round_does_not_have_do_not_count() -> None:
     slots, _ = gradients()
-    slots[0].used = slots[2].used = False
+    slots[0].state = slots[2].state = GradientState.FREE
     desk: Any = slots[0].desk
     slots[1].lazy.norm()
     assert desk.was_asked

@@ -12,6 +12,7 @@ from laid_out import parameters, plan_of
 from torch import nn
 
 from bytesched.plugins.layout.plan import Plan
+from bytesched.round import BundleState, GradientState
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 PARTITION_BYTES = st.integers(1, 400)
@@ -147,7 +148,7 @@ def test_a_gradient_is_taken_while_its_update_is_outstanding() -> None:
     slot = plan_of(parameters((5,))).slots[0]
     slot.make_lazy(lambda: None)
     assert not slot.lazy.is_taken()
-    slot.taken = True
+    slot.state = GradientState.ARMED
     assert not slot.is_taken()
-    slot.bundle.armed = True
+    slot.bundle.state = BundleState.ARMED
     assert slot.lazy.is_taken()

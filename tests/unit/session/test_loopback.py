@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,8 +148,12 @@ def test_a_chunk_that_does_not_come_back_is_a_timeout() -> None:
     loopback = Loopback(timeout_s=0.5)
     model, optimizer, session = wrapped(loopback)
     loopback.hold()
-    with pytest.raises(SchedulerTimeout, match=r"waited 0\.5 s"):
+    with pytest.raises(SchedulerTimeout, match=r"waited 0\.5 s") as raised:
         train(model, optimizer)
+    # In which states things were when it was given up.
+    *_, gradients, updates = raised.value.story
+    assert re.fullmatch(r" *gradients: \d+ armed", gradients)
+    assert re.fullmatch(r" *updates: \d+ armed", updates)
     session.close(release_parameters=False)
     loopback.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -37,7 +37,12 @@ def splitting(ranks: Ranks, failed: list[BaseException]) -> tuple[Splitting, Any
     slot = SimpleNamespace(view=torch.zeros(1), use_desk=lambda desk: desks.append(desk))
     desks: list[Any] = []
     parts: Any = SimpleNamespace(plan=SimpleNamespace(slots=[slot]), carrier="whole")
-    context: Any = SimpleNamespace(backend=ranks, progress=SimpleNamespace(fail=failed.append))
+
+    def raise_first(error: BaseException) -> NoReturn:
+        failed.append(error)
+        raise error
+
+    context: Any = SimpleNamespace(backend=ranks, progress=SimpleNamespace(raise_first=raise_first))
     splitter: Any = None
     setting = Setting(partition_bytes=16, credit_bytes=16)
     made = Splitting(splitter, parts, context, setting, mode="auto", reduced=lambda _: None)

@@ -61,13 +61,12 @@ class Bench:
         """Arms and pushes them together."""
         values = {"lr": lr}
         with self.progress.changed:
-            for bundle in bundles:
-                bundle.armed = True
-                bundle.jobs.append(Job(self.recorder, values, list(bundle.slots)))
-            self.updater.push(bundle for bundle in bundles for _ in range(times))
+            jobs = {bundle: [Job(self.recorder, values, bundle.slots)] for bundle in bundles}
+            ready, _ = self.progress.round.arm(jobs, {})
+            self.updater.push(bundle for bundle in ready for _ in range(times))
 
     def wait(self) -> None:
-        self.progress.wait(lambda: not any(b.armed for b in self.bundles), "all updates")
+        self.progress.wait(lambda: not any(b.is_outstanding for b in self.bundles), "all updates")
 
     def close(self) -> None:
         self.recorder.go_on.set()
@@ -140,7 +139,7 @@ def test_an_error_is_raised_where_the_user_waits(bench: Bench) -> None:
     bench.push(bench.bundles[0])
     with pytest.raises(ArithmeticError, match="singular"):
         bench.wait()
-    assert bench.bundles[0].armed
+    assert bench.bundles[0].is_outstanding
     with pytest.raises(ArithmeticError, match="singular"):
         bench.progress.check()
 
@@ -160,4 +159,4 @@ def test_closed_it_leaves_undone_what_was_not_begun(bench: Bench) -> None:
     closing.join(TIMEOUT_S)
     bench.push(middle)
     assert bench.recorder.names == [["p0"]]
-    assert middle.armed
+    assert middle.is_outstanding

@@ -16,6 +16,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.session import warmup
 from bytesched.plugins.session.loopback import LoopbackBackend
 from bytesched.plugins.session.warmup import WarmedUp, WarmUp
+from bytesched.round import GradientEvent, GradientState
 from bytesched.testing import Loopback
 from bytesched.tunable import Setting
 
@@ -30,9 +31,10 @@ def slots_of(rank: int, *, without: Sequence[int] = ()) -> list[Slot]:
     slots = []
     for number, parameter in enumerate(parameters(*SHAPES)):
         slot = Slot(f"p{number}", parameter)
+        slot.on(GradientEvent.ROUND)
         if number not in without:
             parameter.grad = torch.full_like(parameter.detach(), rank + 1.0)
-            slot.used = True
+            slot.on(GradientEvent.GRADIENT)
         slots.append(slot)
     return slots
 
@@ -58,8 +60,8 @@ def test_gradients_are_the_mean_in_the_order_of_rank_0() -> None:
         assert [slot.name for slot in plan.slots] == ["p2", "p0", "p1"]
         for slot in plan.slots:
             assert (slot.view == 1.5).all()
-            assert slot.grad is None
-            assert slot.used
+            assert all(slice_.grad is None for slice_ in slot.slices)
+            assert slot.state is GradientState.SUMMED
         assert plan.flags_chunk is None
 
 
@@ -74,7 +76,7 @@ def test_a_parameter_without_a_gradient_on_one_rank(find_unused: bool | None) ->
         assert warm.unused
         plan = warm.plan
         assert [float(slot.view.mean()) for slot in plan.slots] == [1.5, 0.5, 1.5]
-        assert all(slot.used for slot in plan.slots)
+        assert all(slot.state is GradientState.SUMMED for slot in plan.slots)
         assert (plan.flags_chunk is None) == (find_unused is False)
 
 
@@ -85,7 +87,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_not_updated() -> None:
         return warm.reduce((0, 1, 2), find_unused=None)
 
     for plan in (warm.plan for warm in on_ranks(reduce)):
-        assert [slot.used for slot in plan.slots] == [True, False, True]
+        assert [slot.state.value for slot in plan.slots] == ["summed", "free", "summed"]
         assert not plan.slots[1].view.any()
 
 

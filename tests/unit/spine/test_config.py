@@ -213,7 +213,6 @@ def test_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.Monkey
             {"BYTESCHED_CREDIT_BYTES": "1KiB"},
             "credit_bytes = 1024 is below partition_bytes = 4096",
         ),
-        ("gather_dtype = 'bfloat16'", {}, "gather_dtype = 'bfloat16' without shard = True"),
         ("split = 'off'", {"BYTESCHED_SHARD": "1"}, "shard = True and split = 'off'"),
         ("shard = true", {"BYTESCHED_TUNE": "on"}, "shard = True and tune = True"),
     ],

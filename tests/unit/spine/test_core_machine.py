@@ -206,7 +206,7 @@ def test_repr_shows_the_state() -> None:
     core = leader(4 << 20)
     for task in planned([3 << 20] * 3):
         ready(core, task)
-    assert repr(core) == "<SchedulerCore 1 ready, 2 sending, 6.00/4.00 MiB credit>"
+    assert repr(core) == "<SchedulerCore open, <Lane 0: 1 ready, 2 sending, 6.00/4.00 MiB credit>>"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -238,7 +238,7 @@ def test_validate_notices_what_is_broken() -> None:
     for wrong_bytes in (-1, 1):
         core, tasks = busy()
         core.fail(tasks[0])
-        core._in_flight_bytes += wrong_bytes
+        core.lanes[0].in_flight_bytes += wrong_bytes
         with pytest.raises(AssertionError):
             core.validate()
     core, tasks = busy()
@@ -250,7 +250,7 @@ def test_validate_notices_what_is_broken() -> None:
     with pytest.raises(AssertionError):
         core.validate()
     core, tasks = busy()
-    core._queue.add(tasks[0])
+    core.lanes[0].queue.add(tasks[0])
     with pytest.raises(AssertionError):
         core.validate()
 

@@ -421,13 +421,13 @@ WRITER = """
 import sys, time
 from bytesched.trace.timeline import Timeline
 timeline = Timeline(sys.argv[1], rank=0)
-print("go", flush=True)
 for step in range(10**9):
     for chunk in range(300):
         now_ns = time.perf_counter_ns()
         timeline.on_flow("s", chunk, "queue", now_ns)
         timeline.on_span("queue", "layer%d" % chunk, now_ns, now_ns + 500, {"chunk": chunk})
     timeline.on_step(step, time.perf_counter_ns())
+    print(step, flush=True)
 """
 
 
@@ -438,8 +438,8 @@ def test_file_is_valid_after_sigkill_in_the_middle(tmp_path: Path) -> None:
         command = [sys.executable, "-c", WRITER, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(0.05 + 0.03 * attempt)
+            for _ in range(1 + attempt):
+                writer.stdout.readline()
             writer.send_signal(signal.SIGKILL)
         events = json.loads((tmp_path / "rank0.trace.json").read_text())
         assert events[0]["name"] == ANCHOR

@@ -12,7 +12,7 @@ from bytesched.plugins.c10d.messages import Messages
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
-__all__ = ["Lane"]
+__all__ = ["Waiter"]
 
 
 class _Begun(NamedTuple):
@@ -22,7 +22,7 @@ class _Begun(NamedTuple):
     done: Done
 
 
-class Lane:
+class Waiter:
     """Waits for what a transport has begun, and reports the end of each task.
 
     Args:

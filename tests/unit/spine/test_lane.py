@@ -1,0 +1,156 @@
+"""Routes of hops over several lanes: no order of events breaks a rule or stalls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plans import planned
+
+from bytesched.core import SchedulerCore
+from bytesched.errors import InvalidTransition
+from bytesched.lane import Lane
+from bytesched.order import Following, Leading
+from bytesched.policy import Priority
+from bytesched.task import CommTask
+
+SUMS, SPREADS, ELSEWHERE = range(3)
+
+
+def routes(sizes: list[int], core: SchedulerCore) -> list[CommTask]:
+    """A chunk of each size, summed first and then spread on one link, or elsewhere."""
+    sums = planned(sizes)
+    for chunk in sums:
+        hop = planned([chunk.nbytes])[0]
+        hop.index = hop.priority = chunk.index
+        hop.lane = SPREADS if chunk.index % 2 else ELSEWHERE
+        chunk.followers = (hop,)
+    return sums
+
+
+def machine(credit_bytes: int, *, ordered: bool) -> SchedulerCore:
+    queue = Following() if ordered else Leading(Priority())
+    core = SchedulerCore(queue, credit_bytes=credit_bytes)
+    first = (core.lanes[SUMS],)
+    core.add_lane(Lane(Leading(Priority()), credit_bytes=1, name="spreads", yields_to=first))
+    core.add_lane(Lane(Leading(Priority()), credit_bytes=credit_bytes, name="elsewhere"))
+    return core
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """Routes of two hops; what is ready, finished, held and released is drawn."""
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+        credit_bytes=st.integers(1, 60),
+        ordered=st.booleans(),
+    )
+    def build(self, sizes: list[int], credit_bytes: int, ordered: bool) -> None:
+        self.core = machine(credit_bytes, ordered=ordered)
+        self.waiting = routes(sizes, self.core)
+        self.all = list(self.waiting)
+        self.order = [chunk.index for chunk in reversed(self.all)]
+        self.is_ordered = ordered
+        self.in_flight: list[CommTask] = []
+        self.started: list[CommTask] = []
+        self.held = 0
+        if ordered:
+            assert self.core.ordered(self.order) == []
+
+    def note(self, started: list[CommTask]) -> None:
+        assert not (started and self.held), "something started while all was held"
+        for hop in started:
+            if hop.lane == SPREADS:
+                assert not self.core.lanes[SUMS].queue.has_next(), "a sum was passed"
+        self.in_flight += started
+        self.started += started
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def become_ready(self, data: st.DataObject) -> None:
+        chunk = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(chunk)
+        assert chunk.notify_ready()
+        self.note(self.core.ready(chunk))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        hop = data.draw(st.sampled_from(self.in_flight))
+        self.in_flight.remove(hop)
+        self.note(self.core.finish(hop))
+
+    @rule()
+    def hold(self) -> None:
+        self.held += 1
+        self.core.hold()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        self.held -= 1
+        self.note(self.core.release())
+
+    @rule(credit_bytes=st.integers(1, 80), lane=st.sampled_from([SUMS, SPREADS, ELSEWHERE]))
+    def change_credit(self, credit_bytes: int, lane: int) -> None:
+        self.note(self.core.set_credit(credit_bytes, lane))
+
+    @invariant()
+    def holds(self) -> None:
+        self.core.validate()
+        sums = [hop.index for hop in self.started if hop.lane == SUMS]
+        if self.is_ordered:
+            assert sums == self.order[: len(sums)], "a given order was not kept"
+        spread = {id(hop) for hop in self.started if hop.lane != SUMS}
+        done = {id(f) for c in self.all for f in c.followers if c in self.started}
+        assert spread <= done, "a hop began before the one in front of it"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        while self.held:
+            self.release()
+        for chunk in tuple(self.waiting):
+            self.waiting.remove(chunk)
+            chunk.notify_ready()
+            self.note(self.core.ready(chunk))
+        while self.in_flight:
+            self.note(self.core.finish(self.in_flight.pop(0)))
+        assert self.core.idle
+        assert len(self.started) == 2 * len(self.all)
+
+
+AnyEvents.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestAnyEvents = AnyEvents.TestCase
+
+
+def test_a_lane_yields_to_what_can_start_and_to_nothing_else() -> None:
+    core = machine(10, ordered=True)
+    first, second = routes([5, 5], core)
+    core.ordered([1, 0])
+    for hop in (*first.followers, *second.followers):
+        hop.lane = SPREADS
+    first.notify_ready()
+    assert core.ready(first) == [], "it is not its turn"
+    spread = second.followers[0]
+    second.notify_ready()
+    assert core.ready(second) == [second, first]
+    assert core.finish(second) == [spread], "no sum waits for its turn"
+
+
+def test_only_what_is_held_is_released() -> None:
+    core = machine(10, ordered=False)
+    with pytest.raises(InvalidTransition, match="not held"):
+        core.release()
+
+
+def test_lanes_show_their_state() -> None:
+    core = machine(1 << 20, ordered=False)
+    chunk = routes([1 << 19], core)[0]
+    chunk.notify_ready()
+    core.ready(chunk)
+    core.hold()
+    assert repr(core).startswith(
+        "<SchedulerCore held, <Lane 0: 0 ready, 1 sending, 0.50/1.00 MiB credit>, <Lane spreads: "
+    )
