@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from bytesched.config import ConfigFields
     from bytesched.kvstore.protocol import KVStore
-    from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
-    from bytesched.plugins.session.checkpoint import ShardedState
+    from bytesched.plugins.stores.scheduled.wrapped_store import ScheduledKVStore
+    from bytesched.plugins.zero1.checkpoint import ShardedState
 
 __all__ = [
     "BackgroundError",

@@ -31,24 +31,28 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("bytesched.run.command", "run a training script unchanged, but scheduled", True),
+    "run": Command(
+        "bytesched.commands.run", "run a training script unchanged, but scheduled", True
+    ),
     "bench": Command(
-        "bytesched.bench.command", "measure DDP, FSDP2 and bytesched in turn on the same work"
+        "bytesched.commands.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
     "sim": Command(
-        "bytesched.sim.command", "tell what it would bring on a cluster that is not here"
+        "bytesched.commands.sim", "tell what it would bring on a cluster that is not here"
     ),
     "wave": Command("bytesched.plugins.bench.wave_command", "measure training in waves"),
-    "tune": Command("bytesched.tuning.command", "find the fastest sizes for this cluster"),
-    "trace": Command("bytesched.trace.command", "merge the timelines of all ranks, or sum them up"),
-    "burst": Command("bytesched.burst.command", "plan how many devices each layer gets"),
+    "tune": Command("bytesched.commands.tune", "find the fastest sizes for this cluster"),
+    "trace": Command(
+        "bytesched.commands.trace", "merge the timelines of all ranks, or sum them up"
+    ),
+    "burst": Command("bytesched.commands.burst", "plan how many devices each layer gets"),
     "report": Command(
-        "bytesched.report.command",
+        "bytesched.commands.report",
         "draw timelines and measurements",
         extensions=("bytesched.bench.picture", "bytesched.tuning.picture"),
     ),
     "doctor": Command(
-        "bytesched.doctor.command", "check versions, backends, ranks and the network"
+        "bytesched.commands.doctor", "check versions, backends, ranks and the network"
     ),
 }
 

@@ -15,19 +15,13 @@ if __name__ != "bytesched.plugins":
 
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, PluginError, in_one_line
-from bytesched.plugins.registry import (
-    announce,
-    flush,
-    is_wrapped,
-    session_of,
-    stats,
-    unwrap,
-)
-from bytesched.plugins.wrapping import check, settings, wrap_optimizer
+
+from .registry import announce, flush, is_wrapped, session_of, stats, unwrap
+from .wrapping import check, settings, wrap_optimizer
 
 if TYPE_CHECKING:
-    from bytesched.plugins.registry import Wrapped
-    from bytesched.plugins.session.checkpoint import ShardedState
+    from .registry import Wrapped
+    from .zero1.checkpoint import ShardedState
 
 __all__ = ["explain_optimizer", "flush", "separable", "sharded_state", "stats", "unwrap", "wrap"]
 
@@ -44,18 +38,18 @@ def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) 
 
 def separable(cls: ClassT) -> ClassT:
     """See :func:`bytesched.separable`."""
-    from bytesched.plugins.optimizer import separable as vouch_for
+    from .update.separable import separable as vouch_for
 
     return vouch_for(cls)
 
 
 def explain_optimizer(optimizer: Any) -> str:
     """See :func:`bytesched.explain_optimizer`."""
-    from bytesched.plugins.optimizer import explain_optimizer as explain
+    from .update.explained import explain_optimizer as explain
 
     if not _is_horovods(optimizer):
         return explain(optimizer)
-    from bytesched.plugins.horovod.optimizer import updating_class
+    from .horovod.optimizer import updating_class
 
     return explain(optimizer, updating_class(optimizer))
 
@@ -68,7 +62,7 @@ def sharded_state(optimizer: Any) -> ShardedState:
             f"{type(optimizer).__name__} was not wrapped with shard=True: its state_dict() is what "
             "there is to save"
         )
-    from bytesched.plugins.session.session import Session
+    from .engine.session import Session
 
     assert isinstance(session, Session)
     return session.sharded_state(optimizer)
@@ -94,11 +88,11 @@ def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields:
             _decline(optimizer, model, error)
         raise
     if is_mxnet:
-        from bytesched.plugins.mxnet.begin import begin as wrap_mxnet
+        from .stores.mxnet.begin import begin as wrap_mxnet
 
         return wrap_mxnet(optimizer, config)
     if is_store:
-        from bytesched.plugins.kvstore.begin import begin as wrap_store
+        from .stores.scheduled.begin import begin as wrap_store
 
         return wrap_store(optimizer, config)
     begin = partial(_begin, kvstore=kvstore, is_configured=bool(fields))
@@ -110,14 +104,14 @@ def _begin(
 ) -> Wrapped | None:
     """The session behind an optimizer, over what carries its gradients; collective."""
     if kvstore is not None:
-        from bytesched.plugins.kvstore.training.begin import begin as begin_over_store
+        from .stores.training.begin import begin as begin_over_store
 
         return begin_over_store(optimizer, model, kvstore, config)
     if _is_horovods(optimizer):
-        from bytesched.plugins.horovod.optimizer import begin as begin_over_horovod
+        from .horovod.optimizer import begin as begin_over_horovod
 
         return begin_over_horovod(optimizer, model, config)
-    from bytesched.plugins.c10d.ddp import begin as begin_over_c10d
+    from .c10d.ddp import begin as begin_over_c10d
 
     return begin_over_c10d(optimizer, model, config, is_configured=is_configured)
 
@@ -129,11 +123,11 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
         return
     try:
         if _is_horovods(optimizer):
-            from bytesched.plugins.horovod.optimizer import decline as decline_over_horovod
+            from .horovod.optimizer import decline as decline_over_horovod
 
             decline_over_horovod(optimizer, in_one_line(error))
             return
-        from bytesched.plugins.c10d.ddp import decline as decline_over_c10d
+        from .c10d.ddp import decline as decline_over_c10d
 
         decline_over_c10d(model, in_one_line(error))
     except Exception:

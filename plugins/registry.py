@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from bytesched.files import write_text
-from bytesched.plugins.dropped import end_beside, wait_for_ends, wait_for_last
-from bytesched.plugins.ending import at_exit, died_of, make_exit_fail
+
+from .dropped import end_beside, wait_for_ends, wait_for_last
+from .ending import at_exit, died_of, make_exit_fail
 
 __all__ = [
     "Wrapped",

@@ -7,9 +7,10 @@ from typing import Any
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.plugins import registry
 from bytesched.policy import named_policy
 from bytesched.tunable import find_tuner
+
+from . import registry
 
 __all__ = ["Begin", "check", "settings", "why_wrapped", "wrap_optimizer"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from bytesched.testing.transport import Contract
+from bytesched.testing.transport_suite import Contract
 from bytesched.tunable import Setting
-from bytesched.tuning.search import Searcher
-from bytesched.tuning.space import Limits, Range, Space
+
+from .search import Searcher
+from .space import Limits, Range, Space
 
 __all__ = ["SearcherContract"]
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bytesched.tunable import Setting
-from bytesched.tuning.drift import Drift
-from bytesched.tuning.guard import Guard
-from bytesched.tuning.samples import spread, typical_s
-from bytesched.tuning.search import Searcher
-from bytesched.tuning.unfinished import Unfinished
+
+from .drift import Drift
+from .guard import Guard
+from .samples import spread, typical_s
+from .search import Searcher
+from .unfinished import Unfinished
 
 __all__ = ["Adopted", "Controller", "Drifted", "Pace", "Report", "Tried", "Turn"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from bytesched.tuning.samples import spread, typical_s
+from .samples import spread, typical_s
 
 __all__ = ["Drift"]
 

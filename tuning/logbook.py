@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bytesched.tunable import Setting
-from bytesched.tuning.controller import Adopted, Drifted, Report, Tried
-from bytesched.tuning.file import Fingerprint, Trial, TuningFile
-from bytesched.tuning.memory import Memory
+
+from .controller import Adopted, Drifted, Report, Tried
+from .file import Fingerprint, Trial, TuningFile
+from .memory import Memory
 
 __all__ = ["Logbook"]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from bytesched.environment import user_cache_folder
 from bytesched.files import locked, write_text
-from bytesched.tuning.file import Fingerprint, TuningFile
+
+from .file import Fingerprint, TuningFile
 
 __all__ = ["Memory", "cache_folder"]
 

@@ -14,8 +14,9 @@ from bytesched.link.bound import partition_seed_bytes
 from bytesched.link.simulation import simulate
 from bytesched.policy import named_policy
 from bytesched.tunable import Recording, RunFacts, Setting
-from bytesched.tuning.fit import Link
-from bytesched.tuning.space import Limits, Range, Space
+
+from .fit import Link
+from .space import Limits, Range, Space
 
 __all__ = ["IterationModel", "median_recording", "seed_bytes", "seeded_space"]
 

@@ -14,16 +14,17 @@ from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.policy import policy_names
 from bytesched.tunable import Decision, Recording, RunFacts, Setting, Steps
-from bytesched.tuning.controller import Controller, Pace, Report
-from bytesched.tuning.file import Fingerprint, TuningFile
-from bytesched.tuning.fit import Link, fit_probes, with_sends
-from bytesched.tuning.logbook import Logbook
-from bytesched.tuning.memory import Memory
-from bytesched.tuning.model import IterationModel, median_recording, seed_bytes, seeded_space
-from bytesched.tuning.search import BayesianSearch, Searcher
-from bytesched.tuning.space import Limits
-from bytesched.tuning.unfinished import Unfinished
 from bytesched.version import __version__
+
+from .controller import Controller, Pace, Report
+from .file import Fingerprint, TuningFile
+from .fit import Link, fit_probes, with_sends
+from .logbook import Logbook
+from .memory import Memory
+from .model import IterationModel, median_recording, seed_bytes, seeded_space
+from .search import BayesianSearch, Searcher
+from .space import Limits
+from .unfinished import Unfinished
 
 __all__ = ["OnlineTuner", "tuner_of"]
 

@@ -13,7 +13,8 @@ from typing import Any
 from bytesched.files import write_text
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 from bytesched.report.pictures import PICTURES, Picture
-from bytesched.tuning.file import Trial, TuningFile
+
+from .file import Trial, TuningFile
 
 __all__ = ["draw_tuning"]
 

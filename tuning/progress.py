@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any, Protocol
 
-from bytesched.tuning.file import TuningFile
+from .file import TuningFile
 
 __all__ = ["Progress", "progress_for", "summary"]
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from bytesched.errors import ConfigError
 from bytesched.tunable import Setting
-from bytesched.tuning.space import Space
+
+from .space import Space
 
 __all__ = ["BayesianSearch", "RandomSearch", "Searcher"]
 

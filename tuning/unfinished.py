@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from bytesched.tunable import Setting
-from bytesched.tuning.file import TuningFile
+
+from .file import TuningFile
 
 __all__ = ["Unfinished", "best_so_far"]
 

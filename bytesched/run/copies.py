@@ -24,7 +24,7 @@ _WITH_VALUE: Final = frozenset({"-X", "-W", "--check-hash-based-pycs"})
 
 #: finds this very package, wherever the child looks for others
 _START: Final = (
-    "import sys; sys.path.insert(0, {root!r}); import bytesched.run.command as command; "
+    "import sys; sys.path.insert(0, {root!r}); import bytesched.commands.run as command; "
     "del sys.path[0]; command.run_copy(sys.argv[1:])"
 )
 

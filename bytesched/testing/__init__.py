@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from bytesched.link.simulation import LinkTransport, ManualClock, SimulatedIteration, simulate
 from bytesched.testing.fakes import FakeTransport, FaultPlan
-from bytesched.testing.kvstore import KVStoreContract
-from bytesched.testing.plugin import STATS, PluginContract, TrainingRun
-from bytesched.testing.transport import Contract, TransportContract
+from bytesched.testing.kvstore_suite import KVStoreContract
+from bytesched.testing.plugin_suite import STATS, PluginContract, TrainingRun
+from bytesched.testing.transport_suite import Contract, TransportContract
 
 if TYPE_CHECKING:
-    from bytesched.plugins.session.loopback import Loopback
+    from bytesched.plugins.loopback import Loopback
 
 __all__ = [
     "STATS",
@@ -37,5 +37,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Loopback":
-        return import_module("bytesched.plugins.session.loopback").Loopback
+        return import_module("bytesched.plugins.loopback").Loopback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from bytesched.plugins.bench.memory import peak_bytes, state_bytes
-from bytesched.plugins.bench.systems.data_parallel import Running
-from bytesched.plugins.bench.threads import Usage, usage, used
-from bytesched.plugins.bench.workloads.models import Workload
+from .memory import peak_bytes, state_bytes
+from .systems.data_parallel import Running
+from .threads import Usage, usage, used
+from .workloads.models import Workload
 
 SEED = 1
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from bytesched.lab.ranks import Place
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.link import all_reduces_s
 from bytesched.records import from_json, to_json
 from bytesched.sim.measure import Measured, Probes
+
+from .leaving import leave_after
+from .link import all_reduces_s
 
 
 def main(argv: list[str]) -> int:

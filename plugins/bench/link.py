@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
-from bytesched.plugins.bench.systems.data_parallel import MIB
+
+from .systems.data_parallel import MIB
 
 __all__ = ["Link", "agree", "all_reduces_s", "settled"]
 

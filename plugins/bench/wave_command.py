@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def specification(options: argparse.Namespace) -> tuple[WaveSpecification, int]:
     """What the options ask for, and of how many ranks. Raises `ConfigError`."""
-    from bytesched.plugins.bench.systems import partitions as bench_model
-    from bytesched.plugins.bench.systems import waves as bench_ticktock
-    from bytesched.plugins.bench.workloads.waves import MODELS
+    from .systems import partitions as bench_model
+    from .systems import waves as bench_ticktock
+    from .workloads.waves import MODELS
 
     if options.lab and options.workers:
         raise ConfigError("--lab and --workers exclude each other")

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from bytesched.bench.specification import WaveSpecification
 from bytesched.lab.ranks import Place
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.systems import partitions as bench_model
-from bytesched.plugins.bench.systems import waves as bench_ticktock
 from bytesched.records import from_json
+
+from .leaving import leave_after
+from .systems import partitions as bench_model
+from .systems import waves as bench_ticktock
 
 __all__ = ["main"]
 

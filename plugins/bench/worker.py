@@ -22,30 +22,21 @@ from bytesched.errors import PluginError
 from bytesched.files import write_text
 from bytesched.lab.ranks import Place
 from bytesched.link.bound import gradients, optimum_s, sharded_optimum_s, split_optimum_s
-from bytesched.plugins.bench.block import SEED, train
-from bytesched.plugins.bench.course import (
-    SWEEP_WARMUP,
-    SWEPT_BUCKETS_MB,
-    estimate,
-    first_round,
-)
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.link import Link
-from bytesched.plugins.bench.memory import reset_peak
-from bytesched.plugins.bench.stolen import core_times, stolen_share
-from bytesched.plugins.bench.systems.data_parallel import make_optimizer, set_up
-from bytesched.plugins.bench.systems.processes import OwnProcesses
-from bytesched.plugins.bench.workloads.compute import (
-    Traffic,
-    measure_compute,
-    measure_update,
-    record_profile,
-)
-from bytesched.plugins.bench.workloads.models import Workload, build
 from bytesched.records import from_json
 
+from .block import SEED, train
+from .course import SWEEP_WARMUP, SWEPT_BUCKETS_MB, estimate, first_round
+from .leaving import leave_after
+from .link import Link
+from .memory import reset_peak
+from .stolen import core_times, stolen_share
+from .systems.data_parallel import make_optimizer, set_up
+from .systems.processes import OwnProcesses
+from .workloads.compute import Traffic, measure_compute, measure_update, record_profile
+from .workloads.models import Workload, build
+
 if TYPE_CHECKING:
-    from bytesched.plugins.bench.systems.horovod import HorovodBlocks, Settings
+    from .systems.horovod import HorovodBlocks, Settings
 
 KVSTORE_RANK = "bytesched.plugins.bench.systems.kvstore_rank"
 COMPUTE_ITERATIONS = 5
@@ -143,7 +134,7 @@ class Bench:
 
     def choose_horovod(self, system: System) -> tuple[System, dict[str, Any]]:
         """The same for Horovod: swept, or left to its own autotuner."""
-        from bytesched.plugins.bench.systems.horovod import split_options, sweep
+        from .systems.horovod import split_options, sweep
 
         chosen: dict[str, Any] = {}
         if system.kind == "horovod-best":
@@ -175,7 +166,7 @@ class Bench:
     @cached_property
     def horovod(self) -> HorovodBlocks:
         """What runs Horovod; made when the first system needs it."""
-        from bytesched.plugins.bench.systems.horovod import HorovodBlocks
+        from .systems.horovod import HorovodBlocks
 
         return HorovodBlocks(self.spec, self.place, self.content)
 

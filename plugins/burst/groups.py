@@ -13,15 +13,16 @@ from bytesched.burst.cost import Place
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
-from bytesched.plugins.burst.guarded import GuardedStore
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.joining import Joining
-from bytesched.plugins.c10d.opening import open_gloo
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.beginning import add_optimizer, why_whole
-from bytesched.plugins.session.session import Session
+
+from ..c10d.joining import Joining
+from ..engine.beginning import add_optimizer, why_whole
+from ..engine.session import Session
+from ..layout.slots import Slot
+from ..routes.group_backend import C10dBackend
+from ..routes.groups.group import Group
+from ..routes.groups.opening import open_gloo
+from ..warmup.agree import statements
+from .guarded import GuardedStore
 
 __all__ = ["SharedObserver", "made_on_all_ranks", "open_session"]
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import TransportError
-from bytesched.plugins.c10d.keys import await_keys
+
+from ..routes.groups.keys import await_keys
 
 __all__ = ["GuardedStore"]
 

@@ -19,15 +19,16 @@ from bytesched.burst.cost import Place
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.c10d.waiter import Waiter
-from bytesched.plugins.session.progress import Progress
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done
+
+from ..dependency.progress import Progress
+from ..routes.group_backend import C10dBackend
+from ..routes.groups.group import Group
+from ..routes.groups.messages import Messages
+from ..routes.groups.waiter import Waiter
 
 __all__ = ["Move", "Moves", "move", "samples_at"]
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from bytesched.errors import PluginError
 from bytesched.files import write_text
-from bytesched.plugins.burst.branched import Branched
+
+from .branched import Branched
 
 __all__ = ["record"]
 

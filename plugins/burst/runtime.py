@@ -20,19 +20,16 @@ from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
-from bytesched.plugins.burst.background import Background
-from bytesched.plugins.burst.groups import (
-    SharedObserver,
-    made_on_all_ranks,
-    open_session,
-)
-from bytesched.plugins.burst.moves import Moves, samples_at
-from bytesched.plugins.burst.structure import check, items_of, layers_of
-from bytesched.plugins.burst.walk import Walk
-from bytesched.plugins.c10d.joining import joining
-from bytesched.plugins.c10d.opening import store_of
-from bytesched.plugins.session.agree import settings
-from bytesched.plugins.session.session import Session
+
+from ..c10d.joining import joining
+from ..engine.session import Session
+from ..routes.groups.opening import store_of
+from ..warmup.agree import settings
+from .background import Background
+from .groups import SharedObserver, made_on_all_ranks, open_session
+from .moves import Moves, samples_at
+from .structure import check, items_of, layers_of
+from .walk import Walk
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

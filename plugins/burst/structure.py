@@ -11,7 +11,8 @@ from torch import nn
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.burst.planfile import load_named_plan
 from bytesched.errors import PluginError
-from bytesched.plugins.burst.branched import Branched
+
+from .branched import Branched
 
 __all__ = ["Item", "branches_of", "check", "items_of", "layers_of", "places_of", "plan_for"]
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import PluginError
-from bytesched.plugins.burst.moves import Move, Moves, move, samples_at
-from bytesched.plugins.burst.structure import Item, branches_of, items_of, places_of
+
+from .moves import Move, Moves, move, samples_at
+from .structure import Item, branches_of, items_of, places_of
 
 __all__ = ["Walk"]
 

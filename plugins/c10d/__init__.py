@@ -1,10 +1,8 @@
-"""torch.distributed: groups of our own, one order on all ranks, DDP as a shell."""
+"""torch.distributed: DDP as a shell, and how its ranks come together."""
 
 from __future__ import annotations
 
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.ddp import find_ddp
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.joining import Joining
+from .ddp import find_ddp
+from .joining import Joining
 
-__all__ = ["C10dBackend", "Group", "Joining", "find_ddp"]
+__all__ = ["Joining", "find_ddp"]

@@ -9,9 +9,9 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.opening import store_of
-from bytesched.plugins.session.agree import disagreement
+from ..routes.groups.opening import store_of
+from ..warmup.agree import disagreement
+from .entry import Entry
 
 __all__ = ["Announcement"]
 

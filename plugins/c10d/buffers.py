@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from bytesched.errors import TransportError
-from bytesched.plugins.c10d.group import Group
+
+from ..routes.groups.group import Group
 
 __all__ = ["BufferBroadcast"]
 

@@ -20,23 +20,25 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.link.levels import shares_hosts
 from bytesched.log import show
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.joining import Joining, joining
-from bytesched.plugins.c10d.lent import LentReducer, requiring_gradients
-from bytesched.plugins.c10d.levels import TwoLevelSums, open_levels
-from bytesched.plugins.c10d.opening import open_group, open_part
-from bytesched.plugins.c10d.split import ExchangeSplitter
-from bytesched.plugins.optimizer.separable import why_not_sharded
-from bytesched.plugins.optimizer.stepping import stepping_optimizer
-from bytesched.plugins.proxies.compiling import has_compiled
-from bytesched.plugins.registry import sessions
-from bytesched.plugins.session import beginning
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.beginning import add_optimizer, slots_of, stays_plain
-from bytesched.plugins.session.session import Session
+
+from ..engine import beginning
+from ..engine.beginning import add_optimizer, slots_of, stays_plain
+from ..engine.session import Session
+from ..proxies.compiling import has_compiled
+from ..registry import sessions
+from ..routes.group_backend import C10dBackend
+from ..routes.groups.group import Group
+from ..routes.groups.opening import open_group, open_part
+from ..routes.levels.choosing import open_levels
+from ..routes.levels.sums import TwoLevelSums
+from ..update.delegation import stepping_optimizer
+from ..update.separable import why_not_sharded
+from ..warmup.agree import statements
+from .buffers import BufferBroadcast
+from .entry import Entry
+from .joining import Joining, joining
+from .lent import LentReducer, requiring_gradients
+from .splitter import ExchangeSplitter
 
 __all__ = [
     "attach",

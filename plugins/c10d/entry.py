@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import MismatchError, SchedulerTimeout, in_one_line
-from bytesched.plugins.c10d.opening import store_of
-from bytesched.plugins.session.agree import disagreement
+
+from ..routes.groups.opening import store_of
+from ..warmup.agree import disagreement
 
 __all__ = ["Entry"]
 

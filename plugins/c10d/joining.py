@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from bytesched.config import Config
 from bytesched.observe import Observers
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.opening import closed_on_error, open_group
-from bytesched.plugins.session.agree import agree
 from bytesched.trace.observers import observers_of
+
+from ..routes.groups.group import Group
+from ..routes.groups.opening import closed_on_error, open_group
+from ..warmup.agree import agree
 
 __all__ = ["Joining", "joining"]
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import BytesschedError
-from bytesched.plugins.c10d.group import Group
+
+from ..routes.groups.group import Group
 
 __all__ = ["LentReducer", "requiring_gradients"]
 

@@ -21,9 +21,10 @@ from typing import Any
 
 from bytesched.errors import BytesschedError
 from bytesched.lab.hosts import Lab
-from bytesched.plugins.demo.specification import DemoSpecification, Trained
 from bytesched.records import to_json
 from bytesched.report.iteration import draw_iteration
+
+from .specification import DemoSpecification, Trained
 
 HOSTS = 2
 RATE = "1gbit"

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.systems.data_parallel import set_up
-from bytesched.plugins.bench.workloads.models import GPT, NextToken
-from bytesched.plugins.demo.ddp_trace import trace_ddp
-from bytesched.plugins.demo.specification import DemoSpecification, Trained
 from bytesched.records import from_json
+
+from ..bench.leaving import leave_after
+from ..bench.systems.data_parallel import set_up
+from ..bench.workloads.models import GPT, NextToken
+from .ddp_trace import trace_ddp
+from .specification import DemoSpecification, Trained
 
 LossOf = Callable[[nn.Module, int], Tensor]
 

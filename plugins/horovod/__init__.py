@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.horovod.optimizer import ScheduledOptimizer
+from .optimizer import ScheduledOptimizer
 
 __all__ = ["ScheduledOptimizer"]

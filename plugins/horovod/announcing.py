@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from bytesched.config import Config
 from bytesched.errors import TransportError, in_one_line
-from bytesched.plugins.horovod.optimizer import decline
-from bytesched.plugins.horovod.wire import Wire
-from bytesched.plugins.session.agree import disagreement
+
+from ..warmup.agree import disagreement
+from .optimizer import decline
+from .wire import Wire
 
 __all__ = ["Announcement"]
 

@@ -18,7 +18,8 @@ from horovod.common.elastic import notification_manager
 from torch import nn
 
 from bytesched.errors import in_one_line
-from bytesched.plugins.session.session import Session
+
+from ..engine.session import Session
 
 __all__ = ["Elastic"]
 

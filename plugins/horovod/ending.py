@@ -14,7 +14,8 @@ from horovod.torch import mpi_ops
 
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import PluginError
-from bytesched.plugins.session.session import Session
+
+from ..engine.session import Session
 
 __all__ = ["watch_endings"]
 

@@ -15,8 +15,9 @@ import horovod.torch as hvd
 
 from bytesched.environment import is_horovod_elastic
 from bytesched.errors import MismatchError, TransportError, in_one_line
-from bytesched.plugins.horovod.wire import Wire
-from bytesched.plugins.session.agree import disagreement
+
+from ..warmup.agree import disagreement
+from .wire import Wire
 
 __all__ = ["Entry"]
 

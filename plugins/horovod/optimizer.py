@@ -19,20 +19,21 @@ from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
-from bytesched.plugins.horovod.backend import HorovodBackend
-from bytesched.plugins.horovod.elastic import Elastic
-from bytesched.plugins.horovod.ending import watch_endings
-from bytesched.plugins.horovod.entry import Entry
-from bytesched.plugins.horovod.shell import Shell
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.proxies.compiling import has_compiled
-from bytesched.plugins.registry import announce
-from bytesched.plugins.session import beginning
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.beginning import add_optimizer, stays_plain
-from bytesched.plugins.session.session import Session
-from bytesched.plugins.wrapping import check, settings, wrap_optimizer
 from bytesched.trace.observers import observers_of
+
+from ..engine import beginning
+from ..engine.beginning import add_optimizer, stays_plain
+from ..engine.session import Session
+from ..layout.slots import Slot
+from ..proxies.compiling import has_compiled
+from ..registry import announce
+from ..warmup.agree import statements
+from ..wrapping import check, settings, wrap_optimizer
+from .elastic import Elastic
+from .ending import watch_endings
+from .entry import Entry
+from .hvd_backend import HorovodBackend
+from .shell import Shell
 
 __all__ = ["ScheduledOptimizer", "attach", "begin", "decline", "why_plain", "why_whole"]
 

@@ -14,9 +14,10 @@ import horovod.torch as hvd
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.horovod.backend import HorovodBackend
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.session import Session
+
+from ..engine.session import Session
+from ..layout.slots import Slot
+from .hvd_backend import HorovodBackend
 
 __all__ = ["Shell"]
 

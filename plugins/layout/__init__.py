@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Bundle, Job, Slice, Slot
+from .packing import Packer
+from .plan import Plan
+from .slots import Bundle, Job, Slice, Slot
 
 __all__ = ["Bundle", "Job", "Packer", "Plan", "Slice", "Slot"]

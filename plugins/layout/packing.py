@@ -6,9 +6,10 @@ from typing import Final
 
 import torch
 
-from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Slice
 from bytesched.task import CommTask
+
+from .plan import Plan
+from .slots import Slice
 
 __all__ = ["Packer", "elements"]
 

@@ -9,8 +9,9 @@ from itertools import chain, groupby, pairwise
 import torch
 
 from bytesched.link.sizes import first_bytes
-from bytesched.plugins.layout.slots import Bundle, Slice, Slot
 from bytesched.task import CommTask
+
+from .slots import Bundle, Slice, Slot
 
 __all__ = ["Ownership", "Plan", "Share"]
 

@@ -9,17 +9,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from bytesched.plugins.layout.memory import is_gradient_shared, is_laid_out_as, lies_over
-from bytesched.plugins.proxies.pending import (
-    Desk,
-    LazyGrad,
-    has_aliases,
-    lazy_over,
-    plain,
-    point,
-)
 from bytesched.round import ALLOWED, LENT, Gradient, Use
 from bytesched.round import Bundle as BundleOf
+
+from ..proxies.pending import LazyGrad, QueryHandler, has_aliases, lazy_over, plain, point
+from .memory import is_gradient_shared, is_laid_out_as, lies_over
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 
@@ -41,8 +35,8 @@ class Slot(Gradient):
     slices: list[Slice] = field(init=False, default_factory=list)
     #: of its gradient hook
     hook_id: int = field(init=False, default=-1)
-    #: see `LazyGrad.desk`
-    desk: Desk | None = field(init=False, default=None)
+    #: see `LazyGrad.queries`
+    queries: QueryHandler | None = field(init=False, default=None)
     #: what the script has done to the elements of the gradient while it was outstanding
     changes: list[Callable[[list[torch.Tensor]], None]] = field(init=False, default_factory=list)
     #: what looks at the gradient once it is here, after so many of the changes
@@ -103,12 +97,12 @@ class Slot(Gradient):
             self.lazy = lazy_over(self.view)
         self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
-        self.use_desk(self.desk)
+        self.use_queries(self.queries)
 
-    def use_desk(self, desk: Desk | None) -> None:
-        """``desk`` answers for the gradient while it is outstanding."""
-        self.desk = desk
-        self.lazy.desk, self.lazy.owner = desk, self
+    def use_queries(self, queries: QueryHandler | None) -> None:
+        """``queries`` answers for the gradient while it is outstanding."""
+        self.queries = queries
+        self.lazy.queries, self.lazy.owner = queries, self
 
     def changed(self) -> torch.Tensor:
         """The gradient after all changes that were noted; its sum must be in the arena."""

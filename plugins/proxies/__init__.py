@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.proxies.compiling import exclude_compiler, has_compiled
-from bytesched.plugins.proxies.first_use import FirstUse
-from bytesched.plugins.proxies.hooks import StayingForwardHook, StayingHook, gate
-from bytesched.plugins.proxies.pending import LazyGrad, PendingParameter, hold, is_held, release
+from .compiling import exclude_compiler, has_compiled
+from .first_use import FirstUse
+from .hooks import StayingForwardHook, StayingHook, gate
+from .pending import LazyGrad, PendingParameter, hold, is_held, release
 
 __all__ = [
     "FirstUse",

@@ -15,13 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from bytesched.plugins.proxies.pending import (
-    LazyGrad,
-    PendingParameter,
-    keep_apart,
-    plain,
-    ready,
-)
+from .pending import LazyGrad, PendingParameter, keep_apart, plain, ready
 
 __all__ = ["BackwardWatch", "Watch", "guard_entries", "watch_backward", "watch_reductions"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from bytesched.plugins.proxies.compiling import is_compiled
-from bytesched.plugins.proxies.hooks import StayingHook
-from bytesched.plugins.proxies.pending import hold, is_held, release
+from .compiling import is_compiled
+from .hooks import StayingHook
+from .pending import hold, is_held, release
 
 __all__ = ["FirstUse"]
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
-    "Desk",
     "LazyGrad",
     "PendingParameter",
+    "QueryHandler",
     "alias_of",
     "free",
     "has_aliases",
@@ -167,8 +167,8 @@ def is_held(parameter: nn.Parameter) -> bool:
     return type(parameter) is PendingParameter
 
 
-#: See `LazyGrad.desk`.
-Desk: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+#: See `LazyGrad.queries`.
+QueryHandler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
@@ -200,12 +200,12 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
     is_taken: Callable[[], bool]
     #: what may answer for the values before all of them are there, if anything does: called with
     #: a function of torch's, its arguments and keywords; returns NotImplemented if it cannot
-    desk: Desk | None = None
+    queries: QueryHandler | None = None
     #: the script may have the address of its memory, which is its own
     is_kept: bool = False
     #: of the storage that it was made over; the script may put another there
     storage_id: int = 0
-    #: whose gradient this is, for the desk
+    #: whose gradient this is, for the query handler
     owner: object = None
 
     @classmethod
@@ -222,8 +222,8 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
                 if type(tensor) is LazyGrad and tensor.is_taken():
                     _give_own_memory(tensor)
         if func not in METADATA:
-            if (desk := _desk_of(args)) is not None:
-                answer = desk(func, args, kwargs)
+            if (queries := _queries_of(args)) is not None:
+                answer = queries(func, args, kwargs)
                 if answer is not NotImplemented:
                     return answer
             for tensor in _tensors((args, kwargs)):
@@ -248,12 +248,12 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
         return result
 
 
-def _desk_of(args: tuple[Any, ...]) -> Desk | None:
-    """The desk of the first argument, or of the first gradient in it if it is a list."""
+def _queries_of(args: tuple[Any, ...]) -> QueryHandler | None:
+    """The query handler of the first argument, or of the first gradient in it if it is a list."""
     first = args[0] if args else None
     if isinstance(first, (list, tuple)):
         first = next((tensor for tensor in first if type(tensor) is LazyGrad), None)
-    return first.desk if type(first) is LazyGrad else None
+    return first.queries if type(first) is LazyGrad else None
 
 
 def alias_of(grad: LazyGrad) -> LazyGrad:
@@ -261,7 +261,7 @@ def alias_of(grad: LazyGrad) -> LazyGrad:
     with torch._C.DisableTorchFunctionSubclass():
         alias = grad.detach().as_subclass(LazyGrad)
     alias.synchronize, alias.is_taken = grad.synchronize, grad.is_taken
-    alias.desk, alias.owner = grad.desk, grad.owner
+    alias.queries, alias.owner = grad.queries, grad.owner
     alias.storage_id = grad.storage_id
     return alias
 
@@ -361,7 +361,7 @@ def free(grad: LazyGrad) -> None:
     """Lets go of whoever owned the memory of ``grad``: from now on it never waits."""
     grad.synchronize = _nothing
     grad.is_taken = _false
-    grad.desk = grad.owner = None
+    grad.queries = grad.owner = None
 
 
 def settle(grad: LazyGrad) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.script.kinds import WatchedDdp, WatchedHorovod
-from bytesched.plugins.script.watched import Watched
+from .kinds import WatchedDdp, WatchedHorovod
+from .watched import Watched
 
 __all__ = ["Watched", "WatchedDdp", "WatchedHorovod"]

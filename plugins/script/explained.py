@@ -12,10 +12,11 @@ from weakref import ref
 import torch.distributed as dist
 
 from bytesched.observe import Observer
-from bytesched.plugins import explain_optimizer
-from bytesched.plugins.registry import after_wrap, optimizers_of
-from bytesched.plugins.session.causes import place
-from bytesched.plugins.session.hooked import HookedModel
+
+from .. import explain_optimizer
+from ..engine.hooked import HookedModel
+from ..figures.causes import place
+from ..registry import after_wrap, optimizers_of
 
 __all__ = ["Explained", "Wait", "begin"]
 

@@ -22,11 +22,12 @@ from torch.optim.optimizer import (
 )
 
 from bytesched.environment import is_horovod_elastic
-from bytesched.plugins.registry import before_wrap, ended
-from bytesched.plugins.script.kinds import WatchedDdp, WatchedHorovod
-from bytesched.plugins.script.owners import parameter_ids
-from bytesched.plugins.script.summary import summary
-from bytesched.plugins.script.watched import Watched, reasons
+
+from ..registry import before_wrap, ended
+from .kinds import WatchedDdp, WatchedHorovod
+from .owners import parameter_ids
+from .summary import summary
+from .watched import Watched, reasons
 
 __all__ = ["ddp_made", "horovod_optimizer_made", "say_undecided"]
 

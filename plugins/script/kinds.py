@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.environment import is_horovod_elastic
-from bytesched.plugins.c10d.announcing import Announcement
-from bytesched.plugins.script.calls import is_inside, makes_state
-from bytesched.plugins.script.owners import compiled_around, owners_of, parameter_ids
-from bytesched.plugins.script.watched import Announced, Watched
+
+from ..c10d.announcing import Announcement
+from .calls import is_inside, makes_state
+from .owners import compiled_around, owners_of, parameter_ids
+from .watched import Announced, Watched
 
 __all__ = ["WatchedDdp", "WatchedHorovod"]
 
@@ -149,7 +150,7 @@ class WatchedHorovod(Watched):
         # Adasum has no process set, and ranks that come and go announce nothing before they meet.
         if is_horovod_elastic() or ranks is None or not ranks.included() or ranks.size() == 1:
             return None
-        from bytesched.plugins.horovod.announcing import Announcement as HorovodAnnouncement
+        from ..horovod.announcing import Announcement as HorovodAnnouncement
 
         return HorovodAnnouncement(optimizer, statements)
 

@@ -16,13 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from bytesched.config import Config
 from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
-from bytesched.plugins import wrap_found
-from bytesched.plugins.proxies.hooks import StayingHook
-from bytesched.plugins.registry import Wrapped, is_wrapped, sessions, unwrap
-from bytesched.plugins.script.calls import is_in_a_mode
-from bytesched.plugins.script.owners import parameter_ids
-from bytesched.plugins.session.agree import settings
-from bytesched.plugins.wrapping import why_wrapped
+
+from .. import wrap_found
+from ..proxies.hooks import StayingHook
+from ..registry import Wrapped, is_wrapped, sessions, unwrap
+from ..warmup.agree import settings
+from ..wrapping import why_wrapped
+from .calls import is_in_a_mode
+from .owners import parameter_ids
 
 __all__ = ["Announced", "Watched", "reasons"]
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.errors import PluginError
-from bytesched.plugins.c10d.ddp import find_ddp
+
+from ..c10d.ddp import find_ddp
 
 __all__ = [
     "refuse_uncuttable",

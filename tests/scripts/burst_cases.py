@@ -20,7 +20,7 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
-from bytesched.plugins.c10d.opening import open_gloo
+from bytesched.plugins.routes.groups.opening import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -216,7 +216,7 @@ def first_broadcast_fails() -> str:
     before = gloo_groups()
     fails = dist.get_rank() == 3
     failing = mock.Mock(side_effect=MemoryError("no room"))
-    patched = mock.patch("bytesched.plugins.c10d.group.Group.broadcast", failing)
+    patched = mock.patch("bytesched.plugins.routes.groups.group.Group.broadcast", failing)
     try:
         with patched if fails else nullcontext():
             Burst(vgg_like(), CASES["vgg"][1], optimizer_for, functional.cross_entropy, **SETTINGS)

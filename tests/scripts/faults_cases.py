@@ -179,7 +179,7 @@ class Script:
 
     def _watch_measurement(self) -> None:
         """Reaches "in_measurement" when the warm-up is about to measure the link."""
-        kind: Any = importlib.import_module("bytesched.plugins.session.warmup").WarmUp
+        kind: Any = importlib.import_module("bytesched.plugins.warmup.first_round").WarmUp
         real = kind._choose_sizes
 
         def watched(*args: Any) -> Any:
@@ -268,7 +268,7 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
         signals().wait("an answer fails")
         told(script.optimizer.state_dict)
         return
-    kind: Any = importlib.import_module("bytesched.plugins.session.holding").Holding
+    kind: Any = importlib.import_module("bytesched.plugins.zero1.optimizer_shards").OptimizerShards
 
     def answer(*_: Any) -> bytes:
         FAULTS[fault]()

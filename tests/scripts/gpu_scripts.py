@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from training import STEPS, Job, adamw, compare, mlp, sgd, train
 
 from bytesched.errors import PluginError
-from bytesched.plugins.session.streams import CudaStreams
+from bytesched.plugins.routes.streams import CudaStreams
 from bytesched.task import CommTask
 
 DEVICE = torch.device("cuda", 0)
@@ -297,7 +297,7 @@ def first_sent() -> tuple[list[int], int]:
 
     Backward takes long on the device, and nearly nothing on the host.
     """
-    with nccl() as group, mock.patch("bytesched.plugins.session.hooked.streams_for", LoggedStreams):
+    with nccl() as group, mock.patch("bytesched.plugins.engine.hooked.streams_for", LoggedStreams):
         model = DistributedDataParallel(wide().to(DEVICE), process_group=group)
         optimizer = sgd(model, lr=1e-4)
         x = torch.randn(16384, WIDE, device=DEVICE)

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from training import adamw, frozen, mlp, sgd, train
 
 import bytesched
+from bytesched.plugins.engine.session import Session
 from bytesched.plugins.horovod import ScheduledOptimizer
-from bytesched.plugins.horovod.transport import HorovodTransport
+from bytesched.plugins.horovod.hvd_transport import HorovodTransport
 from bytesched.plugins.horovod.wire import Wire
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.registry import session_of
-from bytesched.plugins.session.session import Session
-from bytesched.plugins.session.streams import Streams
+from bytesched.plugins.routes.streams import Streams
 from bytesched.task import CommTask, TaskState
 from bytesched.testing import PluginContract, TrainingRun, TransportContract
 from bytesched.transport import Transport

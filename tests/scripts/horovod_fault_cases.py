@@ -16,7 +16,7 @@ from torch import Tensor
 from training import adamw
 
 import bytesched
-from bytesched.plugins.horovod.backend import HorovodBackend
+from bytesched.plugins.horovod.hvd_backend import HorovodBackend
 
 STEPS = 6
 FAULT_STEP = 3

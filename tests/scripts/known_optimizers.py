@@ -21,8 +21,8 @@ from looped import TIMEOUT_S, Training, check_equal, inputs
 from torch import nn
 from torch.optim import Optimizer
 
-from bytesched.plugins.optimizer.known import KNOWN
 from bytesched.plugins.proxies.pending import is_held
+from bytesched.plugins.update.known import KNOWN
 from bytesched.testing import Loopback
 
 #: what is tried beside the defaults

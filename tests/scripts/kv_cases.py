@@ -23,13 +23,13 @@ from torch import nn
 import bytesched
 from bytesched.config import Config
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
-from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
-from bytesched.plugins.kvstore.training import begin as kvstore_training
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
-from bytesched.plugins.mpi_kvstore import opening as mpi_kvstore
-from bytesched.plugins.mpi_kvstore.messages import Message, Op
-from bytesched.plugins.mpi_kvstore.server.server import Server
-from bytesched.plugins.mpi_kvstore.server.service import Answers
+from bytesched.plugins.stores.mpi import opening as mpi_kvstore
+from bytesched.plugins.stores.mpi.messages import Message, Op
+from bytesched.plugins.stores.mpi.server.server import Server
+from bytesched.plugins.stores.mpi.server.service import Answers
+from bytesched.plugins.stores.scheduled.wrapped_store import ScheduledKVStore
+from bytesched.plugins.stores.training import begin as kvstore_training
 
 TIMEOUT_S = 30.0
 

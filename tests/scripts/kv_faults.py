@@ -14,9 +14,9 @@ import torch
 from mpi4py import MPI
 
 from bytesched.config import Config
-from bytesched.plugins.kvstore.scheduled import ScheduledKVStore
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
-from bytesched.plugins.mpi_kvstore.messages import TO_SERVER, Message, Op, push_tag
+from bytesched.plugins.stores.mpi.messages import TO_SERVER, Message, Op, push_tag
+from bytesched.plugins.stores.scheduled.wrapped_store import ScheduledKVStore
 
 TIMEOUT_S = 5.0
 RANK = MPI.COMM_WORLD.Get_rank()

@@ -12,10 +12,10 @@ from mpi4py import MPI
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.plugins.kvstore.training import begin as kvstore_training
-from bytesched.plugins.kvstore.training.backend import StoreBackend
-from bytesched.plugins.kvstore.training.rate import push_bytes_per_s
 from bytesched.plugins.mpi_kvstore import open_store
+from bytesched.plugins.stores.training import begin as kvstore_training
+from bytesched.plugins.stores.training.rate import push_bytes_per_s
+from bytesched.plugins.stores.training.store_backend import StoreBackend
 
 STEPS = 8
 #: sums over the batch are taken in another order

@@ -25,8 +25,8 @@ from bytesched.errors import (
     SchedulerTimeout,
 )
 from bytesched.observe import Observer
-from bytesched.plugins.mxnet.engine import Held, post
-from bytesched.plugins.mxnet.urgency import Urgency
+from bytesched.plugins.stores.mxnet.engine import Held, post
+from bytesched.plugins.stores.mxnet.urgency import Urgency
 
 STEPS = 6
 BATCH = 16

@@ -9,9 +9,9 @@ from typing import Any
 from training import Job
 
 from bytesched.config import Config
-from bytesched.plugins.session import warming
-from bytesched.plugins.session.lending import alternation_for
-from bytesched.plugins.session.resting import Alternation, Report
+from bytesched.plugins.engine import warming
+from bytesched.plugins.engine.lending import alternation_for
+from bytesched.plugins.engine.resting import Alternation, Report
 
 
 class Restless(Alternation):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from faults_cases import train_until_fault
 
 from bytesched.config import Config
-from bytesched.plugins.session import warming
-from bytesched.plugins.session.resting import Alternation, Report
+from bytesched.plugins.engine import warming
+from bytesched.plugins.engine.resting import Alternation, Report
 
 #: The fourth round is the first one that is rested.
 RESTED_STEP = 6

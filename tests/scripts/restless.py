@@ -10,7 +10,7 @@ from training import Job
 
 import bytesched.plugins.wrapping as wrapping
 from bytesched.config import Config
-from bytesched.plugins.session import session as sessions
+from bytesched.plugins.engine import session as sessions
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner, find_tuner
 
 SIZES = (64, 96, 256, 1000, 4096)

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
-from bytesched.plugins.c10d.split.exchange import Exchange
-from bytesched.plugins.session import owning
-from bytesched.plugins.session.wholes import Wholes
+from bytesched.plugins.routes.split.exchange import Exchange
+from bytesched.plugins.zero1 import sharded_updates
+from bytesched.plugins.zero1.full_gradients import FullGradients
 from bytesched.task import CommTask
 
 
@@ -84,7 +84,7 @@ def read_before_changes_that_others_have_made(job: Job) -> None:
     """Rank 0 has scaled gradients and stepped when rank 1 reads them, which then scales them."""
     model = job.ddp(mlp())
     optimizer = job.wrap(adamw(model), model)
-    changed, change = threading.Event(), Wholes.change
+    changed, change = threading.Event(), FullGradients.change
 
     def change_and_tell(*args: Any) -> None:
         change(*args)
@@ -105,7 +105,7 @@ def read_before_changes_that_others_have_made(job: Job) -> None:
             changed.clear()
             job.barrier()
 
-    with mock.patch.object(Wholes, "change", change_and_tell):
+    with mock.patch.object(FullGradients, "change", change_and_tell):
         train(job, model, optimizer, steps=4, before_step=scale, after_step=go_on)
     job.record_state(model, optimizer)
 
@@ -546,7 +546,7 @@ def sums_asked_for() -> list[int]:
     """How often, in each step of `cut_and_clipped`, this rank asks another one for its sums."""
     asked: list[int] = []
     counts = [0]
-    assembled = Wholes.assembled
+    assembled = FullGradients.assembled
 
     def count(*args: Any) -> Any:
         counts[0] += 1
@@ -558,7 +558,7 @@ def sums_asked_for() -> list[int]:
         counts[0] = 0
 
     job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(Wholes, "assembled", count):
+    with contextlib.closing(job), mock.patch.object(FullGradients, "assembled", count):
         model = job.ddp(uneven())
         optimizer = job.wrap(adamw(model), model)
         train(job, model, optimizer, before_step=clip)
@@ -823,9 +823,9 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
     optimizer = job.wrap(adamw(model), model)
     written = threading.Event()
     waited: list[bool] = []
-    update = owning._Owned.update
+    update = sharded_updates._Owned.update
 
-    def updates(owned: owning._Owned, groups: Any) -> None:
+    def updates(owned: sharded_updates._Owned, groups: Any) -> None:
         slots = [slot for _, some in groups for slot in some]
         if any(slot.parameter is norm.weight for slot in slots):
             waited.append(written.wait(60))
@@ -838,7 +838,7 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
         model(job.inputs(step)).square().mean().backward()
         assert norm.bias.grad is not None
         norm.bias.grad = norm.bias.grad.clone()
-        with mock.patch.object(owning._Owned, "update", updates):
+        with mock.patch.object(sharded_updates._Owned, "update", updates):
             optimizer.step()
             with torch.no_grad():
                 norm.bias.mul_(0.9)

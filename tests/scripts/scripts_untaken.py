@@ -14,8 +14,8 @@ from torch import nn
 from training import STEPS, Job, adamw, mlp, train
 
 import bytesched
-from bytesched.plugins.c10d.split.sums import Sums
-from bytesched.plugins.session import asking, wholes
+from bytesched.plugins.routes.split.sums import Sums
+from bytesched.plugins.zero1 import full_gradients, rank_calls
 from bytesched.task import CommTask
 
 
@@ -117,7 +117,7 @@ def read_while_summed(job: Job) -> None:
     optimizer = job.wrap(adamw(model), model)
     come = threading.Event()
     front = model.module[0].weight
-    add, gather = Sums.add, asking.gathered
+    add, gather = Sums.add, rank_calls.gathered
 
     def late(sums: Sums, chunk: CommTask, received: Any) -> None:
         if any(s.slot.parameter is front for s in sums._packer._plan.slices[chunk.index]):
@@ -136,7 +136,7 @@ def read_while_summed(job: Job) -> None:
     with ExitStack() as stack:
         if job.rank == 1:
             stack.enter_context(mock.patch.object(Sums, "add", late))
-            stack.enter_context(mock.patch.object(wholes, "gathered", gathered))
+            stack.enter_context(mock.patch.object(full_gradients, "gathered", gathered))
         model(job.inputs(2)).square().mean().backward()
         job.record("gradient", model.module[2].weight.grad)
     job.record("gradients", [p.grad for p in model.parameters()])

@@ -19,8 +19,8 @@ from training import STEPS, adamw, mlp
 from bytesched.config import Config
 from bytesched.plugins.c10d import ddp
 from bytesched.plugins.c10d.entry import Entry
-from bytesched.plugins.session.session import Session
-from bytesched.plugins.session.streams import CudaStreams, Streams
+from bytesched.plugins.engine.session import Session
+from bytesched.plugins.routes.streams import CudaStreams, Streams
 from bytesched.task import CommTask
 
 #: What happened, and to whom: a chunk, the updated parameters, or nobody in particular.
@@ -189,7 +189,7 @@ def attached_over(
         return streams() if streams is Streams else streams(device, fail)  # type: ignore[call-arg]
 
     with (
-        mock.patch("bytesched.plugins.session.hooked.streams_for", made),
+        mock.patch("bytesched.plugins.engine.hooked.streams_for", made),
         attached(optimizer, model, partition_bytes=256, credit_bytes=512) as session,
     ):
         if isinstance(session._streams, (RecordingStreams, PlacedStreams)):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.notes import Notes
+from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.routes.groups.notes import Notes
 
 
 def connected(ranks: int, timeout_s: float = 300.0) -> list[Group]:

@@ -7,9 +7,7 @@ import bytesched
 #: every public name, by module; no release may lose one
 PUBLIC = {
     "bytesched": list(bytesched.__all__),
-    "bytesched.contracts": ["Contract", "TransportContract"],
     "bytesched.kvstore": ["AsyncKVStore", "Ended", "KVStore", "Key", "LocalKVStore", "describe"],
-    "bytesched.kvstore_contract": ["KVStoreContract"],
     "bytesched.plugins": ["explain_optimizer", "flush", "separable", "stats", "unwrap", "wrap"],
     "bytesched.plugins.burst": ["Background", "Branched", "Burst", "plan_for", "record"],
     "bytesched.plugins.horovod": ["ScheduledOptimizer"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -36,7 +36,7 @@ class House:
     """The source files of a project, their imports, and its table of floors."""
 
     def __init__(self, root: Path) -> None:
-        table = tomllib.loads((root / "floors.toml").read_text())
+        self.table = table = tomllib.loads((root / "floors.toml").read_text())
         self.floors = {
             room: number for number, floor in enumerate(table["floor"]) for room in floor["rooms"]
         }
@@ -65,10 +65,10 @@ class House:
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{file}:{node.lineno}: import absolutely"
+                source = _source(file, node)
                 for alias in node.names:
-                    name = f"{node.module}.{alias.name}"
-                    yield (name if name in self.modules else node.module or ""), node.lineno
+                    name = f"{source}.{alias.name}"
+                    yield (name if name in self.modules else source), node.lineno
 
     def strings(self, file: str) -> Iterator[tuple[str, int]]:
         """Every string of ``file`` that may be meant to be imported, and the line."""
@@ -92,27 +92,63 @@ class House:
         ]
 
     def upward(self) -> list[str]:
-        """The imports that do not go down."""
-        found = []
-        for each in self.imports():
-            here, there = self.room(each.source), self.room(each.target)
-            assert here is not None, each
-            assert there is not None, each
-            if here != there and self.floors[there] >= self.floors[here]:
-                found.append(f"{each.source}:{each.line} imports {each.target}")
-        return found
+        """The imports that go up."""
+        return [
+            f"{each.source}:{each.line} imports {each.target}"
+            for each in self.imports()
+            if self.floors[self._room(each.target)] > self.floors[self._room(each.source)]
+        ]
 
     def circle(self) -> list[str]:
         """The files of one circle of imports, if there is one."""
-        graph: dict[str, set[str]] = {file: set() for file in self.trees}
-        for each in self.imports():
-            graph[each.source].add(each.target)
-        try:
-            TopologicalSorter(graph).prepare()
-        except CycleError as error:
-            files: list[str] = error.args[1]
-            return files
-        return []
+        return _circle((each.source, each.target) for each in self.imports())
+
+    def circle_of_rooms(self) -> list[str]:
+        """The rooms of one circle of imports, if there is one."""
+        return _circle((self._room(e.source), self._room(e.target)) for e in self.imports())
+
+    def not_as_the_folder_does(self) -> list[str]:
+        """Imports inside a linked folder that are absolute, and relative ones elsewhere."""
+        return [
+            f"{file}:{node.lineno}"
+            for file, tree in self.trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            if bool(node.level) is not _is_inside(file, _source(file, node))
+        ]
+
+    def _room(self, file: str) -> str:
+        room = self.room(file)
+        assert room is not None, file
+        return room
+
+
+def _circle(arrows: Iterable[tuple[str, str]]) -> list[str]:
+    graph: dict[str, set[str]] = {}
+    for one, other in arrows:
+        if one != other:
+            graph.setdefault(one, set()).add(other)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def _source(file: str, node: ast.ImportFrom) -> str:
+    """The module that ``node`` imports from, in full."""
+    if not node.level:
+        return node.module or ""
+    # The last part is the file itself, which a package is not inside.
+    inside = _module(file).split(".") + ([""] if file.endswith("/__init__.py") else [])
+    return ".".join([*inside[: -node.level], *([node.module] if node.module else [])])
+
+
+def _is_inside(file: str, module: str) -> bool:
+    """Whether ``module`` is in the same folder that is installed under another name."""
+    top = file.split("/")[0]
+    return top != "bytesched" and f"{module}.".startswith(f"bytesched.{top}.")
 
 
 def _module(file: str) -> str:
@@ -138,6 +174,21 @@ def test_no_circle_among_files(house: House) -> None:
     assert house.circle() == []
 
 
+def test_no_circle_among_rooms(house: House) -> None:
+    assert house.circle_of_rooms() == []
+
+
+def test_a_few_floors_each_of_which_has_an_idea(house: House) -> None:
+    ideas = [floor["idea"] for floor in house.table["floor"]]
+    assert len(ideas) <= 10
+    assert all(idea.endswith(".") for idea in ideas)
+
+
+def test_linked_folders_import_relatively_and_nothing_else_does(house: House) -> None:
+    # A tool that reads the folder knows nothing of the name that it is installed under.
+    assert house.not_as_the_folder_does() == []
+
+
 def test_every_file_and_package_says_what_it_is_for(house: House) -> None:
     assert [file for file, tree in house.trees.items() if not ast.get_docstring(tree)] == []
 
@@ -161,7 +212,7 @@ def test_frameworks_are_named_by_plugins_alone(house: House) -> None:
 
 def test_plugins_are_reached_from_the_front_and_from_commands_alone(house: House) -> None:
     fronts = ("bytesched/__init__.py", "bytesched/integrations/", "bytesched/testing/__init__.py")
-    commands = ("bytesched/cli.py", "bytesched/doctor/explain.py", "bytesched/run/")
+    commands = ("bytesched/cli.py", "bytesched/commands/", "bytesched/doctor/", "bytesched/run/")
     allowed = ("plugins/", *fronts, *commands)
     found = [
         each
@@ -174,10 +225,10 @@ def test_plugins_are_reached_from_the_front_and_from_commands_alone(house: House
 @pytest.mark.parametrize(
     ("modules", "missing"),
     [
-        ("bytesched bytesched.cli bytesched.doctor.command bytesched.plugins", HEAVY),
-        ("bytesched.plugins.kvstore", FRAMEWORKS),
+        ("bytesched bytesched.cli bytesched.commands.doctor bytesched.plugins", HEAVY),
+        ("bytesched.plugins.stores.scheduled", FRAMEWORKS),
         (
-            "bytesched.plugins.c10d.ddp bytesched.plugins.kvstore.training.begin "
+            "bytesched.plugins.c10d.ddp bytesched.plugins.stores.training.begin "
             "bytesched.plugins.wave bytesched.plugins.burst",
             FRAMEWORKS - {"torch"},
         ),
@@ -238,5 +289,47 @@ def test_a_file_without_a_floor_and_a_circle_in_a_room_are_found(two_floors: Pat
     house = House(two_floors)
     assert house.upward() == []
     assert set(house.circle()) == {"bytesched/high/__init__.py", "bytesched/high/rank.py"}
+    assert house.circle_of_rooms() == []
     (two_floors / "bytesched" / "new.py").write_text("")
     assert House(two_floors).room("bytesched/new.py") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "target"),
+    [
+        ("plugins/a/b.py", "from .c import x", "plugins/a/c.py"),
+        ("plugins/a/b.py", "from . import c", "plugins/a/c.py"),
+        ("plugins/a/__init__.py", "from .c import x", "plugins/a/c.py"),
+        ("plugins/a/b.py", "from ..d import x", "plugins/d/__init__.py"),
+        ("plugins/a/b.py", "def late():\n    from .. import d", "plugins/d/__init__.py"),
+    ],
+)
+def test_a_relative_import_is_an_arrow(tmp_path: Path, file: str, line: str, target: str) -> None:
+    (tmp_path / "floors.toml").write_text(
+        '[[floor]]\nrooms = ["plugins/a", "plugins/d"]\n[processes]\nmodules = []\n'
+    )
+    for name in ("a/__init__", "a/b", "a/c", "d/__init__"):
+        path = tmp_path / "plugins" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    (tmp_path / file).write_text(line)
+    house = House(tmp_path)
+    assert [(each.source, each.target) for each in house.imports()] == [(file, target)]
+    assert house.not_as_the_folder_does() == []
+    (tmp_path / file).write_text("from bytesched.plugins.a import c")
+    assert House(tmp_path).not_as_the_folder_does() == [f"{file}:1"]
+
+
+def test_a_circle_among_rooms_of_one_floor_is_found(tmp_path: Path) -> None:
+    (tmp_path / "floors.toml").write_text(
+        '[[floor]]\nrooms = ["plugins/a", "plugins/b"]\n[processes]\nmodules = []\n'
+    )
+    for name, line in {"a/one": "", "a/two": "from ..b import one", "b/one": ""}.items():
+        path = tmp_path / "plugins" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line)
+    assert House(tmp_path).circle_of_rooms() == []
+    (tmp_path / "plugins" / "b" / "two.py").write_text("from ..a import one")
+    house = House(tmp_path)
+    assert (house.upward(), house.circle()) == ([], [])
+    assert set(house.circle_of_rooms()) == {"plugins/a", "plugins/b"}

@@ -20,10 +20,11 @@ from bytesched.burst.compare import uniform_plan
 from bytesched.burst.cost import Place, Plan
 from bytesched.burst.graph import Branches, Chain, Curve, Layer, ModelGraph, load_graph
 from bytesched.burst.planfile import parse_plan
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.workloads.device import Device, emulated_model
-from bytesched.plugins.burst import Background, Burst
 from bytesched.records import from_json
+
+from ...burst import Background, Burst
+from ..leaving import leave_after
+from ..workloads.device import Device, emulated_model
 
 __all__ = ["BurstSpecification", "scaled"]
 

@@ -24,8 +24,9 @@ from bytesched.bench.specification import Specification
 from bytesched.bench.systems import System
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
-from bytesched.plugins.bench.systems.data_parallel import MIB
-from bytesched.plugins.bench.systems.processes import OwnProcesses
+
+from .data_parallel import MIB
+from .processes import OwnProcesses
 
 RANK = "bytesched.plugins.bench.systems.rank"
 SWEPT_FUSION_MB = (1, 2, 4, 8, 16, 128)

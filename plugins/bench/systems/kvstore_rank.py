@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from bytesched.plugins.bench.block import SEED, train
-from bytesched.plugins.bench.systems.processes import Block
-from bytesched.plugins.bench.systems.servers import set_up_store
-from bytesched.plugins.bench.workloads.models import build
-from bytesched.plugins.mpi_kvstore.opening import open_store
 from bytesched.records import from_json
+
+from ...stores.mpi.opening import open_store
+from ..block import SEED, train
+from ..workloads.models import build
+from .processes import Block
+from .servers import set_up_store
 
 #: of `open_store`; all other options are the system's
 STORE_OPTIONS = ("transfer", "updates")

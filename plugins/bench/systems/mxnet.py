@@ -21,8 +21,9 @@ import mxnet as mx
 import bytesched
 from bytesched.bench.profile import LayerProfile, Profile, parse_profile
 from bytesched.bench.specification import MXNetSpecification
-from bytesched.plugins.mxnet.engine import Held, post
 from bytesched.records import from_json
+
+from ...stores.mxnet.engine import Held, post
 
 __all__ = ["Device", "EmulatedModel"]
 

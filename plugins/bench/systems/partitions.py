@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from bytesched.bench.profile import parse_profile
 from bytesched.bench.specification import WaveSpecification
-from bytesched.plugins.bench.systems.data_parallel import make_optimizer
-from bytesched.plugins.bench.workloads.emulated import EmulatedModel
-from bytesched.plugins.bench.workloads.models import CLASSES, IMAGE_SIZE, vgg
-from bytesched.plugins.wave.stages.cutting import balanced, layer_times_s
-from bytesched.plugins.wave.stages.model_waves import ModelWaves
+
+from ...wave.stages.cutting import balanced, layer_times_s
+from ...wave.stages.model_waves import ModelWaves
+from ..workloads.emulated import EmulatedModel
+from ..workloads.models import CLASSES, IMAGE_SIZE, vgg
+from .data_parallel import make_optimizer
 
 __all__ = ["SYSTEMS", "measure"]
 

@@ -9,12 +9,13 @@ import horovod.torch as hvd
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.plugins.bench.block import SEED, train
-from bytesched.plugins.bench.leaving import leave_after
-from bytesched.plugins.bench.systems.data_parallel import set_up
-from bytesched.plugins.bench.systems.processes import Block
-from bytesched.plugins.bench.workloads.models import build
 from bytesched.records import from_json
+
+from ..block import SEED, train
+from ..leaving import leave_after
+from ..workloads.models import build
+from .data_parallel import set_up
+from .processes import Block
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from bytesched.errors import ConfigError, SchedulerTimeout
-from bytesched.plugins.bench.systems.data_parallel import Running, make_optimizer, scheduled
+
+from .data_parallel import Running, make_optimizer, scheduled
 
 __all__ = ["P3", "WholeKeys", "set_up_store"]
 

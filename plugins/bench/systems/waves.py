@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.bench.profile import parse_profile
 from bytesched.bench.specification import WaveSpecification
-from bytesched.plugins.bench.systems.data_parallel import make_optimizer
-from bytesched.plugins.bench.workloads.models import Workload
-from bytesched.plugins.bench.workloads.waves import emulated, real
-from bytesched.plugins.wave.ticktock.activations import ActivationMemory
-from bytesched.plugins.wave.ticktock.ticktock import TickTock
+
+from ...wave.ticktock.activations import ActivationMemory
+from ...wave.ticktock.ticktock import TickTock
+from ..workloads.models import Workload
+from ..workloads.waves import emulated, real
+from .data_parallel import make_optimizer
 
 __all__ = ["SYSTEMS", "measure"]
 

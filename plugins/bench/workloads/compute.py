@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from bytesched.bench.profile import LayerProfile, Profile
 from bytesched.link.bound import Gradient
-from bytesched.plugins.bench.workloads.emulated import EmulatedModel
-from bytesched.plugins.bench.workloads.models import Workload
+
+from .emulated import EmulatedModel
+from .models import Workload
 
 TRAFFIC_PIECE_BYTES = 1 << 20
 TRAFFIC_DEPTH = 2

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bytesched.burst.graph import Chain, Layer
-from bytesched.plugins.bench.workloads.emulated import Pace
-from bytesched.plugins.burst.branched import Branched
+
+from ...burst.branched import Branched
+from .emulated import Pace
 
 __all__ = ["Device", "emulated_model"]
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from bytesched.bench.profile import parse_profile
 from bytesched.errors import ConfigError
-from bytesched.plugins.bench.workloads.emulated import EmulatedModel, emulated_loss
+
+from .emulated import EmulatedModel, emulated_loss
 
 IMAGE_SIZE = 32
 CLASSES = 100

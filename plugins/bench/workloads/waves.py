@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bytesched.bench.profile import Profile
-from bytesched.plugins.bench.workloads.emulated import EmulatedModel, Pace, emulated_loss
-from bytesched.plugins.bench.workloads.models import BATCHES, REAL, Workload
+
+from .emulated import EmulatedModel, Pace, emulated_loss
+from .models import BATCHES, REAL, Workload
 
 __all__ = ["MODELS", "SharedDevice", "emulated", "real"]
 

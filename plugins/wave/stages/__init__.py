@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.wave.stages.model_waves import ModelWaves
+from .model_waves import ModelWaves
 
 __all__ = ["ModelWaves"]

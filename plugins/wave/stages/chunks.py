@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from bytesched.plugins.wave.stages.routes import Cargo, Route, sends
-from bytesched.plugins.wave.stages.stage import Stage
 from bytesched.task import CommTask
+
+from .routes import Cargo, Route, sends
+from .stage import Stage
 
 __all__ = ["Chunks", "name_of", "tag_of"]
 

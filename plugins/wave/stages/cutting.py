@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched.plugins.c10d.group import Group
+from ...routes.groups.group import Group
 
 __all__ = ["balanced", "cut", "layer_times_s"]
 

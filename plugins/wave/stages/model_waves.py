@@ -18,17 +18,18 @@ from bytesched.config import Config, warn_of_unused
 from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.sizes import RULES
 from bytesched.log import show
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.ddp import broadcast
-from bytesched.plugins.c10d.joining import joining
-from bytesched.plugins.session.agree import settings
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.wave.conditions import refuse_uncuttable
-from bytesched.plugins.wave.stages.cutting import cut
-from bytesched.plugins.wave.stages.routes import Cargo, visits
-from bytesched.plugins.wave.stages.stage import Stage
-from bytesched.plugins.wave.stages.traffic import Traffic
-from bytesched.plugins.wave.stages.whole import clip_grad_norm_, unscale_
+
+from ...c10d.ddp import broadcast
+from ...c10d.joining import joining
+from ...dependency.progress import Progress
+from ...routes.group_backend import C10dBackend
+from ...warmup.agree import settings
+from ..conditions import refuse_uncuttable
+from .cutting import cut
+from .routes import Cargo, visits
+from .stage import Stage
+from .traffic import Traffic
+from .whole import clip_grad_norm_, unscale_
 
 __all__ = ["ModelWaves"]
 

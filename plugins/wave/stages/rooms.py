@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from bytesched.plugins.wave.stages.routes import WEIGHTS, Cargo, Route
-from bytesched.plugins.wave.stages.stage import Stage
+from .routes import WEIGHTS, Cargo, Route
+from .stage import Stage
 
 __all__ = ["ROOMS", "WAITING", "Rooms"]
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.c10d.waiter import Waiter
-from bytesched.plugins.wave.stages.routes import Cargo, Route
 from bytesched.task import CommTask
 from bytesched.transport import Done
+
+from ...routes.groups.group import Group
+from ...routes.groups.messages import Messages
+from ...routes.groups.waiter import Waiter
+from .routes import Cargo, Route
 
 __all__ = ["Senders"]
 

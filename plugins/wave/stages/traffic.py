@@ -12,17 +12,18 @@ import torch
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import Leading
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.messages import Messages
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.wave.stages.chunks import Chunks, name_of, tag_of
-from bytesched.plugins.wave.stages.rooms import ROOMS, WAITING, Rooms
-from bytesched.plugins.wave.stages.routes import WEIGHTS, Cargo, Route, source, visits
-from bytesched.plugins.wave.stages.senders import Senders
-from bytesched.plugins.wave.stages.stage import Stage
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
+
+from ...dependency.progress import Progress
+from ...routes.groups.group import Group
+from ...routes.groups.messages import Messages
+from .chunks import Chunks, name_of, tag_of
+from .rooms import ROOMS, WAITING, Rooms
+from .routes import WEIGHTS, Cargo, Route, source, visits
+from .senders import Senders
+from .stage import Stage
 
 __all__ = ["Traffic"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched.plugins.c10d.group import Group
+from ...routes.groups.group import Group
 
 __all__ = ["clip_grad_norm_", "unscale_"]
 

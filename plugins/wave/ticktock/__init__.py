@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bytesched.plugins.wave.ticktock.activations import ActivationMemory
-from bytesched.plugins.wave.ticktock.ticktock import TickTock
+from .activations import ActivationMemory
+from .ticktock import TickTock
 
 __all__ = ["ActivationMemory", "TickTock"]

@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from bytesched.errors import SchedulerTimeout
-from bytesched.plugins.wave.ticktock.streams import Lanes
+
+from .streams import Lanes
 
 __all__ = ["Gradients", "JoinedGradients"]
 

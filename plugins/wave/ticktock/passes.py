@@ -13,8 +13,9 @@ from torch import nn
 
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
-from bytesched.plugins.wave.ticktock.gradients import Gradients
-from bytesched.plugins.wave.ticktock.streams import Lanes
+
+from .gradients import Gradients
+from .streams import Lanes
 
 __all__ = ["Passes"]
 

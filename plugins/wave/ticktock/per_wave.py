@@ -12,18 +12,19 @@ from torch import nn
 
 from bytesched.config import Config
 from bytesched.link.sizes import RULES
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.ddp import broadcast, find_ddp
-from bytesched.plugins.c10d.joining import joining
-from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
-from bytesched.plugins.layout.slots import Slot
-from bytesched.plugins.session.agree import statements
-from bytesched.plugins.session.progress import Progress
-from bytesched.plugins.session.streams import streams_for
 from bytesched.policy import named_policy
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
+
+from ...c10d.ddp import broadcast, find_ddp
+from ...c10d.joining import joining
+from ...dependency.progress import Progress
+from ...layout.packing import Packer
+from ...layout.plan import Plan
+from ...layout.slots import Slot
+from ...routes.group_backend import C10dBackend
+from ...routes.streams import streams_for
+from ...warmup.agree import statements
 
 __all__ = ["PerWaveGradients"]
 

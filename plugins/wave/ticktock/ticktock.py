@@ -17,10 +17,12 @@ from bytesched.config import Config, warn_of_unused
 from bytesched.errors import ConfigError, PluginError, SchedulerClosed
 from bytesched.log import show
 from bytesched.observe import Observers
-from bytesched.plugins.c10d.ddp import find_ddp
-from bytesched.plugins.registry import session_of
-from bytesched.plugins.session.session import Session
-from bytesched.plugins.wave.conditions import (
+from bytesched.trace.timeline import Timeline
+
+from ...c10d.ddp import find_ddp
+from ...engine.session import Session
+from ...registry import session_of
+from ..conditions import (
     refuse_unsynchronised,
     this_rank,
     trained,
@@ -28,14 +30,13 @@ from bytesched.plugins.wave.conditions import (
     why_alone,
     world_size,
 )
-from bytesched.plugins.wave.ticktock.batches import of_waves
-from bytesched.plugins.wave.ticktock.gradients import Gradients, JoinedGradients
-from bytesched.plugins.wave.ticktock.passes import Passes
-from bytesched.plugins.wave.ticktock.per_wave import PerWaveGradients
-from bytesched.plugins.wave.ticktock.state import WaveStates, interfering
-from bytesched.plugins.wave.ticktock.streams import lanes_for
-from bytesched.plugins.wave.ticktock.trial import Trial
-from bytesched.trace.timeline import Timeline
+from .batches import of_waves
+from .gradients import Gradients, JoinedGradients
+from .passes import Passes
+from .per_wave import PerWaveGradients
+from .state import WaveStates, interfering
+from .streams import lanes_for
+from .trial import Trial
 
 __all__ = ["SYNCS", "TickTock"]
 

@@ -12,11 +12,11 @@ import pytest
 from tiny import TINY
 from warm_python import warm_python
 
-from bytesched.bench import command as bench
 from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import SYSTEMS
 from bytesched.burst.graph import layers_of, load_graph
 from bytesched.cli import INTERRUPTED
+from bytesched.commands import bench as bench
 
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 BROKEN_MODEL = """

@@ -9,7 +9,7 @@ import pytest
 from checks import only
 from warm_python import warm_python
 
-from bytesched.doctor import command as doctor
+from bytesched.commands import doctor as doctor
 from bytesched.doctor import probes as trials
 
 

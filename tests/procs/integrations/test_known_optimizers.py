@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
-from bytesched.plugins.optimizer.known import KNOWN
+from bytesched.plugins.update.known import KNOWN
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(320)]
 

@@ -11,7 +11,7 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_shard as shard
 import scripts_split as split
-import scripts_untaken as untaken
+import scripts_untaken as unstepped
 import torch
 from comparing import check, named
 from ranks import Ranks
@@ -61,14 +61,14 @@ import bytesched
     shard.brought_by_flush,
     shard.unwrapped_before_step,
     shard.norms_asked_when_another_has_ended,
-    untaken.unused_in_between,
-    untaken.zeroed_in_place,
-    untaken.scaled_by_each_rank,
-    untaken.changed_and_flushed,
-    untaken.some_taken_later,
-    untaken.kept_and_not_read,
-    untaken.read_while_summed,
-    untaken.read_when_others_have_gone_on,
+    unstepped.unused_in_between,
+    unstepped.zeroed_in_place,
+    unstepped.scaled_by_each_rank,
+    unstepped.changed_and_flushed,
+    unstepped.some_taken_later,
+    unstepped.kept_and_not_read,
+    unstepped.read_while_summed,
+    unstepped.read_when_others_have_gone_on,
     shard.loaded,
     shard.loaded_elsewhere,
     shard.cut_by_kind,
@@ -100,7 +100,7 @@ def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
 
 
 def test_unused_in_between_on_three_ranks(three_ranks: Ranks) -> None:
-    check(three_ranks, untaken.unused_in_between, shard=True, rtol=1e-5)
+    check(three_ranks, unstepped.unused_in_between, shard=True, rtol=1e-5)
 
 
 @named(shard.hooked_last, shard.all_in_closures, shard.norm_of_one_before_its_step)

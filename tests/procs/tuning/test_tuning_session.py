@@ -20,7 +20,7 @@ from torch import nn
 from training import Job, compare, sgd
 
 import bytesched
-from bytesched.plugins.session import session as sessions
+from bytesched.plugins.engine import session as sessions
 from bytesched.tunable import Decision, Recording, RunFacts, Steps
 from bytesched.tuning import file as tunefile
 from bytesched.tuning.file import TuningFile

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bytesched.bench import command as bench
 from bytesched.bench.table import add_figures, opponents, table
+from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab import mpi as lab_mpi
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched.bench import command as bench
 from bytesched.bench.table import add_figures, opponents, table
+from bytesched.commands import bench as bench
 from bytesched.errors import SchedulerTimeout
 from bytesched.kvstore import Ended
 from bytesched.link.bound import store_bytes_per_s

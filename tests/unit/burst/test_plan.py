@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
 
-from bytesched.burst import command
 from bytesched.burst.compare import data_parallel, gaps_ns, static_partitions, uniform_plan
 from bytesched.burst.cost import (
     Cluster,
@@ -39,6 +38,7 @@ from bytesched.burst.lanes import capacities, lanes_of
 from bytesched.burst.picture import draw_run
 from bytesched.burst.planfile import load_plan
 from bytesched.burst.search import fastest_plan
+from bytesched.commands import burst
 from bytesched.errors import ConfigError
 from bytesched.trace.reading import Span, Trace
 
@@ -244,7 +244,7 @@ def test_plain_data_parallelism_and_static_partitions() -> None:
 
 
 def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert command.main(arguments.split()) == 0
+    assert burst.main(arguments.split()) == 0
     return capsys.readouterr().out
 
 
@@ -289,7 +289,7 @@ def test_a_file_that_is_no_trace_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text("{}")
-    assert command.main(["timeline", f"{tmp_path}/run.json", "-o", f"{tmp_path}/run.png"]) == 1
+    assert burst.main(["timeline", f"{tmp_path}/run.json", "-o", f"{tmp_path}/run.png"]) == 1
     assert "run.json" in capsys.readouterr().err
 
 
@@ -357,7 +357,7 @@ def test_what_is_wrong_with_a_profile_is_named(
 ) -> None:
     (tmp_path / "p.json").write_text(json.dumps(content))
     with pytest.raises(SystemExit):
-        command.main(["plan", "--profile", f"{tmp_path}/p.json"])
+        burst.main(["plan", "--profile", f"{tmp_path}/p.json"])
     assert message in capsys.readouterr().err
 
 
@@ -376,5 +376,5 @@ def test_wrong_arguments_are_refused(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        command.main(["plan", *arguments.split()])
+        burst.main(["plan", *arguments.split()])
     assert message in capsys.readouterr().err

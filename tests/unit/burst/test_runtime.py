@@ -14,9 +14,9 @@ import torch
 from fake_cuda import CUDA, Clock, after, fake_cuda
 from torch import nn
 
-from bytesched.burst import command
 from bytesched.burst.cost import Place, PlacedBranches
 from bytesched.burst.graph import Branches, Layer, layers_of, load_graph
+from bytesched.commands import burst
 from bytesched.errors import BackgroundError, PluginError
 from bytesched.plugins.bench.systems.burst import scaled
 from bytesched.plugins.bench.workloads.device import Device, emulated_model
@@ -183,7 +183,7 @@ def test_a_model_with_branches_is_recorded_planned_and_placed(tmp_path: Path) ->
     assert (block.output_bytes, head.output_bytes) == (4 * 18 * 64, 4 * burst_cases.CLASSES)
     plan_file = str(tmp_path / "plan.json")
     arguments = ["plan", "--profile", f"{tmp_path}/mine.json", "--gpus", "2", "--json", plan_file]
-    assert command.main(arguments) == 0
+    assert burst.main(arguments) == 0
     items = structure.items_of(model, plan_for(model, plan_file), "")
     assert len(list(structure.layers_of(items))) == len(list(layers_of(graph.chain)))
 

@@ -9,9 +9,9 @@ import torch
 from connected import two_connected
 
 from bytesched.errors import PeerLost, TransportError
-from bytesched.plugins.c10d.backend import C10dBackend
 from bytesched.plugins.c10d.buffers import BufferBroadcast
-from bytesched.plugins.session.progress import Progress
+from bytesched.plugins.dependency.progress import Progress
+from bytesched.plugins.routes.group_backend import C10dBackend
 
 
 def test_what_this_rank_has_broken_itself_raises_why() -> None:

@@ -11,11 +11,11 @@ import torch
 from connected import two_connected
 from together import together
 
-from bytesched.plugins.c10d.backend import C10dBackend
-from bytesched.plugins.c10d.group import Group
-from bytesched.plugins.c10d.split.answers import Answers
-from bytesched.plugins.c10d.split.requests import Requests
-from bytesched.plugins.session.lockstep import Place
+from bytesched.plugins.queries.answers import Answers
+from bytesched.plugins.routes.group_backend import C10dBackend
+from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.zero1.lockstep import Place
+from bytesched.plugins.zero1.requests import Requests
 
 _LIMIT_S = 20.0
 

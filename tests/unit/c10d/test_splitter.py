@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched.plugins.c10d.split.splitter import ExchangeSplitter
+from bytesched.plugins.c10d.splitter import ExchangeSplitter
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 

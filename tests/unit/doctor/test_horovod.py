@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checks import only
 
-from bytesched.doctor import command as doctor
+from bytesched.commands import doctor as doctor
 from bytesched.doctor import horovod as horovod_checks
 from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check

@@ -248,7 +248,7 @@ def test_without_matplotlib_the_message_names_the_extra(
 
 
 def test_importing_needs_neither_matplotlib_nor_torch() -> None:
-    modules = "bytesched.report.command, bytesched.trace.timeline, sys"
+    modules = "bytesched.commands.report, bytesched.trace.timeline, sys"
     heavy = "{'matplotlib', 'numpy', 'torch'} & set(sys.modules)"
     command = [sys.executable, "-c", f"import {modules}; assert not {heavy}, {heavy}"]
     subprocess.run(command, check=True)

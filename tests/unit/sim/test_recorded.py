@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bytesched.sim.command import main
+from bytesched.commands.sim import main
+from bytesched.commands.trace import main as trace
 from bytesched.sim.recorded import recorded_jitter
-from bytesched.trace.command import main as trace
 from bytesched.trace.timeline import Timeline
 
 

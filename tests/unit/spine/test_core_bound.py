@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytesched.link.bound import Layer, gradients, optimum_s, schedule_bound_s
+from bytesched.link.simulation import SimulatedIteration, simulate
 from bytesched.policy import Fifo, Policy, Priority
-from bytesched.testing import SimulatedIteration, simulate
 
 BYTES_PER_S = 1000.0
 

@@ -9,16 +9,12 @@ from plans import planned
 
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed, TransportError
+from bytesched.link.simulation import LinkTransport, ManualClock
 from bytesched.order import Leading
 from bytesched.policy import Priority
 from bytesched.scheduler import Scheduler
 from bytesched.task import CommTask
-from bytesched.testing import (
-    FakeTransport,
-    FaultPlan,
-    LinkTransport,
-    ManualClock,
-)
+from bytesched.testing import FakeTransport, FaultPlan
 from bytesched.transport import Done
 
 

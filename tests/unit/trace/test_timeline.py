@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from bytesched.commands.trace import main
 from bytesched.errors import ConfigError
 from bytesched.observe import Observers
-from bytesched.trace.command import main
 from bytesched.trace.file import PAGE_BYTES, TraceFile, load_events
 from bytesched.trace.intervals import covered, subtract, union
 from bytesched.trace.lanes import Track

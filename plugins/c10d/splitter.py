@@ -1,0 +1,374 @@
+"""Splits what a session sends by exchanging slices over Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+
+from bytesched.errors import BytesschedError
+from bytesched.observe import Observers
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+from ..dependency.progress import Progress
+from ..figures.meter import Meter
+from ..layout.packing import Packer
+from ..layout.plan import Ownership, Plan
+from ..queries.answers import Answers
+from ..queries.gradient_queries import GradientQueries
+from ..queries.parts import EXACT_PARTS, Places
+from ..routes.carrier import Traffic
+from ..routes.groups.group import Group
+from ..routes.groups.sockets import short_queues
+from ..routes.split.exchange import Exchange
+from ..routes.split.owners import (
+    bounds_of,
+    has_parts,
+    large_ones,
+    late_ones,
+    owners_of,
+    owners_or_cuts,
+)
+from ..routes.split.sharded import ParameterSpread
+from ..zero1.lockstep import Place
+from ..zero1.requests import Requests
+from ..zero1.sharding import Listener
+
+__all__ = ["ExchangeCarrier", "ExchangeSplitter", "ShardedCarrier"]
+
+#: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
+_UNSENT_BYTES: Final = 128 << 10
+
+
+class ExchangeSplitter:
+    """See splitting.Splitter.
+
+    Args:
+        ranks: how many there are.
+        open_group: opens a group of Gloo for a purpose; collective.
+        close_group: closes it.
+    """
+
+    def __init__(
+        self, ranks: int, open_group: Callable[[str], Group], close_group: Callable[[Group], None]
+    ) -> None:
+        self._ranks = ranks
+        self._open_group = open_group
+        self._close_group = close_group
+
+    def cut(self, plan: Plan, partition_bytes: int) -> None:
+        partition_bytes = self._chunk_bytes(partition_bytes)
+        nbytes = [slot.view.nbytes for slot in plan.slots]
+        late = late_ones(nbytes, self._ranks, partition_bytes)
+        owners = owners_of(nbytes, self._ranks, partition_bytes, late)
+        # No parts: whoever takes a norm, of all ranks or of one that asks alone, has the same bits.
+        self._cut(plan, partition_bytes, owners, ())
+
+    def cut_for_owners(
+        self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
+    ) -> None:
+        partition_bytes = self._chunk_bytes(partition_bytes)
+        nbytes = [slot.view.nbytes for slot in plan.slots]
+        may_cut = [
+            may and has_parts(slot.view.numel(), self._ranks)
+            for may, slot in zip(may_cut, plan.slots, strict=True)
+        ]
+        unfit = late_ones if self._ranks <= EXACT_PARTS else large_ones
+        cut = {at for at in unfit(nbytes, self._ranks, partition_bytes) if may_cut[at]}
+        owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes, cut)
+        in_parts = [position for position, owner in enumerate(owners) if owner is None]
+        self._cut(plan, partition_bytes, owners, in_parts, kinds)
+
+    def _chunk_bytes(self, partition_bytes: int) -> int:
+        """What its owner's link carries in the time that an all-reduce of a partition takes."""
+        return max(1, 2 * partition_bytes // self._ranks)
+
+    def _cut(
+        self,
+        plan: Plan,
+        partition_bytes: int,
+        owners: Sequence[int | None],
+        in_parts: Iterable[int],
+        kinds: Sequence[int] = (),
+    ) -> None:
+        bounds = {at: bounds_of(plan.slots[at].view.numel(), self._ranks) for at in in_parts}
+        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds, bounds))
+
+    def carrier(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        setting: Setting,
+        *,
+        reduced: Callable[[CommTask], None],
+        meter: Meter,
+        observers: Observers,
+    ) -> ExchangeCarrier:
+        group, notify = self._open_exchange(), _notifier(progress)
+        exchange = Exchange(
+            group,
+            plan,
+            packer,
+            setting,
+            reduced=reduced,
+            summed=notify,
+            failed=progress.fail,
+            observers=observers,
+        )
+        others, answers = self._open_answers(plan, progress)
+
+        def is_whole() -> bool:
+            return not progress.outstanding
+
+        rank = group.rank
+        queries = GradientQueries(
+            plan,
+            rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=is_whole,
+            assembled=None,
+            is_told=lambda _: False,
+        )
+        return ExchangeCarrier(
+            exchange,
+            answers,
+            queries,
+            [group, others],
+            failed=partial(progress.fail, is_raised=True),
+            closed=self._close_group,
+        )
+
+    def sharded(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        setting: Setting,
+        owners: Listener,
+        *,
+        reduced: Callable[[CommTask], None],
+        meter: Meter,
+        observers: Observers,
+    ) -> ShardedCarrier:
+        group, notify = self._open_exchange(), _notifier(progress)
+        exchange = Exchange(
+            group,
+            plan,
+            packer,
+            setting,
+            is_spread=lambda chunk: chunk.index in plan.shared,
+            measurers=_measurers(plan, packer),
+            reduced=reduced,
+            summed=notify,
+            failed=progress.fail,
+            observers=observers,
+        )
+        parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
+        others, answers = self._open_answers(plan, progress)
+        requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
+        queries = GradientQueries(
+            plan,
+            group.rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=_never,
+            assembled=owners.assembled,
+            is_told=lambda slot: exchange.is_told(slot.chunks),
+        )
+        groups = [group, others]
+        return ShardedCarrier(
+            exchange,
+            parameters,
+            answers,
+            requests,
+            queries,
+            groups,
+            failed=partial(progress.fail, is_raised=True),
+            closed=self._close_group,
+        )
+
+    def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
+        group = self._open_group("messages")
+        notify, failed = _notifier(progress), progress.fail
+        return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
+
+    def _open_exchange(self) -> Group:
+        with short_queues(_UNSENT_BYTES):
+            return self._open_group("exchange")
+
+
+def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
+    """Who measures each chunk, by index, where that is not its owner."""
+    return {
+        chunk.index: measurer
+        for chunk in plan.chunks
+        if (measurer := plan.measurer_of(chunk)) is not None
+        # What is rounded on its way is not what its owner has.
+        and packer.memory(chunk) is plan.buffers[chunk.index]
+    }
+
+
+def _notifier(progress: Progress) -> Callable[[], None]:
+    def notify() -> None:
+        with progress.changed:
+            progress.notify()
+
+    return notify
+
+
+def _never() -> bool:
+    return False
+
+
+class ExchangeCarrier:
+    """See splitting.SplitCarrier.
+
+    Args:
+        answers: to what is asked of gradients, which no chunk on the wire holds up.
+        groups: of both; only this carrier uses them.
+        failed: called with an error that is raised in the user's thread.
+        closed: called with each group when nothing of it is used any more.
+    """
+
+    order = "exchange"
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        answers: Answers,
+        queries: GradientQueries,
+        groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
+        closed: Callable[[Group], None],
+    ) -> None:
+        self._exchange = exchange
+        self._failed = failed
+        self._answers = answers
+        self.queries = queries
+        self._groups = groups
+        self._give_back = closed
+        self._closed = False
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._exchange.traffic
+
+    @property
+    def was_asked(self) -> bool:
+        return self.queries.was_asked
+
+    def begin_round(self) -> None:
+        try:
+            self._exchange.begin_round()
+        except BytesschedError as error:
+            # The other ranks learn of it, as they take part in it.
+            self._failed(error)
+            raise
+        self.queries.begin_round()
+
+    def backward_ends(self) -> None:
+        self.queries.backward_ends()
+
+    def lost(self) -> BaseException | None:
+        return self._exchange.lost() or self._answers.lost()
+
+    def submit(self, chunk: CommTask) -> None:
+        self._exchange.submit(chunk)
+
+    def change(self, setting: Setting) -> None:
+        """Sizes are those of the cut; a window per rank takes the place of credit."""
+
+    def story(self) -> str:
+        return self._exchange.story()
+
+    def end_round(self) -> None:
+        self._answers.end_round()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # Without it others would wait for more; after an error they do not.
+        with contextlib.suppress(BytesschedError):
+            self._answers.end_round()
+        self._close_exchange()
+        self._answers.close()
+        for group in self._groups:
+            self._give_back(group)
+
+    def _close_exchange(self) -> None:
+        self._exchange.close()
+
+
+class ShardedCarrier(ExchangeCarrier):
+    """See sharding.ShardedCarrier."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        parameters: ParameterSpread,
+        answers: Answers,
+        requests: Requests,
+        queries: GradientQueries,
+        groups: Sequence[Group],
+        *,
+        failed: Callable[[BaseException], None],
+        closed: Callable[[Group], None],
+    ) -> None:
+        super().__init__(exchange, answers, queries, groups, failed=failed, closed=closed)
+        self._parameters = parameters
+        self._requests = requests
+
+    def lost(self) -> BaseException | None:
+        return super().lost() or self._requests.lost()
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        self._parameters.expect(chunks)
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        return self._parameters.stage(chunk)
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        self._parameters.spread(chunk, turn)
+
+    @property
+    def may_tell(self) -> bool:
+        return self._exchange.may_tell
+
+    def tell_measurers(self, tells: bool) -> None:
+        self._exchange.tell_measurers(tells)
+
+    @property
+    def measured_whole(self) -> bool:
+        return self.queries.measured_whole
+
+    def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
+        return self._requests.ask(questions, task=task)
+
+    def answer(self, rank: int, answer: bytes) -> None:
+        self._requests.answer(rank, answer)
+
+    def announce(self, place: Place, is_last: bool) -> None:
+        self._requests.announce(place, is_last)
+
+    def leave(self, limit_s: float) -> list[int]:
+        return self._requests.wait_ended(limit_s)
+
+    def close(self) -> None:
+        self._requests.close()
+        super().close()
+
+    def _close_exchange(self) -> None:
+        self._parameters.close()
+        self._exchange.close(is_idle=self._parameters.is_idle)

@@ -1,0 +1,145 @@
+"""How far a round is, and what went wrong: shared by the user's thread and ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
+from time import monotonic
+from typing import Final, NoReturn
+
+from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
+from bytesched.round import Round
+
+from ..layout.slots import Job, Slot
+from ..routes.backend import Backend
+
+__all__ = ["Progress"]
+
+#: how long a wait may take before it is looked whether it can end, and again
+_LOOKS_EVERY_S: Final = 1.0
+
+
+class Progress:
+    """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
+
+    Args:
+        backend: aborted when something goes wrong, so that every rank fails.
+        slots: the parameters whose rounds these are; none where there are no rounds.
+    """
+
+    def __init__(self, backend: Backend, slots: Sequence[Slot] = ()) -> None:
+        self._backend = backend
+        self._timeout_s = backend.timeout_s
+        self._waiters = 0
+        #: guards the round
+        self.changed = threading.Condition()
+        self.round: Round[Slot, Job] = Round(slots)
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        #: it, or what came of it, was raised in the user's thread
+        self.is_error_seen = False
+        #: what the scheduler knows, for the message of a timeout
+        self.story: Callable[[], str] = str
+        #: the thread that applies updates: they would wait for each other
+        self.updater: int | None = None
+        #: the error of something that is waited for and cannot come, if it knows of one
+        self.look: Callable[[], BaseException | None] = lambda: None
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks that are under way."""
+        return len(self.round.under_way)
+
+    def notify(self) -> None:
+        """Something changed; called with the lock held."""
+        if self._waiters:
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.error is not None:
+            self.is_error_seen = True
+            # Without what earlier raises added: their frames keep batches and outputs alive.
+            raise self.error.with_traceback(None)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """Fails with ``error`` and raises it, or what came before it and has brought it about.
+
+        The user's thread.
+        """
+        self.fail(error, is_raised=True)
+        first = self.error
+        if first is None or not isinstance(error, TransportError):
+            raise error
+        # This rank has broken its connections for it: of those, only a timeout would be told.
+        raise first.with_traceback(None) from first.__cause__
+
+    def refuse_in_update(self, what: str) -> None:
+        """Raises PluginError in the thread that applies updates, where nothing may wait."""
+        if threading.get_ident() == self.updater:
+            raise PluginError(
+                f"the update of a parameter uses {what}, which may be outstanding itself, on rank "
+                f"{self._backend.rank}: this optimizer does not update each parameter on its own. "
+                "Do not vouch for its class by bytesched.separable, or set cross_barrier = False"
+            )
+
+    def wait(self, done: Callable[[], bool], what: str, *, until: float = inf) -> bool:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout.
+
+        False at the moment ``until`` of the clock, if that is before all of these.
+        """
+        self.refuse_in_update(what)
+        deadline = monotonic() + self._timeout_s
+        while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):
+            self.check()
+            if monotonic() >= until:
+                return False
+            if monotonic() < deadline:
+                error = self.look()
+            else:
+                error = self._backend.timeout(
+                    f"waited {self._timeout_s:g} s for {what}", self._whole_story
+                )
+            if error is not None:
+                self.fail(error, is_raised=True)
+                raise error
+        return True
+
+    def _whole_story(self) -> str:
+        with self.changed:
+            here = self.round.story()
+        return "\n".join(filter(None, (self.story(), here)))
+
+    def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.
+
+        Any thread; ``done`` is called with the lock held.
+        """
+        with self.changed:
+            self._waiters += 1
+            try:
+                while not done() and self.error is None and monotonic() < deadline:
+                    self.changed.wait(deadline - monotonic())
+                return done()
+            finally:
+                self._waiters -= 1
+
+    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
+        """The first error is kept and raised wherever the user's thread waits. Any thread.
+
+        It ends everything under way, so that the other ranks learn about it now.
+
+        Args:
+            is_raised: the user's thread raises it now, so that the end of the process need not.
+        """
+        with self.changed:
+            self.is_error_seen = self.is_error_seen or is_raised
+            if self.error is not None:
+                return
+            self.error = error
+            self.changed.notify_all()
+        # Without the lock: a store that does not answer may take its time.
+        if not isinstance(error, PeerLost) or error.peers:
+            self._backend.leave_note(in_one_line(error))
+        self._backend.abort()

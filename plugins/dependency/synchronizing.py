@@ -1,0 +1,217 @@
+"""Synchronizing: waiting for exactly what is needed, a gradient or an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, Memory
+
+from ..figures.meter import Meter
+from ..layout.memory import lies_over
+from ..layout.plan import Plan
+from ..layout.slots import Bundle, Slot
+from ..proxies.compiling import waiting
+from ..proxies.pending import free, is_held, plain, release
+from ..proxies.spans import span
+from ..routes.streams import Streams
+from .progress import Progress
+
+__all__ = ["Elsewhere", "Synchronizing"]
+
+
+class Elsewhere(Protocol):
+    """What other ranks have of gradients and parameters, where ranks own them."""
+
+    def waits_for_ranks(self) -> None:
+        """A wait begins for what other ranks' steps send."""
+
+    def complete(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is read: what is here of it becomes all of it."""
+
+
+class Synchronizing:
+    """What the gates of one model call, in the thread of forward, backward or step.
+
+    Args:
+        elsewhere: what other ranks have; None: everything comes to every rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        streams: Streams,
+        meter: Meter,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._round = progress.round
+        self._under_way = progress.round.under_way
+        self._streams = streams
+        self._meter = meter
+        self._elsewhere = elsewhere
+        #: called with the bundles that the forward pass has come to, while iterations are recorded
+        self._passed: Callable[[Sequence[Bundle]], None] | None = None
+        for slot in plan.slots:
+            self.make_lazy(slot)
+        self.plan_cut()
+
+    def plan_cut(self) -> None:
+        """The plan has other bundles now."""
+        for slot in self._plan.slots:
+            slot.synchronize = partial(self.synchronize, slot.bundle, slot.name)
+
+    def record(self, passed: Callable[[Sequence[Bundle]], None] | None) -> None:
+        """``passed`` is called with the bundles that forward passes come to; None: nothing is."""
+        self._passed = passed
+
+    def make_lazy(self, slot: Slot) -> None:
+        """A new lazy gradient; the old one, if there is one, is not waited for any more."""
+        slot.make_lazy(partial(self._synchronize_grad, slot))
+
+    def synchronize(self, bundle: Bundle, by: str) -> None:
+        """Returns when the update of ``bundle`` has been applied; its parameters are free."""
+        self._progress.refuse_in_update(by)
+        self._wait_applied(bundle, by)
+        if bundle.state is BundleState.APPLIED:
+            self._streams.read()
+            self._round.use(bundle)
+            for slot in bundle.slots:
+                if slot.changes or slot.looks:
+                    self._change_one(slot)
+                # A parameter that was not read in this round may be held since an earlier one.
+                if is_held(slot.parameter):
+                    release(slot.parameter)
+
+    def _wait_applied(self, bundle: Bundle, by: str) -> None:
+        if bundle.state not in OUTSTANDING:
+            return
+        if self._elsewhere is not None and self._under_way.comes(bundle.chunks):
+            self._elsewhere.waits_for_ranks()
+        began = self._meter.moment()
+        with waiting(), span("bytesched::wait"):
+            self._progress.wait(
+                lambda: bundle.state not in OUTSTANDING,
+                f"the update of {bundle.slots[0].name!r}",
+            )
+        self._meter.waited(by, began, bundle)
+
+    def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
+        """In front of every call of ``module``: on the critical path of the forward pass."""
+        for bundle in bundles:
+            if bundle.state is not BundleState.FREE:
+                self.synchronize(bundle, name)
+        if self._passed is not None:
+            self._passed(bundles)
+        if not (torch.is_grad_enabled() or module.training):
+            # Evaluation may take fast paths that look at the types of all parameters at once.
+            self.synchronize_all()
+
+    def synchronize_all(self) -> None:
+        """Applies every armed update."""
+        for bundle in self._plan.bundles:
+            if bundle.state is not BundleState.FREE:
+                self.synchronize(bundle, "flush")
+
+    def apply_all(self) -> None:
+        """Applies every armed update; parameters that nothing has read yet remain pending."""
+        held = [b for b in self._plan.bundles if b.state is not BundleState.FREE]
+        for bundle in held:
+            self._wait_applied(bundle, "flush")
+        if held:
+            self._streams.read()
+
+    def wait_reduced(self) -> None:
+        """Returns when nothing is on the wire."""
+        under_way = self._under_way
+        if not under_way.is_empty:
+            if self._elsewhere is not None and under_way.is_coming:
+                self._elsewhere.waits_for_ranks()
+            began = self._meter.moment()
+            self._progress.wait(lambda: under_way.is_empty, "all gradients")
+            self._meter.waited("backward", began, None)
+        self._change()
+
+    def wait_slots(self, slots: Sequence[Slot]) -> None:
+        """Returns when gradients and updates of ``slots`` are there."""
+        if not self._under_way.is_empty:
+            began = self._meter.moment()
+            chunks = set().union(*(slot.bundle.chunks for slot in slots))
+            self._progress.wait(
+                lambda: not self._under_way.sums(chunks), "the optimizer's gradients"
+            )
+            self._meter.waited("step", began, None)
+        for slot in slots:
+            if slot.bundle.state is not BundleState.FREE:
+                self.synchronize(slot.bundle, "step")
+            if (slot.changes or slot.looks) and slot.state not in TAKEN:
+                slot.change()
+
+    def wait_unstepped(self) -> None:
+        """Returns when nothing is on the wire that no ``step()`` has taken."""
+        under_way = self._under_way
+        if not under_way.is_empty and any(
+            bundle.state not in OUTSTANDING and under_way.sums(bundle.chunks)
+            for bundle in self._plan.bundles
+        ):
+            self.wait_reduced()
+        else:
+            self._change()
+
+    def _change(self) -> None:
+        """Makes changes that were noted of gradients which no ``step()`` has taken."""
+        for slot in self._plan.slots:
+            if slot.changes or slot.looks:
+                self._change_one(slot)
+
+    def _change_one(self, slot: Slot) -> None:
+        if slot.state in TAKEN or self._under_way.sums(slot.chunks):
+            return
+        if slot.memory is Memory.WHOLE:
+            slot.change()
+
+    def _synchronize_grad(self, slot: Slot) -> None:
+        self._progress.refuse_in_update(f"{slot.name}.grad")
+        bundle = slot.bundle
+        if bundle.state is not BundleState.FREE:
+            # Held alone costs no wait of the host, but a write must come after the update.
+            self.synchronize(bundle, f"{slot.name}.grad")
+        else:
+            waited_ns = 0
+            under_way, chunks = self._under_way, bundle.chunks
+            if under_way.sums(chunks) and slot.state not in TO_COME:
+                began = self._meter.moment()
+                self._progress.wait(
+                    lambda: not under_way.sums(chunks), f"the gradient of {slot.name!r}"
+                )
+                waited_ns = self._meter.waited(f"{slot.name}.grad", began, bundle)
+            self._meter.causes.read(slot.name, waited_ns)
+        if self._elsewhere is not None:
+            self._elsewhere.complete(slot)
+        if slot.state not in TAKEN:
+            slot.change()
+        slot.is_read = True
+
+    def fill_apart(self, slot: Slot) -> None:
+        """Waits for the gradient of ``slot``, and puts it where the script sees it."""
+        grad = slot.parameter.grad
+        if grad is not None:
+            self._synchronize_grad(slot)
+            if lies_over(grad, slot.view):
+                return
+            if grad is slot.lazy:
+                free(slot.lazy)
+            with torch.no_grad():
+                plain(grad).copy_(slot.view)
+
+    def state(self) -> str:
+        """In a few words, for ``repr()``."""
+        held = sum(bundle.state is not BundleState.FREE for bundle in self._plan.bundles)
+        left = self._progress.outstanding
+        return f"{left} chunks outstanding, {held} bundles held, {self._plan!r}"

@@ -1,0 +1,102 @@
+"""Gradients that a script reduces itself, beside the session that has reduced them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from bytesched.values import size_text
+
+from ..figures.causes import place
+from ..layout.slots import Slot
+from ..proxies.entries import watch_reductions
+
+__all__ = ["ByHand"]
+
+log = logging.getLogger("bytesched")
+
+#: steps that are looked at, and how many of them must show the same
+_STEPS: Final = 3
+_ENOUGH: Final = 2
+#: What is reduced is all gradients if it is of their size, up to this share: a script may leave
+#: some out, or pad them.
+_TOLERANCE: Final = 0.1
+
+
+class ByHand:
+    """Watches what a script reduces between the end of backward and ``step()``, in its first steps.
+
+    All gradients, where it has read them and then reduces as many elements over ranks which have
+    the same gradients already. That is said once.
+
+    Args:
+        slots: the parameters of the model.
+        is_again: whether a process group has no ranks but those which have averaged gradients.
+        speaks: on the rank that says so.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], is_again: Callable[[Any], bool], *, speaks: bool
+    ) -> None:
+        self._slots = slots
+        self._is_again = is_again
+        self._speaks = speaks
+        #: a backward pass has ended, and no step has taken its gradients
+        self._is_open = False
+        self._steps = self._found = 0
+        #: since then
+        self._elements = 0
+        self._place = ("", "")
+        self.close = watch_reductions(self._reduces)
+
+    def backward_ends(self) -> None:
+        """Gradients are complete, and averaged."""
+        self._is_open = True
+        self._elements = 0
+
+    def _reduces(self, group: Any, elements: int) -> None:
+        if self._is_open and self._is_again(group):
+            self._elements += elements
+            self._place = place()
+
+    def step_begins(self) -> bool:
+        """``step()`` is called; returns whether it was the last one that is looked at."""
+        if self._is_open:
+            self._is_open = False
+            self._steps += 1
+            self._found += self._are_all()
+        is_over = self._found == _ENOUGH or self._steps == _STEPS
+        if is_over:
+            self.close()
+            if self._found == _ENOUGH and self._speaks:
+                self._warn()
+        return is_over
+
+    def _are_all(self) -> bool:
+        if not self._elements:
+            return False
+        given = [slot for slot in self._slots if slot.parameter.grad is not None]
+        least = (1 - _TOLERANCE) * sum(slot.view.numel() for slot in given)
+        # Some write zeros for what got no gradient.
+        most = (1 + _TOLERANCE) * sum(slot.view.numel() for slot in self._slots)
+        read = sum(slot.view.numel() for slot in given if _is_read(slot))
+        return least <= min(self._elements, read) and self._elements <= most
+
+    def _warn(self) -> None:
+        function, line = self._place
+        nbytes = sum(slot.view.nbytes for slot in self._slots)
+        log.warning(
+            "the script reduces all gradients itself between backward() and step() (%s, %s): after "
+            "bytesched.wrap they are the mean of all ranks by then, so that %s are sent twice in "
+            "every iteration, and waited for. Take the script's own reduction out, with its "
+            "division by the number of ranks; or leave bytesched.wrap out",
+            function or "a process group",
+            line,
+            size_text(nbytes),
+        )
+
+
+def _is_read(slot: Slot) -> bool:
+    """Whether the script may have a copy of the gradient."""
+    return slot.is_read or slot.parameter.grad is not slot.lazy

@@ -1,0 +1,282 @@
+"""A session after its warm-up: gradients are submitted as they come, and steps are armed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from bytesched.errors import PluginError
+from bytesched.round import UNREADABLE, UNTAKEN
+from bytesched.tunable import Setting
+
+from ..dependency.context import Context, PlanParts
+from ..dependency.forked import disown
+from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
+from ..layout.slots import Slot
+from ..proxies.pending import is_held, keep_apart, move_apart, release
+from ..queries.splitting import Splitting
+from ..routes.carrier import Traffic
+from ..update.deferred import Deferred
+from ..update.pending_updates import PendingUpdates
+from ..update.updater import Updater
+from ..warmup.retuning import Retuning
+from ..zero1.checkpoint import HeldEntry
+from ..zero1.sharding import Sharding
+from .lending import Lending
+
+__all__ = ["Running"]
+
+
+class Running:
+    """The life of a session from its second round on (see phase.Phase).
+
+    Args:
+        setting: what training begins with.
+        find_unused: whether parameters may get no gradient.
+        retuning: changes the setting between two steps, if it is tuned.
+        splitting: chooses the carrier of each round, if there is another than that of ``parts``.
+        lending: leaves rounds to the framework where scheduling brings nothing, if it can.
+    """
+
+    def __init__(
+        self,
+        parts: PlanParts,
+        pending_updates: PendingUpdates,
+        updater: Updater,
+        context: Context,
+        *,
+        setting: Setting,
+        find_unused: bool,
+        retuning: Retuning | None,
+        splitting: Splitting | Sharding | None,
+        lending: Lending | None = None,
+    ) -> None:
+        self.plan = parts.plan
+        self.setting = setting
+        self.find_unused = find_unused
+        self._gates = parts.gates
+        self._synchronizing = parts.synchronizing
+        self._carrier = parts.carrier
+        self._pending_updates = pending_updates
+        self._updater = updater
+        self._progress = context.progress
+        self._round = context.progress.round
+        self._streams = context.streams
+        self._meter = context.meter
+        self._rank = context.backend.rank
+        self._retuning = retuning
+        self._splitting = splitting
+        self._lending = lending
+        self._sharding = splitting if isinstance(splitting, Sharding) else None
+        self._whole_carrier = parts.carrier
+        self._optimizers: list[Deferred] = []
+        #: how many steps they took in this round
+        self._steps = 0
+
+    # -- forward -----------------------------------------------------------------------
+
+    def before_forward(self, steps: int) -> None:
+        if self._retuning is not None:
+            self._retuning.before_forward(steps)
+        if self._lending is not None:
+            self._lending.before_forward()
+
+    def forward_begins(self) -> None:
+        if self._lending is not None and self._lending.is_lent:
+            return
+        # Backward would add to gradients on the wire.
+        self._synchronizing.wait_unstepped()
+        if self._sharding is not None:
+            self._sharding.forward_begins()
+
+    def forward_ends(self) -> None:
+        pass
+
+    # -- a round -----------------------------------------------------------------------
+
+    def begin_round(self, *, forward_seen: bool) -> None:
+        """Makes the arena free for the gradients of a new round."""
+        plan = self.plan
+        # A gradient that was zeroed or taken away since then is no sum of both.
+        if not forward_seen and any(
+            s.state in UNTAKEN and s.parameter.grad is s.lazy for s in plan.slots
+        ):
+            raise PluginError(
+                f"backward() ran again on rank {self._rank} without a forward pass of the "
+                "wrapped model, a step() or zero_grad() in between: gradients of the first may "
+                "still be on the wire"
+            )
+        self._synchronizing.wait_reduced()
+        self._synchronizing.apply_all()
+        if self._splitting is not None:
+            self._carrier = self._splitting.carrier()
+        for slot in kept_or_seen(plan.slots):
+            if self._sharding is not None:
+                self._sharding.complete_kept(slot)
+            keep_apart(slot.lazy)
+            if self._sharding is not None:
+                self._sharding.withhold(slot)
+            self._synchronizing.make_lazy(slot)
+        plan.flags_reduced = False
+        with self._progress.changed:
+            self._round.begin()
+        self._steps = 0
+        if self._splitting is not None:
+            self._splitting.begin_round()
+        if self._lending is not None:
+            self._lending.round_begins()
+        self._meter.round_begins(is_settled=self._splitting is None or self._splitting.is_settled)
+
+    def gradient(self, slot: Slot) -> None:
+        if not slot.take_gradient():
+            self._refuse(slot)
+        for chunk in self._round.gradient(slot):
+            self._streams.backward_done(chunk, self._carrier.submit)
+
+    def _refuse(self, slot: Slot) -> NoReturn:
+        """Plain DDP goes on without reducing, and its ranks drift apart."""
+        grad, view = slot.parameter.grad, slot.view
+        assert grad is not None
+        raise PluginError(
+            f"the gradient of {slot.name!r} is {grad.dtype} on {grad.device}, it was "
+            f"{view.dtype} on {view.device}: unwrap before the model is converted, and wrap it in "
+            "a new DistributedDataParallel"
+        )
+
+    def end_round(self) -> Running:
+        if self.find_unused:
+            self._complete()
+        self.hand_out()
+        if self._splitting is not None:
+            self._splitting.backward_ends()
+        if self._lending is not None:
+            self._lending.round_complete()
+        return self
+
+    def _complete(self) -> None:
+        """Sends zeros for parameters without a gradient; finds out who got one elsewhere."""
+        plan = self.plan
+        missing = self._round.absentees()
+        assert plan.used_flags is not None
+        assert plan.flags_chunk is not None
+        computed = [int(s.state in UNTAKEN or s.is_local) for s in plan.slots]
+        plan.used_flags.copy_(torch.tensor(computed, dtype=torch.int32))
+        if plan.flags_chunk.notify_ready():
+            self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
+        for slot in plan.slots:
+            slot.is_local = False
+        #: in memory that this round's sums overwrite
+        earlier: dict[Slot, torch.Tensor] = {}
+        for slot in missing:
+            # It may have a gradient from passes under no_sync(), which DDP reduces now.
+            if slot.parameter.grad is not None:
+                is_readable = slot.memory not in UNREADABLE
+                if is_left(slot) and is_readable:
+                    earlier[slot] = slot.view.clone()
+                if not slot.take_gradient():
+                    self._refuse(slot)
+            for chunk in self._round.absent(slot):
+                self._streams.backward_done(chunk, self._carrier.submit)
+        if missing:
+            self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
+            ranks = zip(plan.slots, plan.used_flags.tolist(), strict=True)
+            with self._progress.changed:
+                self._round.found({slot: count > 0 for slot, count in ranks})
+        for slot, gradient in earlier.items():
+            # No rank has used it: its gradient stays what it was, as in plain DDP.
+            if slot.state not in UNTAKEN:
+                move_apart(slot.lazy, gradient)
+
+    def hand_out(self) -> None:
+        """Gradients of this round become lazy views of what is reduced, or what they stand for."""
+        used = [slot for slot in self.plan.slots if slot.state in UNTAKEN]
+        lazy = [slot for slot in used if not slot.is_apart]
+        for slot in moved(lazy):
+            self._synchronizing.make_lazy(slot)
+        for slot in lazy:
+            slot.is_read = False
+            slot.parameter.grad = slot.lazy
+        for slot in used:
+            if slot.is_apart:
+                self._synchronizing.fill_apart(slot)
+
+    def wait_reduced(self) -> None:
+        self._synchronizing.wait_reduced()
+
+    # -- step --------------------------------------------------------------------------
+
+    def introduce(self, deferred: Deferred) -> None:
+        self._optimizers = [other for other in self._optimizers if other.is_alive]
+        self._optimizers.append(deferred)
+        self._pending_updates.introduce(deferred)
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        eager = self._pending_updates.step(deferred, whole_because=whole_because)
+        self._steps += 1
+        if self._splitting is not None and self._steps == sum(o.is_alive for o in self._optimizers):
+            self._splitting.end_round()
+        return eager
+
+    def stepped(self) -> None:
+        self._pending_updates.stepped()
+
+    def synchronize_all(self) -> None:
+        self._synchronizing.synchronize_all()
+
+    def bring(self) -> None:
+        if self._sharding is not None:
+            self._sharding.bring()
+
+    def restore(self) -> None:
+        if self._sharding is not None:
+            self._sharding.restore()
+
+    def leave(self) -> None:
+        if self._sharding is not None:
+            self._sharding.leave()
+
+    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
+        self._synchronizing.synchronize_all()
+        assert self._sharding is not None
+        return self._sharding.held(optimizer)
+
+    # -- from outside ------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        whole = self._whole_carrier.traffic
+        return whole if self._splitting is None else whole + self._splitting.traffic
+
+    @property
+    def order(self) -> str:
+        return self._carrier.order
+
+    def state(self) -> str:
+        return self._synchronizing.state()
+
+    def disown(self) -> None:
+        disown(self._round, self.plan, partial(self._give_back, in_child=True))
+        if self._lending is not None:
+            self._lending.disown()
+
+    def close(self, *, release_parameters: bool) -> None:
+        self._gates.remove()
+        if self._lending is not None:
+            self._lending.close()
+        if self._splitting is not None:
+            self._splitting.close()
+        self._whole_carrier.close()
+        self._updater.close()
+        for slot in self.plan.slots:
+            if release_parameters:
+                if is_held(slot.parameter):
+                    release(slot.parameter)
+                self._give_back(slot)
+
+    def _give_back(self, slot: Slot, *, in_child: bool = False) -> None:
+        if self._sharding is None:
+            give_back(slot)
+        else:
+            self._sharding.give_back(slot, in_child=in_child)

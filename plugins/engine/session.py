@@ -1,0 +1,295 @@
+"""One wrapped model: its parts, and the order in which they come to life."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.observe import Observers
+from bytesched.tunable import Setting, find_tuner
+from bytesched.values import size_text
+
+from ..dependency.context import Context
+from ..layout.plan import Plan
+from ..layout.slots import Slot
+from ..proxies.entries import guard_entries
+from ..proxies.hooks import StayingForwardHook, StayingHook
+from ..routes.backend import Backend
+from ..routes.handover import Borrower, Handover
+from ..warmup.retuning import Decisions
+from ..zero1.checkpoint import ShardedState, plain_name
+from ..zero1.sharding import ShardedSplitter
+from .by_hand import ByHand
+from .gradient_hooks import GradientHooks
+from .hooked import HookedModel
+from .phase import Life
+from .rounds import Rounds
+from .running import Running
+from .stepping import Stepping
+from .warming import WarmingUp
+
+__all__ = ["Session"]
+
+log = logging.getLogger("bytesched")
+
+
+class Session(HookedModel):
+    """The life of one wrapped model.
+
+    The first round is the warm-up (WarmingUp): it is reduced as a whole, while the order of
+    first use and the link are learned. From the second on (Running), chunks are submitted to the
+    carrier as their gradients come, ``step()`` arms their updates (Arming, Updater), and
+    parameters guard themselves (Synchronizing). Hooks stay the same (Rounds, Stepping).
+
+    Args:
+        root: the module whose call is a forward pass (the DDP object, if there is one).
+        slots: the parameters that are reduced, in registration order, the same on all ranks.
+        config: the settings; partition and credit are still 0 if they are to be chosen.
+        backend: the ranks, and what they reduce with.
+        sync: whether the backward pass of the forward pass that begins now is to be reduced;
+            None if ``backward_gradient`` is called for every gradient that is.
+        find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
+        static_graph: a parameter may be used several times, the same in each round.
+        splitter: makes carriers that split every all-reduce, where there can be any.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        slots: Sequence[Slot],
+        config: Config,
+        *,
+        backend: Backend,
+        sync: Callable[[], bool] | None,
+        find_unused: bool | None,
+        static_graph: bool,
+        observers: Observers,
+        splitter: ShardedSplitter | None = None,
+    ) -> None:
+        super().__init__(root, slots, backend, observers)
+        guard_entries()
+        self._sync = sync
+        #: each rank updates a part alone
+        self.is_sharded = config.shard
+        self._handover = Handover()
+        decisions = None
+        if config.tune and backend.knobs:
+            tuner = find_tuner(config) if backend.rank == 0 else None
+            decisions = Decisions(tuner, backend, slots[0].parameter.device)
+            self._undo.append(decisions.close)
+        elif config.tune and backend.rank == 0:
+            log.warning("tune is on, but nothing can change at run time over %s", backend.wire)
+        context = Context(backend, self._progress, self._streams, self._meter, observers)
+        warming_up = WarmingUp(
+            slots,
+            config,
+            context,
+            first_use=self._first_use,
+            handover=self._handover,
+            decisions=decisions,
+            # What is tuned is the carrier that does not split.
+            splitter=splitter if decisions is None and config.split != "off" else None,
+            find_unused=find_unused,
+            inside_compiled=self._inside_compiled,
+            recorded=self._drop_forward_hook,
+            ended=self._warmed_up,
+        )
+        self._rounds = Rounds(
+            list(slots),
+            context,
+            self._handover,
+            static_graph=static_graph,
+            phase=warming_up,
+        )
+        self._stepping = Stepping(self._rounds, self._handover, context, sharded=config.shard)
+        try:
+            self._hook(root)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hook(self, root: nn.Module) -> None:
+        if self._sync is not None:
+            hooks = self._handover.hooks = GradientHooks(self._rounds)
+            self._undo.append(hooks.take_off)
+            hooks.put_on()
+        before = StayingHook(self.before_forward, self._inside_compiled)
+        self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
+        after = StayingForwardHook(self._after_forward)
+        self._forward_hook = root.register_forward_hook(after, always_call=True)
+        self._undo.append(self._forward_hook.remove)
+        self._undo.append(self._stepping.close)
+
+    def disown(self) -> None:
+        self._handover.off = True
+        super().disown()
+
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
+    ) -> None:
+        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier.
+
+        ``kind`` is the class whose ``step()`` does them.
+        """
+        if self.is_sharded and self.plan is not None:
+            raise PluginError(
+                "with shard=True, wrap every optimizer of a model before its first backward pass"
+            )
+        # The user may name the optimizer instead of the model, which is there as long as it is.
+        self._stepping.add(optimizer, kind, self.root, cross=cross)
+
+    def steps_whole(self, why: str) -> None:
+        """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
+        self._meter.whole_because = why
+
+    def take_over(
+        self,
+        take: Callable[[], Callable[[], None]],
+        *,
+        can_stop: bool,
+        borrower: Borrower | None = None,
+    ) -> None:
+        """``take`` makes gradients the session's; what it returns makes them the framework's.
+
+        Called last of all. With ``can_stop``, both may happen several times; a ``borrower`` can
+        have them for a while.
+        """
+        self._handover.use(take, can_stop=can_stop, borrower=borrower)
+        self.on_close(self._handover.give_back)
+
+    def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
+        """Warns of a script that reduces all gradients itself.
+
+        Args:
+            is_again: whether a process group has no ranks but those of this session.
+        """
+        by_hand = ByHand(self._rounds.slots, is_again, speaks=self._backend.rank == 0)
+        self._rounds.by_hand = by_hand
+        self._undo.append(by_hand.close)
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Calls ``undo`` after every hook has been taken off."""
+        self._undo.insert(0, undo)
+
+    # -- forward -----------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """The root is called; its own hook calls this."""
+        if self._is_disowned:
+            return
+        if not torch.is_grad_enabled():
+            if not module.training:
+                self._life.synchronize_all()
+            return
+        self._progress.check()
+        self._rounds.complain_if_interrupted()
+        self._streams.begin()
+        self._rounds.phase.before_forward(self._stepping.steps)
+        if self._sync is not None:
+            self._rounds.sync = self._sync()
+            if self._rounds.sync:
+                self._rounds.finish()
+        self._rounds.forward_seen = True
+        self._meter.forward_begins()
+        self._rounds.phase.forward_begins()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._rounds.phase.forward_ends()
+        if torch.is_grad_enabled():
+            self._meter.forward_ends()
+
+    def _inside_compiled(self) -> None:
+        """Compiled code contains our hooks, so that nothing can wait in front of it."""
+        self._first_use.end()
+        if self._stepping.crosses:
+            self._stepping.stop_crossing()
+            log.warning(
+                "torch.compile was applied after bytesched.wrap: scheduling inside backward, "
+                "stepping whole; wrap the compiled model to cross the barrier"
+            )
+
+    def _warmed_up(self, running: Running) -> None:
+        """The user's thread, at the end of the first round."""
+        self._drop_forward_hook()
+        if self._backend.rank == 0:
+            log.info("%s", _begun(self._backend.size, running.plan, running.setting, self.mode))
+
+    def _drop_forward_hook(self) -> None:
+        """Only warm-up and observers need it; without bytesched its pickle cannot be loaded."""
+        if not self._observers:
+            self._forward_hook.remove()
+
+    # -- from outside ------------------------------------------------------------------
+
+    def backward_gradient(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is to be reduced; called in backward."""
+        self._rounds.backward_gradient(slot)
+
+    def complete_round(self) -> None:
+        """Every parameter that got no gradient takes part with what it has, or with zeros."""
+        self._rounds.complete()
+
+    @property
+    def rounds_finished(self) -> int:
+        """How many rounds have been complete."""
+        return self._rounds.finished
+
+    @property
+    def is_inside_round(self) -> bool:
+        """Whether other ranks may wait for gradients of this one, and know of no error of it."""
+        is_unfinished = self._rounds.incomplete or self._progress.outstanding > 0
+        return is_unfinished and self.error is None
+
+    def wait_reduced(self) -> None:
+        """Returns when nothing is on the wire."""
+        self._progress.check()
+        self._rounds.phase.wait_reduced()
+
+    @property
+    def mode(self) -> str:
+        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
+        if self._handover.off and not self._handover.is_lent:
+            return "plain"
+        return "cross" if self._stepping.crosses else "backward"
+
+    def flush(self) -> None:
+        """Everything that was started is reduced, and everything armed is applied."""
+        if not self._rounds.incomplete:
+            self.wait_reduced()
+        super().flush()
+        if not self._rounds.incomplete:
+            self._rounds.phase.bring()
+
+    def sharded_state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """See `bytesched.sharded_state`."""
+        names = {id(slot.parameter): plain_name(slot) for slot in self._rounds.slots}
+        return ShardedState(optimizer, lambda: self._rounds.phase.held(optimizer), names)
+
+    def restore(self) -> None:
+        super().restore()
+        self._rounds.phase.restore()
+
+    def leave(self) -> None:
+        super().leave()
+        self._rounds.phase.leave()
+
+    @property
+    def _life(self) -> Life:
+        return self._rounds.phase
+
+
+def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:
+    """What is sent from now on, in a line."""
+    chunks = f"{len(plan.chunks)} chunk{'s' if len(plan.chunks) > 1 else ''}"
+    return (
+        f"{ranks} ranks, {len(plan.slots)} tensors, {size_text(plan.nbytes)} in {chunks} "
+        f"of up to {size_text(setting.partition_bytes)}, "
+        f"{size_text(setting.credit_bytes)} under way at a time, "
+        f"policy {setting.policy}, mode {mode}"
+    )

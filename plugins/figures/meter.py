@@ -1,0 +1,256 @@
+"""What a session measures about itself: whether the barrier was crossed, and what it cost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import NamedTuple
+
+from bytesched.observe import Observers
+from bytesched.tunable import Setting
+
+from ..layout.slots import Bundle
+from ..routes.carrier import Traffic
+from .causes import Causes
+
+__all__ = ["Meter", "Moment"]
+
+_MS = 1e6
+_WORST = 8
+
+#: After so many iterations it is logged, once, if less than this share of the bytes crossed.
+_JUDGED_AFTER = 50
+_WORTH_IT = 0.02
+#: From this share on, nothing has to be explained.
+_MUCH = 0.5
+#: From this share on, what is left of communication is not worth a word.
+_NEARLY_ALL = 0.9
+
+_HIDDEN = "communication is hidden behind backward already, there is little to gain"
+_TAKES_NO_TIME = "communication takes no time here"
+_ARRIVED = "the rest had arrived before step()"
+
+log = logging.getLogger("bytesched")
+
+
+class Moment(NamedTuple):
+    """When the training thread began to wait."""
+
+    at_ns: int
+    #: for how long something had been on the wire by then
+    busy_ns: int
+
+
+class Meter:
+    """Counts and times; every method costs a clock reading and a few additions.
+
+    Shares and means are those of the rounds from the first settled one on: the warm-up, and the
+    rounds before the ranks have voted on how to send, are no picture of the others.
+
+    Args:
+        parameters: how many there are.
+        busy_ns: for how long something has been on the wire.
+    """
+
+    def __init__(
+        self, observers: Observers, parameters: int, busy_ns: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._observers = observers
+        self._busy_ns = busy_ns
+        self._parameters = parameters
+        #: of the plan, once there is one
+        self._nbytes = self._chunks = 0
+        self._partition_bytes = self._credit_bytes = 0
+        self._forward_ns = self._backward_ns = self._step_ns = 0
+        self._crossed_steps = 0
+        #: why every step updates everything at once, where that is known from the start
+        self.whole_because = ""
+        self._steps = 0
+        #: time spent in the gradient hooks
+        self.hook_ns = 0
+        self._rounds = 0
+        #: rounds that were left to the framework
+        self._rested = 0
+        #: a round has been settled
+        self.is_measuring = False
+        self._measure()
+
+    def _measure(self) -> None:
+        """From here on shares and means are measured."""
+        #: no step has taken the current round
+        self._is_untaken = False
+        #: rounds that a step has taken, those steps, and by the reason those that updated
+        #: everything at once
+        self._iterations = self._measured_steps = 0
+        self._whole_steps: Counter[str] = Counter()
+        self._crossed_bytes = 0
+        #: by what made the training thread wait, and how much of that something was on the wire
+        self._wait_ns: Counter[str] = Counter()
+        self._exposed_ns = 0
+        self._update_ns = 0
+        #: what reads gradients in front of ``step()``
+        self.causes = Causes(self._parameters)
+        self._busy_before_ns = self._busy_ns() if self.is_measuring else 0
+
+    def active(self, nbytes: int, chunks: int, setting: Setting) -> None:
+        """The warm-up is over: so many bytes in so many chunks are sent in each round."""
+        self._nbytes = nbytes
+        self.changed(chunks, setting)
+
+    def changed(self, chunks: int, setting: Setting) -> None:
+        """There are other sizes from now on."""
+        self._chunks = chunks
+        self._partition_bytes = setting.partition_bytes
+        self._credit_bytes = setting.credit_bytes
+
+    def forward_begins(self) -> None:
+        """The model is called."""
+        self._forward_ns = perf_counter_ns()
+
+    def forward_ends(self) -> None:
+        """Its call is over; backward is next."""
+        self._backward_ns = perf_counter_ns()
+        if self._observers and self._forward_ns:
+            self._observers.on_span("forward", "forward", self._forward_ns, self._backward_ns)
+
+    def round_begins(self, *, is_settled: bool) -> None:
+        """A round begins, and nothing of the last one is outstanding.
+
+        Args:
+            is_settled: it is sent as those after it will be, as far as that is known.
+        """
+        if is_settled and not self.is_measuring:
+            self.is_measuring = True
+            self._measure()
+        self._is_untaken = True
+
+    def backward_ends(self) -> None:
+        """A round is complete."""
+        if self._nbytes:
+            self._rounds += 1
+        if self._observers and self._backward_ns:
+            now_ns = perf_counter_ns()
+            self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
+
+    def rested(self) -> None:
+        """A round is over that was left to the framework."""
+        self._rested += 1
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` is called."""
+        self._step_ns = perf_counter_ns()
+
+    def stepped(self, crossing_bytes: int, whole_because: str = "") -> None:
+        """An optimizer was stepped while ``crossing_bytes`` of its gradients were outstanding.
+
+        Args:
+            whole_because: why it updated everything at once, if it had to.
+        """
+        self._steps += 1
+        self._crossed_steps += crossing_bytes > 0
+        if not self.is_measuring:
+            return
+        is_first, self._is_untaken = self._is_untaken, False
+        self._iterations += is_first
+        self._measured_steps += 1
+        if why := self.whole_because or whole_because:
+            self._whole_steps[why] += 1
+        self._crossed_bytes += crossing_bytes
+        if is_first and self._iterations == _JUDGED_AFTER and self._crossed < _WORTH_IT:
+            log.info(
+                "%.1f %% of the bytes were still on their way at step(): %s",
+                100 * self._crossed,
+                self._reason(),
+            )
+
+    @property
+    def _crossed(self) -> float:
+        """The share of all bytes that crossed the barrier."""
+        return self._crossed_bytes / max(self._nbytes * self._iterations, 1)
+
+    @property
+    def _comm_ns(self) -> int:
+        """For how long something was on the wire."""
+        return self._busy_ns() - self._busy_before_ns if self.is_measuring else 0
+
+    @property
+    def _overlap(self) -> float:
+        """The share of that in which the training thread did not wait."""
+        comm_ns = self._comm_ns
+        return max(0.0, 1 - self._exposed_ns / comm_ns) if comm_ns else 0.0
+
+    def _reason(self) -> str:
+        """Why little crossed the barrier; empty if much did."""
+        if self._rested > self._rounds:
+            rounds = self._rested + self._rounds
+            return f"rested in {self._rested} of {rounds} rounds: {_TAKES_NO_TIME}"
+        if not self._iterations:
+            return self.whole_because
+        if self._crossed >= _MUCH:
+            return ""
+        if self._whole_steps.total() > self._measured_steps / 2:
+            return self._whole_steps.most_common(1)[0][0]
+        return self.causes.worst or (_HIDDEN if self._overlap >= _NEARLY_ALL else _ARRIVED)
+
+    def step_ends(self) -> None:
+        """``optimizer.step()`` returns."""
+        if self._observers:
+            now_ns = perf_counter_ns()
+            self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)
+            self._observers.on_step(self._steps, now_ns)
+
+    def moment(self) -> Moment:
+        """Now, when the user's thread begins to wait."""
+        return Moment(perf_counter_ns(), self._busy_ns())
+
+    def waited(self, by: str, began: Moment, bundle: Bundle | None) -> int:
+        """The user's thread has waited since ``began``: returns for how long, in ns.
+
+        Args:
+            by: what made it wait.
+        """
+        now_ns = perf_counter_ns()
+        waited_ns = now_ns - began.at_ns
+        self._wait_ns[by] += waited_ns
+        self._exposed_ns += min(waited_ns, self._busy_ns() - began.busy_ns)
+        if self._observers:
+            self._observers.on_span("wait", by, began.at_ns, now_ns)
+            if bundle is not None:
+                for chunk in bundle.chunks:
+                    self._observers.on_flow("f", chunk.index, "wait", now_ns)
+        return waited_ns
+
+    def updated(self, bundles: list[Bundle], began_ns: int) -> None:
+        """The updater applied ``bundles``."""
+        now_ns = perf_counter_ns()
+        self._update_ns += now_ns - began_ns
+        if self._observers:
+            name = f"update {bundles[0].slots[0].name}"
+            self._observers.on_span("update", name, began_ns, now_ns, {"bundles": len(bundles)})
+
+    def figures(self, traffic: Traffic) -> dict[str, int | float | str]:
+        """The figures of ``bytesched.stats()``, per iteration where they are times."""
+        iterations = max(self._iterations, 1)
+        figures: dict[str, int | float | str] = {
+            "iterations": self._iterations,
+            "steps": self._steps,
+            "barrier_crossed_steps": self._crossed_steps,
+            "barrier_crossed_pct": 100 * self._crossed,
+            "reason": self._reason(),
+            "rested_rounds": self._rested,
+            "exposed_comm_ms": self._exposed_ns / _MS / iterations,
+            "comm_ms": self._comm_ns / _MS / iterations,
+            "overlap_pct": 100 * self._overlap,
+            "bytes_per_step": self._nbytes,
+            "chunks": self._chunks,
+            "partition_bytes": self._partition_bytes,
+            "credit_bytes": self._credit_bytes,
+            "scheduler_cpu_us_per_chunk": traffic.cpu_ns / 1e3 / max(traffic.chunks, 1),
+            "hook_us_per_parameter": self.hook_ns / 1e3 / max(self._rounds * self._parameters, 1),
+            "update_ms": self._update_ns / _MS / iterations,
+        }
+        for name, ns in self._wait_ns.most_common(_WORST):
+            figures[f"wait_ms/{name}"] = ns / _MS / iterations
+        return figures

@@ -1,0 +1,75 @@
+"""What a call asks of a gradient or does to it, as a text that ranks can compare."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .operations import REDUCTIONS
+
+__all__ = [
+    "are_plain",
+    "digest",
+    "is_of_whole_tensor",
+    "kept",
+    "kind_of_norm",
+    "question_of",
+]
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether they are the same for all tensors: numbers, names, None."""
+    return all(
+        value is None or isinstance(value, (int, float, str, torch.dtype)) for value in values
+    )
+
+
+def kept(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """Numbers, and copies of tensors of one number; None if there is anything else."""
+    for value in [*args, *kwargs.values()]:
+        is_number = value is None or isinstance(value, (int, float))
+        if not is_number and not (type(value) is torch.Tensor and value.dim() == 0):
+            return None
+
+    def keep(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    return [keep(value) for value in args], {name: keep(v) for name, v in kwargs.items()}
+
+
+def is_of_whole_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` makes one number of any tensor, whatever its shape."""
+    # 0 is a dimension, and a tensor one to write to.
+    named = {n: value for n, value in kwargs.items() if value is not None and value is not False}
+    if func in REDUCTIONS:
+        return not args and named.keys() <= {"dtype"}
+    if len(args) > 1 or not named.keys() <= {"p", "ord", "dtype"}:
+        return False
+    kind = kind_of_norm(args, kwargs)
+    if func is torch.linalg.norm:
+        return kind is None
+    return kind != "nuc" and are_plain([kind, named.get("dtype")])
+
+
+def kind_of_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The order of a norm, as it was given; None if it was not."""
+    return args[0] if args else kwargs.get("p", kwargs.get("ord"))
+
+
+def question_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The same text on all ranks for the same call."""
+    values = [_number(value) for value in args]
+    named = sorted((name, _number(value)) for name, value in kwargs.items())
+    return f"{getattr(func, '__name__', func)} {values} {named}"
+
+
+def _number(value: Any) -> str:
+    return repr(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def digest(text: str) -> int:
+    """A whole number that travels as float64."""
+    return zlib.crc32(text.encode())

@@ -1,0 +1,264 @@
+"""Where a script asks for norms of its gradients or scales them: all ranks change to a carrier
+that splits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from bytesched.observe import Observers
+from bytesched.task import CommTask
+from bytesched.tunable import Setting
+
+from ..dependency.context import Context, PlanParts
+from ..dependency.progress import Progress
+from ..figures.meter import Meter
+from ..layout.packing import Packer
+from ..layout.plan import Plan
+from ..proxies.pending import QueryHandler
+from ..routes.carrier import Carrier, Traffic
+from .expressions import Asked, derived, slots_in
+from .operations import ASKING
+from .vote import Vote
+
+__all__ = ["SplitCarrier", "Splitter", "Splitting"]
+
+log = logging.getLogger("bytesched")
+
+_VOTE: Final = "split or whole"
+_ENTRY: Final = "to split all-reduces"
+
+
+class SplitCarrier(Carrier, Protocol):
+    """Carries every chunk in two phases: its sum to an owner, and from there to all.
+
+    In between it answers for gradients, see `LazyGrad.queries`.
+    """
+
+    @property
+    def queries(self) -> QueryHandler:
+        """What answers."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the script has asked about most gradients of the round, or changed them."""
+
+    def begin_round(self) -> None:
+        """A new backward pass begins: what was asked of the last one is over."""
+
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there, and may be asked about."""
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped: nothing more is asked."""
+
+    def lost(self) -> BaseException | None:
+        """The error of something that is waited for and cannot come, if there is one."""
+
+
+class Splitter(Protocol):
+    """Makes carriers that split every all-reduce."""
+
+    def cut(self, plan: Plan, partition_bytes: int) -> None:
+        """Cuts ``plan`` such that every chunk has an owner."""
+
+    def carrier(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        setting: Setting,
+        *,
+        reduced: Callable[[CommTask], None],
+        meter: Meter,
+        observers: Observers,
+    ) -> SplitCarrier:
+        """Carries the chunks of ``plan``, which was cut here; collective.
+
+        Args:
+            progress: of the session; receives the first error.
+            setting: its sizes are those of lanes.
+            meter: of the session; learns how long norms were waited for.
+            reduced: called when the sum of a chunk is in the arena.
+        """
+
+
+class Splitting:
+    """Enters and leaves the split, on all ranks before the same round.
+
+    Args:
+        mode: "auto", or "on": from the first round on, and for good.
+    """
+
+    def __init__(
+        self,
+        splitter: Splitter,
+        parts: PlanParts,
+        context: Context,
+        setting: Setting,
+        *,
+        mode: str,
+        reduced: Callable[[CommTask], None],
+    ) -> None:
+        self._splitter = splitter
+        self._parts = parts
+        self._context = context
+        self._setting = setting
+        self._device = parts.plan.slots[0].view.device
+        self._mode = mode
+        self._reduced = reduced
+        #: rounds that have begun
+        self._rounds = 0
+        #: what was carried by carriers that are closed
+        self._past = Traffic()
+        self._split: SplitCarrier | None = None
+        #: most gradients were asked about or changed since the last vote, in rounds that are over
+        self._was_asked_before = False
+        #: those of this round, while nothing is split
+        self._asked = Asked(parts.plan.slots)
+        #: the backward pass of this round has not ended
+        self._is_backward = False
+        #: rounds are whole, without a vote
+        self._is_paused = False
+        self._ballot = Vote(context, _VOTE, self._device)
+        self._use_queries(self._watch)
+
+    def carrier(self) -> Carrier:
+        """What carries the round that begins.
+
+        Collective where the ranks change, as all of them came to the end of the same vote.
+        """
+        self._rounds += 1
+        is_split = self._split is not None
+        asked = self._asked.are_most if self._split is None else self._split.was_asked
+        self._was_asked_before = self._was_asked_before or asked
+        if self._mode == "on":
+            if not is_split:
+                self._change(wanted=True)
+        elif (wanted := self._ballot.outcome()) is not None:
+            self._change(wanted=wanted)
+        return self._parts.carrier if self._split is None else self._split
+
+    def begin_round(self) -> None:
+        """A new backward pass begins, and nothing of it is on the wire."""
+        self._asked.clear()
+        self._is_backward = True
+        if self._split is not None:
+            self._split.begin_round()
+        if self._mode == "auto" and not self._is_paused and Vote.is_due(self._rounds):
+            self._ballot.cast(yes=self._was_asked_before)
+            self._was_asked_before = False
+
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there."""
+        self._is_backward = False
+        if self._split is not None:
+            self._split.backward_ends()
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped."""
+        if self._split is not None:
+            self._split.end_round()
+
+    def pause(self) -> None:
+        """Rounds are whole from now on, until `resume`; on all ranks before the same round.
+
+        No rank asks for anything, and nothing is outstanding.
+        """
+        self._ballot.outcome()
+        self._change(wanted=False)
+        self._is_paused, self._was_asked_before = True, False
+
+    def resume(self) -> None:
+        """The ranks vote again, as in their first rounds, if they have paused."""
+        if self._is_paused:
+            self._is_paused, self._rounds = False, 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the ranks have voted on how the round that begins is carried."""
+        return self._mode == "on" or self._rounds > 1
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was carried in split rounds."""
+        return self._past if self._split is None else self._past + self._split.traffic
+
+    def close(self) -> None:
+        """Ends what carries split rounds."""
+        self._ballot.close()
+        if self._split is not None:
+            self._split.close()
+
+    def _change(self, *, wanted: bool) -> None:
+        if wanted == (self._split is not None):
+            return
+        self._parts.synchronizing.wait_reduced()
+        self._parts.synchronizing.synchronize_all()
+        if self._split is None:
+            try:
+                self._split = self._entered()
+            except BaseException as error:  # noqa: BLE001 - it is raised
+                # The other ranks learn of it, as they take part in it.
+                self._context.progress.raise_first(error)
+        else:
+            self._leave(self._split)
+
+    def _entered(self) -> SplitCarrier:
+        parts, context = self._parts, self._context
+        # A rank that has stopped is missed here, not while connections are made.
+        here = torch.zeros(1, device=self._device)
+        context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
+        self._splitter.cut(parts.plan, self._setting.partition_bytes)
+        self._plan_cut()
+        split = self._splitter.carrier(
+            parts.plan,
+            parts.packer,
+            context.progress,
+            self._setting,
+            reduced=self._reduced,
+            meter=context.meter,
+            observers=context.observers,
+        )
+        context.progress.story = split.story
+        context.progress.look = split.lost
+        self._use_queries(split.queries)
+        if context.backend.rank == 0:
+            log.info(
+                "the script measures or scales its gradients before step(): every all-reduce is "
+                "split in two"
+            )
+        return split
+
+    def _leave(self, split: SplitCarrier) -> None:
+        parts, progress = self._parts, self._context.progress
+        self._use_queries(self._watch)
+        self._split = None
+        split.close()
+        self._past += split.traffic
+        parts.plan.cut(self._setting.partition_bytes)
+        self._plan_cut()
+        parts.carrier.change(self._setting)
+        progress.story = parts.carrier.story
+        progress.look = lambda: None
+
+    def _plan_cut(self) -> None:
+        parts = self._parts
+        for part in (parts.packer, parts.synchronizing, parts.gates):
+            part.plan_cut()
+        self._context.meter.changed(len(parts.plan.chunks), self._setting)
+
+    def _use_queries(self, queries: QueryHandler) -> None:
+        for slot in self._parts.plan.slots:
+            slot.use_queries(queries)
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_backward:
+            return NotImplemented
+        if func in ASKING:
+            self._asked.add(slots_in(args))
+            return NotImplemented
+        return derived(func, args, kwargs)

@@ -1,0 +1,335 @@
+"""A process group of our own, and what its failures mean."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bytesched.errors import (
+    PeerLost,
+    SchedulerTimeout,
+    TransportError,
+)
+
+from ...dropped import end_soon
+from .notes import Notes
+
+__all__ = ["Group"]
+
+#: for threads of a broken group to end
+PATIENCE_S: Final = 5.0
+
+#: for the last messages to be taken by ranks that are busy
+_LEAVE_S: Final = 30.0
+
+#: a tag of no message
+_NEVER_SENT: Final = 1 << 20
+
+#: of the length before a text
+_LENGTH_BYTES: Final = 8
+
+#: how long a collective may take before connections are looked at, and again
+_LOOKS_EVERY: Final = timedelta(seconds=1)
+
+
+class _Stopped(RuntimeError):
+    """A rank elsewhere has stopped, and left a note."""
+
+
+class Group:
+    """A process group that only a session issues on, and the store behind it.
+
+    Two threads on one Gloo group abort the process, so the user's group is never used.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        store: distributed_c10d.Store,
+        notes: Notes,
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self.backend = backend
+        self.store = store
+        self.rank: int = backend.rank()
+        self.size: int = backend.size()
+        self._is_gloo: bool = backend.name() == "gloo"
+        self.name = name
+        self.timeout_s = timeout_s
+        #: of every rank, where they are known
+        self.hosts: Sequence[str] = ()
+        #: for messages: the ranks of the job that these are
+        self.members: Sequence[int] = range(self.size)
+        self._notes = notes
+        #: the other ranks, with all of which this one is connected; the next one first
+        self._others = [(self.rank + d) % self.size for d in range(1, self.size)]
+        self._aborted = self._closed = False
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begins to send ``tensor``, which is dense, to a rank; returns the work."""
+        return _unguarded(self.backend, "send")(self.backend, [tensor], peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begins to receive from a rank into ``tensor``; returns the work."""
+        return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
+        return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
+
+    def gather_text(self, key: str, text: str) -> list[str]:
+        """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
+        data = text.encode()
+        longest = int(self._largest([len(data)], task=key)[0])
+        mine = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8, device="cpu")
+        head = len(data).to_bytes(_LENGTH_BYTES, "little")
+        mine[: len(head) + len(data)] = torch.tensor([*head, *data], dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        self.wait(self.backend.allgather([theirs], [mine]), task=key)
+        return [_text_in(bytes(one.tolist())) for one in theirs]
+
+    def is_same(self, text: str) -> bool:
+        """Whether all ranks have the same ``text``: a maximum over hashes; collective."""
+        digest = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(digest[:8], "little") >> 1
+        highest, negated_lowest = self._largest([number, -number], task="comparing what ranks have")
+        return bool(highest == -negated_lowest)
+
+    def _largest(self, numbers: Sequence[int], *, task: str) -> list[int]:
+        """The largest of all ranks, for each of ``numbers``; collective."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self.wait(self.backend.allreduce([tensor], options), task=task)
+        return [int(number) for number in tensor.tolist()]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], *, root: int = 0, task: str) -> None:
+        """Gives every rank the values that ``tensors`` have on rank ``root``; collective."""
+        options: Any = dist.BroadcastOptions()
+        options.rootRank = root
+        for tensor in tensors:
+            values = tensor.detach()
+            dense = values.contiguous()
+            self.wait(self.backend.broadcast([dense], options), task=task)
+            if dense is not values:
+                values.copy_(dense)
+
+    def clock_offset_ns(self) -> int:
+        """What must be added to this host's wall clock to read rank 0's; collective."""
+        for _ in range(3):
+            # The last one ends at nearly the same moment everywhere.
+            self.wait(
+                self.backend.allreduce([torch.zeros(1, device="cpu")]), task="comparing clocks"
+            )
+        mine_ns = time.time_ns()
+        leaders = torch.tensor([mine_ns if self.rank == 0 else 0], device="cpu")
+        self.wait(self.backend.allreduce([leaders]), task="comparing clocks")
+        return int(leaders.item()) - mine_ns
+
+    def leave_note(self, text: str) -> None:
+        """Leaves the reason why this rank stops, which others show beside a broken connection."""
+        self._notes.leave(text)
+
+    def note(self) -> str:
+        """The reason that another rank left when it stopped, or nothing."""
+        return self._notes.read()
+
+    def wait(self, work: Any, *, task: str = "") -> None:
+        """Waits for the end of ``work``, a collective, whose failure is an error of ours."""
+        try:
+            self.complete(work)
+        except RuntimeError as error:
+            raise self.error(error, task=task) from error
+
+    def wait_message(self, work: Any, *, task: str = "", limit: timedelta | None = None) -> None:
+        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours.
+
+        Args:
+            limit: how long; as long as any operation of the group if it is None.
+        """
+        try:
+            if limit is None:
+                work.wait()
+            else:
+                work.wait(limit)
+        except RuntimeError as error:
+            raise self.error(error, task=task) from error
+
+    def wait_left(self, works: Iterable[Any], limit_s: float = _LEAVE_S) -> None:
+        """Returns when ``works`` have ended, or cannot, or after a while; raises nothing.
+
+        Before this rank goes: Gloo sends a message when its receiver takes it, and closing the
+        connection before that would look like a death to the other rank.
+        """
+        deadline_s = time.monotonic() + min(limit_s, self.timeout_s)
+        for work in works:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=left_s))
+
+    def complete(self, work: Any) -> None:
+        """Waits for the end of ``work``, a collective; raises what torch raises.
+
+        When a connection breaks, Gloo fails what waits for it, but not an operation that is half
+        written or half read, which waits on until it times out. So the connections are looked at
+        if it takes long, and whether a rank that is no neighbour has left a note.
+        """
+        broken: RuntimeError | None = None
+        # Every call gives up the GIL, and has to get it back: most chunks need one.
+        while self._is_gloo:
+            try:
+                work.wait(_LOOKS_EVERY)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                if broken is not None:
+                    # It had time to finish with what had arrived before.
+                    raise broken from None
+                ring = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+                broken = self.broken(ring) or self._stopped_outside(ring)
+        work.wait()
+
+    def broken(self, peers: Iterable[int]) -> RuntimeError | None:
+        """What broke a connection to one of ``peers``, if something did. Gloo only; any thread."""
+        try:
+            for peer in peers:
+                # Refused on a broken connection; on a whole one never matched, and harmless.
+                self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _stopped_outside(self, ring: Collection[int]) -> RuntimeError | None:
+        """The note of a rank that stopped, where there are others than those of ``ring``."""
+        note = self.note() if self.size > 1 + len(ring) else ""
+        return _Stopped(note) if note else None
+
+    def lost(self) -> TransportError | None:
+        """The error of a connection that is broken, if one is. Any thread."""
+        if not self._is_gloo:
+            return None
+        broken = self.broken(self._others)
+        return None if broken is None else self.error(broken)
+
+    def failure(self, error: BaseException, *, task: str) -> TransportError | None:
+        """``error`` as one of ours if this group is broken; None: it is of something else."""
+        if self._is_gloo and self.broken(self._others) is None:
+            return None
+        return self.error(error, task=task)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether this rank has broken the connections itself."""
+        return self._aborted
+
+    def abort(self) -> None:
+        """Breaks the connections: what is under way fails at once, here and on every other rank.
+
+        Idempotent, from any thread. What is started afterwards fails as well.
+        """
+        if self._aborted:
+            return
+        self._aborted = True
+        if not self._is_gloo:
+            _stop(self.backend, "abort")
+            return
+        # Gloo has no call for it, but a receive that times out closes all its connections. From
+        # a rank whose connection is broken already there is none.
+        never = torch.empty(1, device="cpu")
+        for peer in self._others:
+            try:
+                work = self.backend.recv([never], peer, _NEVER_SENT)
+            except RuntimeError:
+                continue
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+            return
+
+    def close(self) -> None:
+        """Ends the group's own threads and connections; nothing must be under way. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._is_gloo:
+            if not self._aborted:
+                _stop(self.backend, "shutdown")
+            return
+        self._aborted = True
+        # Gloo's threads end when nothing refers to the backend. They must, before the interpreter
+        # does: one that frees the last tensor afterwards finds no interpreter, and aborts.
+        held = [self.backend]
+        self.backend = None
+        end_soon(held.clear, PATIENCE_S)
+
+    def error(self, cause: BaseException, *, task: str = "", story: str = "") -> TransportError:
+        """``cause`` as an error of ours: a rank that is likely gone, or a deadline that passed."""
+        text = str(cause)
+        about: dict[str, Any] = {
+            "task": task,
+            "rank": self.members[self.rank],
+            "story": story.splitlines(),
+        }
+        if isinstance(cause, _Stopped):
+            return PeerLost(f"another rank has stopped{text}", **about)
+        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+            peers = self._lost_peers()
+            what = f"{self._named(peers)} gone ({text.strip()}); see its own log for the reason"
+            return PeerLost(what + self.note(), peers=peers, **about)
+        kind: type[TransportError] = TransportError
+        what = f"all-reduce failed: {text}"
+        if any(sign in text for sign in ("Timed out", "timed out", "timeout", "Timeout")):
+            kind = SchedulerTimeout
+            what = (
+                f"no progress within {self.timeout_s:g} s: a peer is stopped, stuck or in other "
+                f"code ({text.strip()}); raise timeout_s if it was only slow"
+            )
+        return kind(what + self.note(), **about)
+
+    def _lost_peers(self) -> list[int]:
+        """Ranks of the job whose connections are broken, unless this one broke them itself."""
+        if self._aborted or not self._is_gloo:
+            return []
+        lost = (rank for rank in self._others if self.broken([rank]) is not None)
+        return [self.members[rank] for rank in lost]
+
+    def _named(self, peers: Sequence[int]) -> str:
+        """``peers`` with their hosts, as the beginning of a sentence."""
+        names = [f"rank {peer}" for peer in peers]
+        if self.hosts:
+            names = [f"rank {peer} on {self.hosts[peer]}" for peer in peers]
+        if len(names) == 1:
+            return f"{names[0]} is"
+        return f"one of {', '.join(names)} is" if names else "another rank is"
+
+
+def _unguarded(backend: Any, name: str) -> Any:
+    """A method of a backend's class, without what waits for lazy gradients among its arguments.
+
+    Ours are none (see proxies.entries).
+    """
+    method = getattr(type(backend), name, None)
+    if method is None:
+        return lambda backend, *args: getattr(backend, name)(*args)
+    return getattr(method, "__wrapped__", method)
+
+
+def _text_in(data: bytes) -> str:
+    """What `Group.gather_text` has packed, its length first."""
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + length].decode()
+
+
+def _stop(backend: Any, how: str) -> None:
+    """Calls ``abort`` or ``shutdown``; before torch 2.6 both were ``_shutdown``."""
+    getattr(backend, how, getattr(backend, "_shutdown", lambda: None))()

@@ -1,0 +1,130 @@
+"""Process groups of our own over the ranks of a user's group: opened, and closed on errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from string import digits
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
+
+from .devices import shared_devices
+from .group import Group
+from .notes import Notes
+
+__all__ = ["closed_on_error", "open_gloo", "open_group", "open_part", "store_of"]
+
+#: purposes of groups that carry little, one thing at a time
+_SHORT: Final = frozenset({"buffers", "control", "messages"})
+
+
+@contextlib.contextmanager
+def closed_on_error(*groups: Group) -> Iterator[None]:
+    """Around what is done with new groups: an error leaves a note, and closes them."""
+    try:
+        yield
+    except BaseException as error:
+        for group in groups:
+            if not isinstance(error, PeerLost):
+                group.leave_note(in_one_line(error))
+            group.abort()
+            group.close()
+        raise
+
+
+def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
+    """The store of a process group of the user's. Raises PluginError if there is none."""
+    entry = distributed_c10d._world.pg_map.get(base)
+    if entry is None:
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    return entry[1]
+
+
+def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:
+    """A group of our own over the ranks of ``base``; collective.
+
+    Args:
+        base: the user's group; only its store is used.
+        kind: the backend, "gloo" or "nccl".
+        name: "session/purpose", the same on all ranks, unique in this job; a number may follow.
+        timeout_s: of every operation on it.
+    """
+    root = store_of(base)
+    # Not through new_group: it must outlive destroy_process_group for the last step, and ranks
+    # outside of ``base`` would have to call it, too.
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    if kind == "gloo":
+        return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
+    if kind != "nccl":
+        raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
+    options._timeout = 2 * timedelta(seconds=timeout_s)
+    options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
+    options.group_name = f"bytesched/{name}"
+    backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
+    notes = _notes(root, name, base.rank())
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+
+
+def open_part(
+    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+) -> Group:
+    """A group of Gloo over ``members``, ranks of ``base`` of which this is one.
+
+    Collective among them.
+
+    Args:
+        name: as for `open_group`, and of these members alone.
+    """
+    root = store_of(base)
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    group = open_gloo(
+        store, root, members.index(base.rank()), len(members), name=name, timeout_s=timeout_s
+    )
+    group.members = members
+    return group
+
+
+def open_gloo(
+    store: distributed_c10d.Store,
+    root: distributed_c10d.Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout_s: float,
+) -> Group:
+    """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
+
+    Two collectives run at a time, as on a group of torch's; one if its purpose asks for no more.
+    Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
+    """
+    is_short = name.rpartition("/")[2].rstrip(digits) in _SHORT
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = shared_devices("messages" if is_short else "data")
+    options._threads = len(options._devices) * (1 if is_short else 2)
+    try:
+        backend = gloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise SchedulerTimeout(
+            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
+            "does every rank make the same calls of bytesched?",
+            rank=rank,
+        ) from error
+    notes = _notes(root, name, rank)
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+
+
+def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:
+    """Those of the session that a group is named after."""
+    session, _, _ = name.partition("/")
+    return Notes(distributed_c10d.PrefixStore(f"bytesched/{session}", root), rank)

@@ -1,0 +1,76 @@
+"""A thread that waits for the messages of tasks, one task after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from bytesched.errors import BytesschedError, SchedulerClosed, TransportError
+from bytesched.task import CommTask
+from bytesched.transport import Done
+
+from .messages import Messages
+
+__all__ = ["Waiter"]
+
+
+class _Begun(NamedTuple):
+    task: CommTask
+    #: sends and receives, each with its peer
+    works: Sequence[tuple[Any, int]]
+    done: Done
+
+
+class Waiter:
+    """Waits for what a transport has begun, and reports the end of each task.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, messages: Messages, name: str) -> None:
+        self._messages = messages
+        self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it waits for a message."""
+        return bool(self._under_way)
+
+    def put(self, task: CommTask, works: Sequence[tuple[Any, int]], done: Done) -> None:
+        """Calls ``done`` when ``works`` have ended, after those of earlier tasks."""
+        with self._lock:
+            self._under_way += 1
+        self._begun.put(_Begun(task, works, done))
+
+    def stop(self) -> None:
+        """Ends the thread when nothing is under way; what fails from now on was closed."""
+        self._closed = True
+        self._begun.put(None)
+
+    def join(self) -> None:
+        """Returns when the thread has ended, or after a few seconds."""
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            failed: BytesschedError | None = None
+            try:
+                for work, peer in begun.works:
+                    self._messages.wait(work, peer, task=begun.task.name)
+            except TransportError as error:
+                failed = (
+                    SchedulerClosed(f"closed while {begun.task.name} was being sent")
+                    if self._closed
+                    else error
+                )
+            with self._lock:
+                self._under_way -= 1
+            begun.done(begun.task, failed)

@@ -1,0 +1,142 @@
+"""The carrier that schedules: one scheduler over a transport, in an order that all ranks keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from typing import Protocol
+
+from bytesched.admission import Admission
+from bytesched.core import SchedulerCore
+from bytesched.observe import Observers
+from bytesched.order import ReadyQueue
+from bytesched.scheduler import Events, Scheduler
+from bytesched.task import CommTask
+from bytesched.transport import Transport
+from bytesched.tunable import Setting
+
+from .carrier import Traffic
+
+__all__ = ["Ordering", "ScheduledCarrier"]
+
+
+class Ordering(Protocol):
+    """How ranks come to issue chunks in one order."""
+
+    @property
+    def order(self) -> str:
+        """The way at the moment, for ``stats()``."""
+
+    def queue(self) -> ReadyQueue:
+        """What chooses among the ready chunks of this rank."""
+
+    def window_bytes(self, credit_bytes: int) -> int:
+        """The credit of this rank, where the session's is ``credit_bytes``."""
+
+    def admission(self) -> Admission | None:
+        """What lets more start at once than the credit; None: nothing does."""
+
+    def bind(self, scheduler: Scheduler) -> None:
+        """``scheduler`` is to keep the order; called once, before any chunk is ready."""
+
+    def ready(self) -> None:
+        """One more chunk is ready here; its scheduler hears of it next."""
+
+    def announce(self, chunks: Sequence[CommTask]) -> None:
+        """These start now, in this order. Where the scheduler handles events."""
+
+    def round_ends(self) -> None:
+        """The last chunk of a round is reduced. Where the scheduler handles events."""
+
+    def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
+        """There are other chunks, or another policy or order; between the same two rounds on all
+        ranks, when nothing is under way.
+        """
+
+    def close(self) -> None:
+        """Stops what runs beside the scheduler."""
+
+
+class ScheduledCarrier:
+    """One rank's part in sending the chunks of a plan in one order (see carrier.Carrier).
+
+    Args:
+        chunks: those of the plan, a list that holds others after a new cut.
+        transport: what sends them.
+        ordering: how all ranks come to the same order.
+        credit_bytes: the most bytes in flight at a time.
+        events: where the scheduler's are handled; on a thread of its own if None.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[CommTask],
+        transport: Transport,
+        ordering: Ordering,
+        *,
+        credit_bytes: int,
+        reduced: Callable[[CommTask], None],
+        failed: Callable[[BaseException], None],
+        observers: Observers,
+        events: Events | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._ordering = ordering
+        self._reduced = reduced
+        self._observers = observers
+        #: chunks of this round that are not reduced yet
+        self._left = len(chunks)
+        self._scheduler = Scheduler(
+            SchedulerCore(
+                ordering.queue(),
+                credit_bytes=ordering.window_bytes(credit_bytes),
+                admission=ordering.admission(),
+            ),
+            transport,
+            announce=ordering.announce,
+            on_finish=self._finished,
+            on_error=failed,
+            observers=observers,
+            events=events,
+        )
+        ordering.bind(self._scheduler)
+
+    @property
+    def order(self) -> str:
+        return self._ordering.order
+
+    @property
+    def traffic(self) -> Traffic:
+        scheduler = self._scheduler
+        return Traffic(
+            scheduler.busy_ns, scheduler.tasks_started, scheduler.bytes_started, scheduler.cpu_ns
+        )
+
+    def submit(self, chunk: CommTask) -> None:
+        self._ordering.ready()
+        if self._observers:
+            # First: it may have been started when the next call returns.
+            self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
+        self._scheduler.notify_ready(chunk)
+
+    def change(self, setting: Setting) -> None:
+        self._left = len(self._chunks)
+        self._ordering.change(self._chunks, setting)
+        self._scheduler.use_admission(self._ordering.admission())
+        self._scheduler.set_credit(self._ordering.window_bytes(setting.credit_bytes))
+
+    def story(self) -> str:
+        return self._scheduler.core.story()
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self._ordering.close()
+
+    def _finished(self, chunk: CommTask) -> None:
+        """Where the scheduler handles events."""
+        self._left -= 1
+        if not self._left:
+            # Before the last chunk is reported: the next round may begin then.
+            self._left = len(self._chunks)
+            self._ordering.round_ends()
+        self._reduced(chunk)

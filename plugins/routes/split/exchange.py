@@ -1,0 +1,481 @@
+"""The split all-reduce over Gloo: chunks to their owners, and sums back from them, as hops.
+
+Gloo's own reduce-scatter and all-gather take as long as its all-reduce; exchanged by sends and
+receives, each phase moves half of its bytes in half of its time. Messages have tags, so that
+those of the second phase need no agreed order.
+
+| route of a chunk | at its owner | on every other rank |
+|---|---|---|
+| split | sum, then spread to each rank | leave for the owner; the sum arrives |
+| to be summed alone (a sharded update) | sum | leave for the owner |
+| and told to who measures it | sum, then tell | leave; on that one rank, the sum arrives |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final
+
+import torch
+
+from bytesched.busy import Busy
+from bytesched.core import SchedulerCore
+from bytesched.errors import BytesschedError, SchedulerClosed
+from bytesched.lane import Lane
+from bytesched.observe import Observers
+from bytesched.order import Following, Leading
+from bytesched.policy import Fifo, Priority
+from bytesched.scheduler import EventThread, InTurn, Scheduler
+from bytesched.task import CommTask
+from bytesched.transport import Done
+from bytesched.tunable import Setting
+
+from ...layout.packing import Packer
+from ...layout.plan import Plan
+from ...proxies.spans import span
+from ..carrier import Traffic
+from ..groups.group import PATIENCE_S, Group
+from ..groups.messages import Messages
+from ..groups.waiters import Waiters
+from .gathers import Gather, Gathers
+from .sums import Sums
+
+__all__ = ["FROM_OWNER", "TO_MEASURER", "TO_OWNER", "Exchange", "Message"]
+
+#: what messages have: gradients, sums on their way to all ranks, and to one that measures them
+TO_OWNER, FROM_OWNER, TO_MEASURER = range(3)
+
+#: Lane 0: chunks that are owned here.
+_SUMS: Final = 0
+#: Whatever is ready starts.
+_NO_LIMIT: Final = 1 << 62
+#: Rounds after which all take over the order in which rank 0 has submitted chunks.
+_LEARNED_AFTER: Final = frozenset({1, 8})
+
+
+class Message(CommTask):
+    """A hop: what this rank sends of a chunk that it owns, to one other rank.
+
+    Args:
+        index: of no other hop of the exchange.
+        ended: called with the chunk when the message has left, in the scheduler's turn.
+    """
+
+    __slots__ = ("chunk", "ended", "peer", "tag")
+
+    def __init__(
+        self,
+        chunk: CommTask,
+        peer: int,
+        kind: int,
+        *,
+        lane: int,
+        index: int,
+        ended: Callable[[CommTask], None],
+    ) -> None:
+        super().__init__(
+            f"{chunk.name} to {peer}",
+            start_at=chunk.start_at,
+            stop_at=chunk.stop_at,
+            itemsize=chunk.itemsize,
+            priority=chunk.priority,
+        )
+        self.chunk = chunk
+        self.peer = peer
+        self.tag = _tag(chunk, kind)
+        self.ended = ended
+        self.lane = lane
+        self.index = index
+
+
+class Exchange:
+    """One rank's part in the hops of every chunk.
+
+    An owner sums each chunk in the order of the ranks, and sends the sum, front chunks first. The
+    lanes to one rank share a link: gradients, in the one order in which all ranks send them, and
+    sums that a norm waits for go before all other sums, which fill the link when there are none.
+
+    Args:
+        group: only this carrier uses it.
+        plan: cut by owners.
+        packer: of the plan.
+        setting: its credit, as a multiple of its partition, is that of each lane.
+        is_spread: whether the sum of a chunk goes to all ranks at once.
+        measurers: the rank that measures a chunk, by index, if that is not its owner.
+        reduced: called when the route of a chunk has come to its end.
+        summed: called after the last sum of a round that this rank measures.
+        failed: called with the first error.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        packer: Packer,
+        setting: Setting,
+        *,
+        reduced: Callable[[CommTask], None],
+        summed: Callable[[], None],
+        failed: Callable[[BaseException], None],
+        observers: Observers,
+        is_spread: Callable[[CommTask], bool] = lambda _: True,
+        measurers: Mapping[int, int] | None = None,
+    ) -> None:
+        self.group = group
+        self.messages = Messages(group)
+        self.peers = [rank for rank in range(group.size) if rank != group.rank]
+        self._plan = plan
+        self._packer = packer
+        self._is_spread = is_spread
+        self._measurers = measurers or {}
+        self._reduced = reduced
+        self._tell_summed = summed
+        self._observers = observers
+        largest_bytes = max(chunk.nbytes for chunk in plan.chunks)
+        ahead = max(setting.credit_bytes / setting.partition_bytes, 1.0) - 1.0
+        #: of a lane to one rank
+        self.credit_bytes = 1 + int(ahead * largest_bytes)
+        #: in which gradients are sent, the same on all ranks: as backward completes them, as far as
+        #: that is known
+        self._order = sorted(plan.chunks, key=plan.computed)
+        #: of rank 0: as they were submitted in this round
+        self._seen: list[int] = []
+        self._rounds = 0
+        self._owned = [c for c in self._order if plan.owners[c.index] == group.rank]
+        self._foreign = [c for c in self._order if plan.owners[c.index] != group.rank]
+        #: owners tell measurers in this round
+        self._tells = False
+        #: of this round: chunks that were submitted, which the user's thread counts, those whose
+        #: sums are not here, and those whose routes have not ended
+        self._submitted = self._unsummed = self._left = 0
+        #: of each chunk, the hops to or from this rank that have not ended
+        self._hops_left: list[int] = []
+        self._started_ns: dict[int, int] = {}
+        #: routes, and what else is on its way to or from this rank
+        self.busy = Busy()
+        self._chunks = self._nbytes = 0
+        self._closed = False
+        self._failed = failed
+        self._gathers = Gathers(self.give_up)
+        self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
+        self._waiters = Waiters(self.messages, "bytesched-sends")
+        self._submits = EventThread()
+        core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
+        #: by lane, what begins its hops
+        self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
+        #: by rank: lanes of the first phase, and the numbers of those of gradients, of sums of the
+        #: first phase, and of all other sums
+        self.first_to: dict[int, tuple[Lane, Lane]] = {}
+        self._leave: dict[int, int] = {}
+        self._share: dict[int, int] = {}
+        self._spread: dict[int, int] = {}
+        self.scheduler = Scheduler(
+            core,
+            self,
+            on_finish=self._ended,
+            on_error=failed,
+            # A message's end and the next one's start are one wake-up.
+            events=InTurn(),
+        )
+        for peer in self.peers:
+            leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
+            share = Lane(Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"soon to {peer}")
+            spread = Lane(
+                Leading(Priority()), credit_bytes=self.credit_bytes, name=f"sums to {peer}"
+            )
+            spread.yield_to((leave, share))
+            self.first_to[peer] = leave, share
+            self._leave[peer] = self.add_lane(leave, self._send_gradients)
+            self._share[peer] = self.add_lane(share, self._send_sum)
+            self._spread[peer] = self.add_lane(spread, self._send_sum)
+        self._route()
+
+    def add_lane(self, lane: Lane, begin: Callable[[CommTask, Done], None]) -> int:
+        """One more lane, whose hops ``begin`` starts; returns its number."""
+        self._carriers.append(begin)
+        return self.scheduler.core.add_lane(lane)
+
+    def _route(self) -> None:
+        """Gives every chunk its hops."""
+        count = len(self._plan.chunks)
+        #: of each chunk, the hops to and from this rank in a round; and those where it is told
+        self._hops = [1] * count
+        self._telling: dict[int, Message] = {}
+        for chunk in self._foreign:
+            chunk.lane = self._leave[self._plan.owners[chunk.index]]
+            self._hops[chunk.index] += self._is_spread(chunk)
+        for chunk in self._owned:
+            chunk.lane = _SUMS
+            if self._is_spread(chunk):
+                lanes = self._share if chunk.index in self._plan.shared else self._spread
+                chunk.followers = tuple(
+                    self.message(chunk, peer, FROM_OWNER, lanes[peer], self._end_hop)
+                    for peer in self.peers
+                )
+                self._hops[chunk.index] += len(self.peers)
+            elif (measurer := self._measurers.get(chunk.index)) is not None:
+                self._telling[chunk.index] = self.message(
+                    chunk, measurer, TO_MEASURER, self._share[measurer], self._end_hop
+                )
+        self._told = [c for c in self._foreign if self._measurers.get(c.index) == self.group.rank]
+        self._is_told = {chunk.index for chunk in self._told}
+
+    def message(
+        self, chunk: CommTask, peer: int, kind: int, lane: int, ended: Callable[[CommTask], None]
+    ) -> Message:
+        """A hop of ``chunk``, which is owned here."""
+        index = (1 + peer) * len(self._plan.chunks) + chunk.index
+        return Message(chunk, peer, kind, lane=lane, index=index, ended=ended)
+
+    # -- the user's thread -------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.busy.total_ns, self._chunks, self._nbytes, self.scheduler.cpu_ns)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sums of this round that this rank measures are in the arena."""
+        return self._unsummed == 0
+
+    @property
+    def may_tell(self) -> bool:
+        """Whether any rank measures what others own; the same on all ranks."""
+        return bool(self._measurers)
+
+    def tell_measurers(self, tells: bool) -> None:
+        """From the round on that begins next, owners send their sums to who measures them."""
+        self._tells = tells
+
+    def is_told(self, chunks: Iterable[CommTask]) -> bool:
+        """Whether the sums of this round that others own of ``chunks`` come in phase one."""
+        foreign = [c for c in chunks if self._plan.owners[c.index] != self.group.rank]
+        return self._tells and all(chunk.index in self._is_told for chunk in foreign)
+
+    def lost(self) -> BaseException | None:
+        """The error of a message that is waited for and cannot come, if there is one."""
+        return self.messages.lost()
+
+    def begin_round(self) -> None:
+        """A new backward pass begins, and nothing is under way. Raises an error of ours."""
+        if self._rounds in _LEARNED_AFTER:
+            order = torch.tensor(
+                self._seen or [chunk.index for chunk in self._order], dtype=torch.int64
+            )
+            self.group.broadcast([order], task="the order of gradients")
+            self._order = [self._plan.chunks[index] for index in order.tolist()]
+            mine = self.group.rank
+            self._owned = [c for c in self._order if self._plan.owners[c.index] == mine]
+            self._foreign = [c for c in self._order if self._plan.owners[c.index] != mine]
+            self._sums.use_order(self._owned)
+        self._rounds += 1
+        self._seen = []
+
+    def submit(self, chunk: CommTask) -> None:
+        """The gradients of ``chunk``, which is READY, are there."""
+        if self._closed:
+            raise SchedulerClosed(f"{chunk!r} was submitted after close")
+        now_ns = perf_counter_ns()
+        if self._observers:
+            self._observers.on_flow("s", chunk.index, "backward", now_ns)
+        count = len(self._plan.chunks)
+        is_first = self._submitted % count == 0
+        if is_first:
+            # Nothing of the last round is under way.
+            self._submitted = 0
+            self._count_round()
+        self._submitted += 1
+        self._seen.append(chunk.index)
+        is_last = self._submitted == count
+        event = partial(self._submit, chunk, now_ns, first=is_first, last=is_last)
+        # Not here: a hop that starts is packed, which would hold up backward.
+        self._submits.put(self.scheduler.act, event)
+
+    def expect(self, gathers: Iterable[Gather]) -> None:
+        """Waits for these receives as well, front first."""
+        self._gathers.add(gathers)
+
+    def receive(self, memory: torch.Tensor, peer: int, chunk: CommTask, kind: int) -> Any:
+        """Begins to receive what ``peer`` sends of ``chunk``; returns the work."""
+        return self.group.receive(memory, peer, _tag(chunk, kind))
+
+    def send(self, memory: torch.Tensor, peer: int, hop: CommTask, tag: int, done: Done) -> None:
+        """Begins to send ``memory``, which is ``hop``. Raises an error of ours."""
+        try:
+            with span("bytesched::send"):
+                work = self.group.send(memory, peer, tag)
+        except RuntimeError as error:
+            raise self.group.error(error, task=hop.name) from error
+        self._waiters.put(hop, work, peer, done)
+
+    def story(self) -> str:
+        core = self.scheduler.core
+        return (
+            f"  {self._submitted} of {len(self._plan.chunks)} chunks submitted, {self._unsummed} "
+            f"to be summed here, {self._left} on their way\n{core!r}\n{core.story()}"
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._left
+
+    def close(self, *, is_idle: bool = True) -> None:
+        """Ends threads; what is under way fails. Idempotent.
+
+        Args:
+            is_idle: whether what shares the lanes of this has nothing under way.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._submits.close()
+        self._waiters.stop()
+        if not (is_idle and self.is_idle):
+            self.group.abort()
+        self.scheduler.close()
+        self._sums.close()
+        self._gathers.close()
+        self._waiters.join()
+        self._submits.join(PATIENCE_S)
+
+    # -- hops, see transport.Transport -------------------------------------------------
+
+    def start(self, task: CommTask, done: Done) -> None:
+        """Begins a hop, as its lane does."""
+        self._carriers[task.lane](task, done)
+
+    def _receive_to_sum(self, memory: torch.Tensor, rank: int, chunk: CommTask) -> Any:
+        return self.receive(memory, rank, chunk, TO_OWNER)
+
+    def _send_gradients(self, chunk: CommTask, done: Done) -> None:
+        owner = self._plan.owners[chunk.index]
+        self.send(self._packer.pack(chunk), owner, chunk, _tag(chunk, TO_OWNER), done)
+
+    def _send_sum(self, message: CommTask, done: Done) -> None:
+        assert isinstance(message, Message)
+        self.send(self._packer.memory(message.chunk), message.peer, message, message.tag, done)
+
+    # -- events, one at a time ---------------------------------------------------------
+
+    def _submit(self, chunk: CommTask, now_ns: int, *, first: bool, last: bool) -> list[CommTask]:
+        if first:
+            self._begin_round()
+        self._started_ns[chunk.index] = now_ns
+        self.busy.begins(now_ns)
+        core = self.scheduler.core
+        started = core.ready(chunk)
+        if last:
+            for lane in self._spread.values():
+                started += core.set_background(lane, False)
+        return started
+
+    def _count_round(self) -> None:
+        self._hops_left = list(self._hops)
+        self._unsummed = len(self._owned)
+        self._left = len(self._plan.chunks)
+        if self._tells:
+            self._unsummed += len(self._told)
+            for index in (*self._telling, *self._is_told):
+                self._hops_left[index] += 1
+
+    def _begin_round(self) -> None:
+        core = self.scheduler.core
+        # While backward computes, sums fill the link where there are no gradients: so none of those
+        # waits for more than one sum.
+        for lane in self._spread.values():
+            core.set_background(lane, True)
+        for peer, lane in self._leave.items():
+            core.ordered(
+                [c.index for c in self._foreign if self._plan.owners[c.index] == peer], lane
+            )
+        core.ordered([chunk.index for chunk in self._owned], _SUMS)
+        self._sums.begin_round()
+        if receives := self._receives():
+            self._gathers.begin(partial(self._receive_all, receives))
+
+    def _ended(self, hop: CommTask) -> None:
+        """A hop of this rank is over."""
+        if isinstance(hop, Message):
+            hop.ended(hop.chunk)
+            return
+        if hop.lane == _SUMS:
+            self._count_sum()
+            if self._tells and (telling := self._telling.get(hop.index)) is not None:
+                telling.notify_ready()
+                self.scheduler.act(partial(self.scheduler.core.ready, telling))
+        self._end_hop(hop)
+
+    def _count_sum(self) -> None:
+        self._unsummed -= 1
+        if not self._unsummed:
+            self._tell_summed()
+
+    def _end_hop(self, chunk: CommTask) -> None:
+        self._hops_left[chunk.index] -= 1
+        if self._hops_left[chunk.index]:
+            return
+        now_ns = perf_counter_ns()
+        self._packer.let_go(chunk)
+        self._chunks += 1
+        self._nbytes += chunk.nbytes
+        began_ns = self._started_ns.pop(chunk.index)
+        self.busy.ends(now_ns)
+        self._left -= 1
+        if self._observers:
+            args = {"bytes": chunk.nbytes, "chunk": chunk.index}
+            self._observers.on_span("send", chunk.name, began_ns, now_ns, args)
+        self._reduced(chunk)
+
+    # -- what comes from other owners --------------------------------------------------
+
+    def _receives(self) -> list[tuple[CommTask, int]]:
+        """The chunks of a round that come from other owners, and the kinds of their messages.
+
+        First what a norm waits for, as it is computed; then the rest, front first.
+        """
+        shared = self._plan.shared
+        spread = [chunk for chunk in self._foreign if self._is_spread(chunk)]
+        soon = [(chunk, FROM_OWNER) for chunk in spread if chunk.index in shared]
+        soon += [(chunk, TO_MEASURER) for chunk in self._told] if self._tells else []
+        late = [(chunk, FROM_OWNER) for chunk in spread if chunk.index not in shared]
+        return [
+            *sorted(soon, key=lambda pair: self._plan.computed(pair[0])),
+            *sorted(late, key=lambda pair: pair[0].index),
+        ]
+
+    def _receive_all(self, receives: Iterable[tuple[CommTask, int]]) -> list[Gather]:
+        # Owners send when they have all that this rank sends from the same memory.
+        return [self._gather(chunk, kind) for chunk, kind in receives]
+
+    def _gather(self, chunk: CommTask, kind: int) -> Gather:
+        owner = self._plan.owners[chunk.index]
+        work = self.receive(self._packer.memory(chunk), owner, chunk, kind)
+        return partial(self._arrived, chunk, kind, owner, work)
+
+    def _arrived(self, chunk: CommTask, kind: int, owner: int, work: Any) -> None:
+        self.messages.wait(work, owner, task=chunk.name)
+        if kind == FROM_OWNER:
+            self._packer.receive(chunk)
+        self.scheduler.act(partial(self._end_arrival, chunk, kind))
+
+    def _end_arrival(self, chunk: CommTask, kind: int) -> list[CommTask]:
+        if kind == TO_MEASURER:
+            self._count_sum()
+        self._end_hop(chunk)
+        return []
+
+    def give_up(self, error: BaseException) -> None:
+        """Something went wrong: it is reported as an error of ours. Any thread."""
+        if not self._closed:
+            is_ours = isinstance(error, BytesschedError) or not isinstance(error, RuntimeError)
+            self._failed(error if is_ours else self.group.error(error))
+
+    def __repr__(self) -> str:
+        return f"<Exchange rank {self.group.rank} of {self.group.size}, {self.scheduler.core!r}>"
+
+
+def _tag(chunk: CommTask, kind: int) -> int:
+    return 3 * chunk.index + kind

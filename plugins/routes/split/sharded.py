@@ -1,0 +1,219 @@
+"""The second phase of a sharded update: what owners send when they have updated, turn by turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from bytesched.errors import SchedulerClosed
+from bytesched.lane import Lane
+from bytesched.order import Leading
+from bytesched.policy import Priority
+from bytesched.task import CommTask
+from bytesched.transport import Done
+
+from ...layout.plan import Plan
+from .exchange import FROM_OWNER, Exchange, Message
+from .gathers import Gather
+
+__all__ = ["ParameterSpread"]
+
+
+class _Turn:
+    """A lane to each other rank.
+
+    A message that another rank does not expect yet stays under way until it does. It may need
+    something of an earlier turn to come as far: so no turn waits for a later one.
+    """
+
+    def __init__(self, exchange: Exchange, send: Callable[[CommTask, Done], None]) -> None:
+        self.number = 0
+        #: messages that have not left
+        self.left = 0
+        self.lanes = {
+            peer: Lane(
+                Leading(Priority()),
+                credit_bytes=exchange.credit_bytes,
+                name=f"parameters to {peer}",
+            )
+            for peer in exchange.peers
+        }
+        self.lane_numbers = {
+            peer: exchange.add_lane(lane, send) for peer, lane in self.lanes.items()
+        }
+
+
+class ParameterSpread:
+    """Sends what was staged of chunks that are owned here, and receives that of other owners.
+
+    Args:
+        exchange: of the same chunks, in whose lanes gradients go first.
+        spread: called when what was sent of an owned chunk has left.
+        gathered: called when a foreign chunk has come.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        plan: Plan,
+        *,
+        spread: Callable[[CommTask], None],
+        gathered: Callable[[CommTask], None],
+    ) -> None:
+        self._exchange = exchange
+        self._plan = plan
+        self._tell_spread = spread
+        self._tell_gathered = gathered
+        self._turns: list[_Turn] = []
+        #: of each owned chunk, its messages by rank
+        self._messages: dict[int, list[Message]] = {}
+        #: of each chunk on its way, the messages that have not left, and their turn
+        self._unsent: dict[int, tuple[int, _Turn]] = {}
+        #: guards what follows, and wakes who waits for memory
+        self._changed = threading.Condition()
+        #: of each chunk that is staged or on its way: what is sent
+        self._staged: dict[int, torch.Tensor] = {}
+        #: memory of chunks that have left
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        #: chunks on their way from here, and how many are to come
+        self._leaving: set[int] = set()
+        self._coming = 0
+        self._closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._leaving and not self._coming
+
+    def expect(self, chunks: Iterable[CommTask]) -> None:
+        """The owners of ``chunks``, which are others, send them next; front first."""
+        listed = sorted(chunks, key=lambda chunk: chunk.index)
+        with self._changed:
+            self._coming += len(listed)
+        self._exchange.scheduler.act(partial(self._begin_coming, len(listed), perf_counter_ns()))
+        # At once: an owner may wait for these before it sends what is expected already.
+        try:
+            gathers = [self._gather(chunk) for chunk in listed]
+        except RuntimeError as error:
+            # The user's thread: the error that it becomes is raised where that waits.
+            self._exchange.give_up(error)
+        else:
+            self._exchange.expect(gathers)
+
+    def stage(self, chunk: CommTask) -> torch.Tensor:
+        """The memory that `spread` sends, once what was sent before has left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or chunk.index not in self._leaving)
+            if self._closed:
+                raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
+            if chunk.index not in self._staged:
+                buffer = self._plan.buffers[chunk.index]
+                free = self._free.get((buffer.dtype, buffer.numel()))
+                self._staged[chunk.index] = free.pop() if free else torch.empty_like(buffer)
+            return self._staged[chunk.index]
+
+    def spread(self, chunk: CommTask, turn: int) -> None:
+        """Sends what was staged of ``chunk`` to all others; lower turns, from 1 on, go first."""
+        with self._changed:
+            self._leaving.add(chunk.index)
+        now_ns = perf_counter_ns()
+        self._exchange.scheduler.act(partial(self._begin_spread, chunk, turn, now_ns))
+
+    def close(self) -> None:
+        """Wakes who waits for memory. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- events, in the exchange's turn ------------------------------------------------
+
+    def _begin_spread(self, chunk: CommTask, number: int, now_ns: int) -> list[CommTask]:
+        turn = self._turn(number)
+        exchange = self._exchange
+        exchange.busy.begins(now_ns)
+        self._unsent[chunk.index] = len(exchange.peers), turn
+        turn.left += len(exchange.peers)
+        started: list[CommTask] = []
+        for message in self._messages_of(chunk):
+            message.lane = turn.lane_numbers[message.peer]
+            message.notify_ready()
+            started += exchange.scheduler.core.ready(message)
+        return started
+
+    def _messages_of(self, chunk: CommTask) -> list[Message]:
+        if chunk.index not in self._messages:
+            self._messages[chunk.index] = [
+                self._exchange.message(chunk, peer, FROM_OWNER, 0, self._has_left)
+                for peer in self._exchange.peers
+            ]
+        return self._messages[chunk.index]
+
+    def _turn(self, number: int) -> _Turn:
+        """The lanes of a turn; those of one that is over serve another."""
+        for turn in self._turns:
+            if turn.number == number:
+                return turn
+        idle = next((turn for turn in self._turns if not turn.left), None)
+        if idle is None:
+            idle = _Turn(self._exchange, self._send)
+            self._turns.append(idle)
+        idle.number = number
+        for turn in self._turns:
+            before = [other for other in self._turns if other.number < turn.number]
+            for peer, lane in turn.lanes.items():
+                first = self._exchange.first_to[peer]
+                lane.yield_to((*first, *(other.lanes[peer] for other in before)))
+        return idle
+
+    def _has_left(self, chunk: CommTask) -> None:
+        """One message of ``chunk``."""
+        left, turn = self._unsent[chunk.index]
+        turn.left -= 1
+        if left > 1:
+            self._unsent[chunk.index] = left - 1, turn
+            return
+        del self._unsent[chunk.index]
+        with self._changed:
+            self._leaving.remove(chunk.index)
+            memory = self._staged.pop(chunk.index)
+            self._free.setdefault((memory.dtype, memory.numel()), []).append(memory)
+            self._changed.notify_all()
+        self._exchange.busy.ends(perf_counter_ns())
+        self._tell_spread(chunk)
+
+    def _begin_coming(self, count: int, now_ns: int) -> list[CommTask]:
+        for _ in range(count):
+            self._exchange.busy.begins(now_ns)
+        return []
+
+    def _end_coming(self, chunk: CommTask) -> list[CommTask]:
+        with self._changed:
+            self._coming -= 1
+        self._exchange.busy.ends(perf_counter_ns())
+        self._tell_gathered(chunk)
+        return []
+
+    # -- messages ----------------------------------------------------------------------
+
+    def _send(self, message: CommTask, done: Done) -> None:
+        assert isinstance(message, Message)
+        memory = self._staged[message.chunk.index]
+        self._exchange.send(memory, message.peer, message, message.tag, done)
+
+    def _gather(self, chunk: CommTask) -> Gather:
+        owner = self._plan.owners[chunk.index]
+        memory = self._plan.buffers[chunk.index]
+        work = self._exchange.receive(memory, owner, chunk, FROM_OWNER)
+        return partial(self._arrived, chunk, owner, work)
+
+    def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
+        self._exchange.messages.wait(work, owner, task=chunk.name)
+        self._exchange.scheduler.act(partial(self._end_coming, chunk))
+
+    def __repr__(self) -> str:
+        return f"<ParameterSpread {len(self._unsent)} leaving, {self._coming} coming>"

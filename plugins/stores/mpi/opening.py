@@ -1,0 +1,224 @@
+"""A parameter server over MPI, in the launcher's own processes.
+
+::
+
+    mpirun -np 3 python train.py        # and in train.py, on every rank:
+    kv = bytesched.plugins.mpi_kvstore.open_store(servers=1)
+
+With more ranks than cores, Open MPI also needs ``--oversubscribe``.
+
+The last ranks become servers: there the call serves until every worker has closed the store, and
+then ends the process. With ``servers=0`` every rank is a worker and serves a share as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from bytesched.errors import ConfigError, MismatchError, PeerLost, PluginError, SchedulerTimeout
+
+from .loop import Loop
+from .messages import TO_SERVER
+from .server.server import Server
+from .transfer import OneSided, Transfer, TwoSided
+from .worker.store import MPIKVStore
+
+__all__ = ["MPIKVStore", "open_store"]
+
+log = logging.getLogger("bytesched")
+
+#: A server gives up before the workers that wait for it, so that they get its reason.
+_SERVERS_SHARE = 0.75
+_WORKER_NAP_S = 0.02
+_SERVER_NAP_S = 0.0005
+_SETTINGS_BYTES = 256
+#: for the errors of other ranks to be shown before the job is ended
+_GRACE_S = 1.0
+#: for MPI to end this process
+_ABORT_S = 5
+
+
+@dataclass(frozen=True)
+class _Settings:
+    servers: int
+    transfer: str
+    timeout_s: float
+    window_bytes: int
+    updates: bool
+
+
+def open_store(
+    comm: Any = None,
+    *,
+    servers: int = 1,
+    transfer: str = "two-sided",
+    timeout_s: float = 1800.0,
+    window_bytes: int = 1 << 28,
+    updates: bool = False,
+) -> MPIKVStore:
+    """This worker's view of a new store; collective. On a rank that serves, it does not return.
+
+    Args:
+        comm: a communicator, COMM_WORLD if None; the store works on a copy.
+        servers: how many ranks serve, the last ones; 0 if all work and serve.
+        transfer: "two-sided" for messages, "one-sided" for reads from MPI windows.
+        timeout_s: how long anything waits before it is an error.
+        window_bytes: memory of each rank for one-sided transfers.
+        updates: whether ``bytesched.wrap`` gives the optimizer to the store, so that its state
+            lives on the servers and parameters come back.
+    """
+    settings = _Settings(servers, transfer, timeout_s, window_bytes, updates)
+    base = MPI.COMM_WORLD if comm is None else comm
+    _check(settings, base.Get_size())
+    own, request = base.Idup()
+    _poll(request, timeout_s, "all ranks at open_store")
+    # Also a barrier: nothing is sent on the copy before every rank has it.
+    _agree(base, settings)
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    size = own.Get_size()
+    workers = list(range(size - servers))
+    serving = list(range(size - servers, size)) if servers else workers
+    rank = own.Get_rank()
+    loop = Loop(own, idle_nap_s=_SERVER_NAP_S if rank in serving else _WORKER_NAP_S)
+    moving = _one_sided(loop, settings) if transfer == "one-sided" else TwoSided(loop)
+    server: Server | None = None
+    if rank in serving:
+        server = Server(loop, moving, workers, _SERVERS_SHARE * timeout_s)
+        loop.add(server, TO_SERVER)
+        if rank not in workers:
+            _serve(loop, server, moving)
+    worker = MPIKVStore(
+        loop,
+        moving,
+        server,
+        num_workers=len(workers),
+        servers=serving,
+        timeout_s=timeout_s,
+        updates=updates,
+    )
+    atexit.register(_at_exit, worker, loop, moving)
+    loop.start()
+    return worker
+
+
+def _check(settings: _Settings, size: int) -> None:
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise PluginError(
+            "this MPI lets only its first thread communicate; the store has a thread of its own "
+            "and needs at least MPI_THREAD_SERIALIZED"
+        )
+    if not 0 <= settings.servers < size:
+        raise ConfigError(
+            f"{settings.servers} servers of {size} ranks: at least one rank must work; servers=0 "
+            "lets every rank work and serve"
+        )
+    if settings.transfer not in ("two-sided", "one-sided"):
+        raise ConfigError(f"transfer = {settings.transfer!r}: two-sided or one-sided")
+
+
+def _agree(comm: Any, settings: _Settings) -> None:
+    text = json.dumps(asdict(settings))
+    mine = np.frombuffer(text.encode().ljust(_SETTINGS_BYTES), dtype=np.uint8)
+    everyones = np.empty((comm.Get_size(), _SETTINGS_BYTES), dtype=np.uint8)
+    _poll(comm.Iallgather(mine, everyones), settings.timeout_s, "the settings of all ranks")
+    for rank, other in enumerate(everyones):
+        theirs = other.tobytes().decode().rstrip()
+        if theirs != text:
+            raise MismatchError(
+                f"rank {rank} opened the store with {theirs}, rank {comm.Get_rank()} with {text}"
+            )
+
+
+def _one_sided(loop: Loop, settings: _Settings) -> Transfer:
+    """MPI has no request for making a window, so a thread makes it, which may never return."""
+    made: SimpleQueue[OneSided | BaseException] = SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(OneSided(loop, settings.window_bytes))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            made.put(error)
+
+    threading.Thread(target=make, name="bytesched-window", daemon=True).start()
+    try:
+        moving = made.get(timeout=settings.timeout_s)
+    except Empty:
+        raise _never_came(settings.timeout_s, "all ranks to make their windows") from None
+    if isinstance(moving, BaseException):
+        raise moving
+    return moving
+
+
+def _poll(request: Any, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise _never_came(timeout_s, what)
+        time.sleep(0.001)
+
+
+def _never_came(timeout_s: float, what: str) -> SchedulerTimeout:
+    # A rank that never came would not come to MPI's end either.
+    atexit.register(_abort)
+    return SchedulerTimeout(f"waited {timeout_s:g} s for {what}")
+
+
+def _serve(loop: Loop, server: Server, moving: Transfer) -> NoReturn:
+    """Serves until every worker has left, then ends the process."""
+    server.on_empty = lambda: loop.stop(_GRACE_S)
+    loop.run()
+    if server.error is None:
+        atexit.register(moving.release)
+        raise SystemExit(0)
+    atexit.register(_abort)
+    raise server.error
+
+
+def _at_exit(worker: MPIKVStore, loop: Loop, moving: Transfer) -> None:
+    if worker.is_closed and worker.error is None and loop.has_ended:
+        moving.release()
+        return
+    died = getattr(sys, "last_value", None)
+    if worker.error is None and died is None:
+        try:
+            worker.close()
+        except Exception:
+            log.exception("the store could not be closed")
+    elif worker.error is None:
+        reason = f"{type(died).__name__}: {died}"
+        worker.fail_with(PeerLost(f"worker {worker.rank} ended with {reason}"))
+    if worker.error is not None:
+        worker.close()
+    # Also if the loop is stuck in MPI and sent nothing: MPI's end would be stuck, too.
+    if worker.error is not None or died is not None or not loop.has_ended:
+        _abort()
+    moving.release()
+
+
+def _abort() -> None:
+    """Ends the job: MPI's own end waits for every rank, also for those that are gone.
+
+    Under ``mpirun --enable-recovery`` an abort ends this rank alone, so each has to end by itself.
+    """
+    # From here on nothing may hold this process: a full pipe, or an abort that waits for the dead,
+    # as Open MPI's does with fault tolerance on.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(_ABORT_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The messages to the others have been given to MPI, which delivers them meanwhile.
+    time.sleep(_GRACE_S)
+    MPI.COMM_WORLD.Abort(1)

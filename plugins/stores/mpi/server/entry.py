@@ -1,0 +1,179 @@
+"""One key at its server: what was pushed and is summed, and the pulls that wait for the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+
+from bytesched.errors import InvalidTransition, MismatchError, PeerLost
+
+from ..messages import Message
+from .meetings import listed
+from .optimizer import ServerOptimizer
+
+__all__ = ["Entry", "Pull", "Spare"]
+
+
+class Pull(NamedTuple):
+    """A worker's request for the value, after so many pushes of its own."""
+
+    worker: int
+    pushes: int
+    priority: int
+
+
+class Spare:
+    """Buffers that are reused, so that no step allocates."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for as many elements; what it holds is undefined."""
+        free = self._free.setdefault((like.numel(), like.dtype), [])
+        return free.pop() if free else torch.empty_like(like)
+
+    def drop(self, like: torch.Tensor) -> None:
+        """No buffers for as many elements, until some are kept again."""
+        self._free.pop((like.numel(), like.dtype), None)
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        """``buffer`` is not used any more."""
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+
+class Entry:
+    """One key.
+
+    Args:
+        value: flat.
+        workers: how many push it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        value: torch.Tensor,
+        shape: list[int],
+        *,
+        workers: int,
+        spare: Spare,
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.value = value
+        self.shape = shape
+        self.optimizer: ServerOptimizer | None = None
+        #: whether the optimizer gets the sum divided by the number of workers
+        self.average = True
+        #: how often each worker has pushed it
+        self.counts = [0] * workers
+        #: values of this step that were received or are on their way
+        self.taken = 0
+        #: pushes that were announced, and are not on their way
+        self.announced = 0
+        #: when the oldest push of this step, or the oldest pull that waits, has come
+        self.since_s = 0.0
+        self._spare = spare
+        #: how many steps are complete
+        self._completed = 0
+        #: this step's sum so far, and the worker whose value is added next
+        self._total: torch.Tensor | None = None
+        self._next_worker = 0
+        #: received values of workers that come later in the sum
+        self._arrived: dict[int, torch.Tensor] = {}
+        #: hyper-parameters of this step: those that hold when worker 0 pulls, which is in step()
+        self._hyperparameters: dict[str, Any] | None = None
+        self._pulls: list[Pull] = []
+
+    def announce(self, worker: int, message: Message) -> None:
+        """``worker`` is about to push. Raises MismatchError and InvalidTransition."""
+        if message.nbytes != self.value.nbytes:
+            raise MismatchError(
+                f"worker {worker} pushed {message.nbytes} bytes of key {self.name!r}, which has "
+                f"{self.value.nbytes}"
+            )
+        if message.step != self.counts[worker] + 1:
+            raise InvalidTransition(
+                f"worker {worker} pushed step {message.step} of key {self.name!r} after step "
+                f"{self.counts[worker]}"
+            )
+        self.counts[worker] += 1
+        self.announced += 1
+        self.note_wait()
+
+    def receive(self, worker: int, value: torch.Tensor) -> None:
+        """The value of ``worker`` is here, and is the entry's from now on."""
+        self._arrived[worker] = value
+        # In the order of the workers, so that the sum is the same in every run.
+        while (following := self._arrived.pop(self._next_worker, None)) is not None:
+            self._next_worker += 1
+            if self._total is None:
+                self._total = following
+            else:
+                self._total += following
+                self._spare.keep(following)
+        self._complete()
+
+    def ask(self, pull: Pull, hyperparameters: dict[str, Any]) -> None:
+        """A worker wants the value; with worker 0's pull come the step's ``hyperparameters``."""
+        self._pulls.append(pull)
+        if pull.worker == 0 and pull.pushes > self._completed:
+            self._hyperparameters = hyperparameters
+            self._complete()
+
+    def _complete(self) -> None:
+        """Ends the step, if all workers have pushed and its hyper-parameters are there."""
+        if self._total is None or self._next_worker < len(self.counts):
+            return
+        if self.optimizer is not None and self._hyperparameters is None:
+            return
+        total, self._total = self._total, None
+        self._next_worker = self.taken = 0
+        self._completed += 1
+        if self.optimizer is None:
+            total, self.value = self.value, total
+        else:
+            if self.average:
+                total /= len(self.counts)
+            self.optimizer.update(total.reshape(self.shape), self._hyperparameters or {})
+            self._hyperparameters = None
+        self._spare.keep(total)
+
+    def answerable(self, left: set[int]) -> list[Pull]:
+        """Takes the pulls whose step is complete. PeerLost if one waits for a worker that left."""
+        ready = [pull for pull in self._pulls if pull.pushes <= self._completed]
+        self._pulls = [pull for pull in self._pulls if pull.pushes > self._completed]
+        self.note_wait()
+        self.check(left)
+        return ready
+
+    def check(self, left: Iterable[int]) -> None:
+        """Raises PeerLost if a pull waits for a worker that has left."""
+        for pull in self._pulls:
+            for other in left:
+                if self.counts[other] < pull.pushes:
+                    raise PeerLost(
+                        f"worker {other} left before step {pull.pushes} of key {self.name!r}, for "
+                        f"which worker {pull.worker} waits"
+                    )
+
+    def note_wait(self) -> None:
+        """Notes since when a worker waits for this key, if one does."""
+        waits = self._pulls or self.announced or self.taken
+        self.since_s = (self.since_s or monotonic()) if waits else 0.0
+
+    def overdue(self, oldest_s: float) -> str:
+        """Which workers are missing if others wait since before ``oldest_s``; else empty."""
+        if not self.since_s or self.since_s >= oldest_s:
+            return ""
+        slowest = min(self.counts)
+        missing = [worker for worker, count in enumerate(self.counts) if count == slowest]
+        return (
+            f"worker {listed(missing)} to push key {self.name!r} (step {slowest + 1}): stopped, "
+            "stuck, or in other code"
+        )

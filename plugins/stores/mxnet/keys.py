@@ -1,0 +1,190 @@
+"""Keys of an MXNet store, cut into chunks that are keys of their own on its servers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+from bytesched.errors import MismatchError, PluginError
+from bytesched.kvstore.protocol import Key
+from bytesched.task import CommTask
+
+from .engine import Held, alias
+
+__all__ = ["Chunk", "KeySlot", "ServerKeys", "pairs", "published"]
+
+#: Keys of ours begin here. MXNet chooses a key's server by the remainder of ``key * 9973``, in 32
+#: bits, so there is an end as well.
+_FIRST = 100_000
+_LAST = (2**31 - 1) // 9973
+#: of a text under a key, an element for each byte
+_TEXT_BYTES = 512
+#: Through the whole process: the servers keep what a closed store has made there.
+_numbers = itertools.count(_FIRST)
+
+
+class ServerKeys:
+    """The integers by which keys are on the servers, and on which server each is."""
+
+    def __init__(self, num_servers: int) -> None:
+        self.num_servers = num_servers
+
+    def of(self, key: Key) -> int:
+        """A small integer is its own; anything else gets a new one."""
+        if isinstance(key, int) and 0 <= key < _FIRST:
+            return key
+        return self.new()
+
+    def new(self) -> int:
+        """One that was not there before; neighbours are on neighbouring servers."""
+        number = next(_numbers)
+        if number > _LAST:
+            raise PluginError(
+                f"more than {_LAST - _FIRST} chunks, which MXNet cannot number: raise "
+                "partition_bytes"
+            )
+        return number
+
+    def server(self, number: int) -> int:
+        """Where MXNet keeps it (``EncodeDefaultKey`` in kvstore_dist.h)."""
+        return number * 9973 % self.num_servers
+
+
+class Chunk:
+    """A range of a key: a key on the servers, and a task for its push and one for its pull."""
+
+    __slots__ = ("buffers", "number", "pull_task", "push_task", "slot")
+
+    def __init__(self, slot: KeySlot, number: int, push_task: CommTask) -> None:
+        self.slot = slot
+        self.number = number
+        self.push_task = push_task
+        self.pull_task = CommTask(
+            f"pull {push_task.name}",
+            start_at=push_task.start_at,
+            stop_at=push_task.stop_at,
+            itemsize=push_task.itemsize,
+        )
+        #: this range of the slot's buffers, as arrays that are different ones to the engine
+        self.buffers: list[Any] = []
+
+
+class KeySlot:
+    """A key of the user: its chunks, and buffers between them and the user's arrays.
+
+    There is a buffer for each device that the key's values are on; a store sums over devices.
+
+    Args:
+        value: what the key is made with; the engine will copy it.
+    """
+
+    def __init__(self, key: Key, value: Any) -> None:
+        self.key = key
+        self.shape = tuple(value.shape)
+        self.dtype = value.dtype
+        #: none before `cut`
+        self.chunks: list[Chunk] = []
+        self.buffers: list[Any] = []
+        self._contexts: list[Any] = []
+        #: what goes on with it now, if anything does
+        self.call = ""
+        self.held: Held | None = None
+        #: ends of its tasks that this waits for
+        self.missing = 0
+        self.place([value])
+        self.take([value])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a value, in bytes."""
+        return self._size * self._itemsize
+
+    def cut(self, partition_bytes: int, numbers: ServerKeys) -> list[Chunk]:
+        """Makes its chunks, of about ``partition_bytes``, or one if that is 0.
+
+        A key that stays whole keeps the number that it would have without us.
+        """
+        whole = CommTask(str(self.key), start_at=0, stop_at=self._size, itemsize=self._itemsize)
+        tasks = whole.partition(partition_bytes) if partition_bytes else (whole,)
+        for task in tasks:
+            number = numbers.of(self.key) if len(tasks) == 1 else numbers.new()
+            self.chunks.append(Chunk(self, number, task))
+        self._point_chunks()
+        return self.chunks
+
+    def is_placed(self, values: Sequence[Any]) -> bool:
+        """Whether the buffers are where ``values`` are."""
+        return [value.context for value in values] == self._contexts
+
+    def place(self, values: Sequence[Any]) -> None:
+        """New buffers where ``values`` are; nothing of the key may be under way."""
+        self._contexts = [value.context for value in values]
+        self.buffers = [mx.nd.zeros(self._size, ctx, dtype=self.dtype) for ctx in self._contexts]
+        self._point_chunks()
+
+    def _point_chunks(self) -> None:
+        for chunk in self.chunks:
+            task = chunk.push_task
+            chunk.buffers = [alias(buffer[task.start_at : task.stop_at]) for buffer in self.buffers]
+
+    @property
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def _itemsize(self) -> int:
+        return int(np.dtype(self.dtype).itemsize)
+
+    def check(self, call: str, arrays: Sequence[Any]) -> None:
+        """MismatchError unless the arrays are what the key was initialised as."""
+        for array in arrays:
+            if tuple(array.shape) != self.shape or array.dtype != self.dtype:
+                raise MismatchError(
+                    f"{call} of key {self.key!r} with {_kind(array)}; it was initialised as "
+                    f"{np.dtype(self.dtype).name} {self.shape}"
+                )
+
+    def take(self, values: Sequence[Any]) -> None:
+        """The engine will copy ``values`` into the buffers."""
+        with autograd.pause():
+            for value, buffer in zip(values, self.buffers, strict=True):
+                value.reshape((-1,)).copyto(buffer)
+
+    def give(self, outs: Sequence[Any]) -> None:
+        """The engine will copy the buffers into ``outs``, each from its own device if possible."""
+        with autograd.pause():
+            for out in outs:
+                here = [buffer for buffer in self.buffers if buffer.context == out.context]
+                (here or self.buffers)[0].reshape(self.shape).copyto(out)
+
+    def __repr__(self) -> str:
+        return f"<KeySlot {self.key!r} in {len(self.chunks)} chunks, {self.call or 'idle'}>"
+
+
+def _kind(array: Any) -> str:
+    return f"{np.dtype(array.dtype).name} {tuple(array.shape)}"
+
+
+def pairs(keys: Any, values: Any) -> list[tuple[Key, list[Any]]]:
+    """Each key with its arrays, one for each device."""
+    if not isinstance(keys, list | tuple):
+        keys, values = [keys], [values]
+    return [
+        (key, list(value) if isinstance(value, list | tuple) else [value])
+        for key, value in zip(keys, values, strict=True)
+    ]
+
+
+def published(store: Any, number: int, text: str) -> str:
+    """What worker 0 gives as ``text``, on every worker; ``number`` is a new key of ``store``."""
+    given = text.encode()
+    value = mx.nd.array([*given, *bytes(_TEXT_BYTES - len(given))])
+    store.init(number, value)
+    store.pull(number, out=value)
+    return bytes(value.asnumpy().astype("uint8")).rstrip(b"\0").decode()

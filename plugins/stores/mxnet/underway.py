@@ -1,0 +1,206 @@
+"""Calls of an MXNet store from when they are made until they end, and the first error."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import NoReturn, TypeVar
+
+from bytesched.errors import SchedulerClosed, SchedulerTimeout
+
+from .engine import Held
+from .keys import KeySlot
+
+__all__ = ["Underway"]
+
+log = logging.getLogger("bytesched")
+
+T = TypeVar("T")
+
+#: how often, per timeout, it is looked whether something is late
+_LOOKS = 4
+#: without any answer for so long, more than the credit may go
+_STUCK_S = 1.0
+
+
+class Underway:
+    """What is taken in the engine is given back here: when it has ended, or nothing can end.
+
+    Args:
+        timeout_s: how long a call may take.
+        story: the last events of the schedulers, for an error's message.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, story: Callable[[], list[str]]) -> None:
+        #: the first error, which is final
+        self.error: BaseException | None = None
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._story = story
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        #: calls that were made and have not ended
+        self._open = 0
+        #: what is taken in the engine, and since when
+        self._held: dict[KeySlot, float] = {}
+        self._watchman: threading.Thread
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
+    def check(self, what: str) -> None:
+        """Raises the first error, and SchedulerClosed after `close`; ``what`` is refused then."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self.is_closed:
+            raise SchedulerClosed(f"{what} on a closed store")
+
+    def add(self) -> None:
+        """One more call was made."""
+        with self._changed:
+            self._open += 1
+
+    def begin(self, slot: KeySlot, call: str, held: Held) -> bool:
+        """The engine has taken the buffers of ``slot``; false if nothing is sent any more."""
+        with self._changed:
+            slot.held = held
+            is_lost = self.error is not None or self.is_closed
+            if not is_lost:
+                slot.call = call
+                # a push ends twice: its task, and with the answer
+                slot.missing = len(slot.chunks) * (1 if call == "pull" else 2)
+                self._held[slot] = monotonic()
+                self._changed.notify_all()
+        if is_lost:
+            self._release(slot)
+        return not is_lost
+
+    def ended(self, slot: KeySlot) -> None:
+        """One task less to wait for."""
+        with self._changed:
+            slot.missing -= 1
+            if slot.missing:
+                return
+            self._held.pop(slot, None)
+        self._release(slot)
+
+    def _release(self, slot: KeySlot) -> None:
+        with self._changed:
+            held, slot.held, slot.call = slot.held, None, ""
+        if held is None:
+            return
+        held.release()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Returns when every call made so far has ended."""
+        deadline = monotonic() + self._timeout_s
+        with self._changed:
+            while self._open:
+                self.check("flush")
+                left_s = deadline - monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise SchedulerTimeout(
+                        f"waited {self._timeout_s:g} s for {self._open} calls of the store",
+                        rank=self._rank,
+                        story=self._story(),
+                    )
+        self.check("flush")
+
+    def limited(self, call: Callable[[], T], doing: str) -> T:
+        """What ``call`` returns, which waits in MXNet, for servers and workers, without a limit.
+
+        Raises SchedulerTimeout, which is final, if that takes longer than ``timeout_s``.
+        """
+        ends: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                value = call()
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                ends.put(partial(_raise, error))
+            else:
+                ends.put(lambda: value)
+
+        # A thread of its own: what waits in MXNet is never woken, and ends with the process.
+        threading.Thread(target=run, name="bytesched-waits", daemon=True).start()
+        try:
+            outcome = ends.get(timeout=self._timeout_s)
+        except Empty:
+            late = SchedulerTimeout(
+                f"waited {self._timeout_s:g} s in {doing}: a server or another worker is gone, or "
+                "has not come as far",
+                rank=self._rank,
+                story=self._story(),
+            )
+            self.fail(late)
+            raise late from None
+        return outcome()
+
+    # -- the end -----------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error, and lets everything go that waits in the engine. Any thread."""
+        with self._changed:
+            if self.error is not None or self.is_closed:
+                return
+            self.error = error
+            self._changed.notify_all()
+        log.error("%s; the next call of the store raises this", error)
+        self._let_go()
+
+    def begin_close(self) -> bool:
+        """Nothing is sent from now on; false if that was so before."""
+        with self._changed:
+            is_first = not self.is_closed
+            self._closed.set()
+        return is_first
+
+    def close(self) -> None:
+        """Lets everything go, and ends the watch; what sends has been stopped."""
+        self._let_go()
+        self._watchman.join(5.0)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            slots = list(self._held)
+            self._held.clear()
+        for slot in slots:
+            self._release(slot)
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """From now on, calls that are late are an error; ``look`` is called every second or so."""
+        self._watchman = threading.Thread(
+            target=self._watch, args=(look,), name="bytesched-deadline", daemon=True
+        )
+        self._watchman.start()
+
+    def _watch(self, look: Callable[[], None]) -> None:
+        timeout_s = self._timeout_s
+        while not self._closed.wait(min(timeout_s / _LOOKS, _STUCK_S)):
+            look()
+            with self._changed:
+                late = [s for s, since in self._held.items() if monotonic() - since > timeout_s]
+            if late:
+                names = ", ".join(repr(slot.key) for slot in late[:5])
+                self.fail(
+                    SchedulerTimeout(
+                        f"the servers have not answered for {timeout_s:g} s on key {names}: a "
+                        "server or another worker is gone, or does not push it",
+                        rank=self._rank,
+                        story=self._story(),
+                    )
+                )
+                return
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

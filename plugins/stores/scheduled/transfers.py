@@ -1,0 +1,218 @@
+"""What one worker has under way with its store: begun, waited for, and what it has cost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic, perf_counter_ns
+from typing import Any
+
+from bytesched.config import Config
+from bytesched.errors import InvalidTransition, SchedulerTimeout, in_one_line
+from bytesched.kvstore.pipes import Chunk, Pipes
+from bytesched.kvstore.protocol import Key, KVStore
+from bytesched.observe import Observers
+
+from .arenas import KeySlot, fill, plain
+
+__all__ = ["Transfers"]
+
+log = logging.getLogger("bytesched")
+
+_WORST = 8
+
+
+class Transfers:
+    """Pushes and pulls of keys, in chunks, through two pipes that are opened when needed.
+
+    Args:
+        credit_bytes: most bytes on their way in each pipe.
+    """
+
+    def __init__(
+        self, store: KVStore, config: Config, observers: Observers, *, credit_bytes: int
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._observers = observers
+        self.credit_bytes = credit_bytes
+        self._changed = threading.Condition()
+        self.chunks: list[Chunk] = []
+        self._of_chunk: dict[Key, list[KeySlot]] = {}
+        self._pipes: Pipes | None = None
+        #: chunks whose push has not ended
+        self._pushing = 0
+        self._wait_ns: Counter[str] = Counter()
+        #: of pipes that were closed: pushes and pulls
+        self._busy_ns = [0, 0]
+        self._cpu_ns = self._started = 0
+        #: the first error, which is final
+        self.error: BaseException | None = None
+
+    def use(self, chunks: Sequence[Chunk], slots: Iterable[KeySlot]) -> None:
+        """These from now on; nothing is under way."""
+        self.stop()
+        self.chunks = list(chunks)
+        self._of_chunk = {}
+        for slot in slots:
+            for chunk in slot.chunks:
+                self._of_chunk.setdefault(chunk.key, []).append(slot)
+
+    def push(self, slot: KeySlot, value: Any) -> None:
+        """Begins to push ``value``, of which a copy is made."""
+        with self._changed:
+            fill(slot.flat, plain(value).reshape(-1))
+            slot.is_pushed = True
+            pipes = self._running()
+            for chunk in slot.chunks:
+                if chunk.push_task.notify_ready():
+                    self._pushing += 1
+                    pipes.push(chunk)
+
+    def pull(self, slot: KeySlot, out: Any) -> None:
+        """Fills ``out`` when the value is here."""
+        with self._changed:
+            slot.out = plain(out)
+            slot.missing = set(slot.chunks)
+            pipes = self._running()
+            for chunk in slot.chunks:
+                pipes.ask(chunk)
+            if not slot.chunks:
+                self._fill(slot)
+
+    def set_credit(self, credit_bytes: int) -> None:
+        """A new window for each pipe."""
+        with self._changed:
+            self.credit_bytes = credit_bytes
+            if self._pipes is not None:
+                self._pipes.set_credit(credit_bytes, credit_bytes)
+
+    def stop(self) -> None:
+        """Closes the pipes; what is under way never ends."""
+        pipes, self._pipes = self._pipes, None
+        if pipes is not None:
+            pipes.close()
+            for index, scheduler in enumerate((pipes.pushes, pipes.pulls)):
+                self._busy_ns[index] += scheduler.busy_ns
+                self._cpu_ns += scheduler.cpu_ns
+                self._started += scheduler.tasks_started
+
+    def end(self) -> None:
+        """What is under way ends, for the sake of the other workers; then as `stop`."""
+        try:
+            for slot in {slot for slots in self._of_chunk.values() for slot in slots}:
+                self.wait_for(slot)
+            self.wait_pushed()
+        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+            log.error("a wrapped store that was dropped: %s", in_one_line(error))
+        self.stop()
+        self._observers.close()
+
+    def figures(self, steps: int) -> dict[str, int | float]:
+        """Times per step, so far."""
+        pipes = self._pipes
+        schedulers = (pipes.pushes, pipes.pulls) if pipes is not None else ()
+        busy_ns = list(self._busy_ns)
+        for index, scheduler in enumerate(schedulers):
+            busy_ns[index] += scheduler.busy_ns
+        cpu_ns = self._cpu_ns + sum(scheduler.cpu_ns for scheduler in schedulers)
+        started = self._started + sum(scheduler.tasks_started for scheduler in schedulers)
+        found: dict[str, int | float] = {
+            "exposed_comm_ms": sum(self._wait_ns.values()) / 1e6 / steps,
+            "push_ms": busy_ns[0] / 1e6 / steps,
+            "pull_ms": busy_ns[1] / 1e6 / steps,
+            "scheduler_cpu_us_per_chunk": cpu_ns / 1e3 / max(started, 1),
+        }
+        for name, ns in self._wait_ns.most_common(_WORST):
+            found[f"wait_ms/{name}"] = ns / 1e6 / steps
+        return found
+
+    # -- waiting -----------------------------------------------------------------------
+
+    def wait_for(self, slot: KeySlot) -> None:
+        """Returns when the pull of ``slot`` has ended, if one is under way.
+
+        InvalidTransition if it can not end, for want of another key in one of its chunks.
+        """
+        if slot.out is None:
+            return
+        with self._changed:
+            for chunk in slot.missing:
+                for other in self._of_chunk[chunk.key]:
+                    if chunk not in other.missing:
+                        raise InvalidTransition(
+                            f"key {slot.key!r} waits for key {other.key!r}, which shares a chunk "
+                            f"with it and was not {'pulled' if other.is_pushed else 'pushed'} in "
+                            "this step: keep to the order of calls of the first step"
+                        )
+        began_ns = perf_counter_ns()
+        self._wait_until(lambda: slot.out is None, f"the pull of key {slot.key!r}")
+        now_ns = perf_counter_ns()
+        self._wait_ns[str(slot.key)] += now_ns - began_ns
+        if self._observers:
+            self._observers.on_span("wait", str(slot.key), began_ns, now_ns)
+            for chunk in slot.chunks:
+                self._observers.on_flow("f", chunk.pull_task.index, "wait", now_ns)
+
+    def wait_pushed(self) -> None:
+        """Returns when every push has ended."""
+        self._wait_until(lambda: not self._pushing, "all pushes")
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = monotonic() + self._config.timeout_s
+        with self._changed:
+            while not done():
+                if self.error is not None:
+                    raise self.error.with_traceback(None)
+                left_s = deadline - monotonic()
+                if left_s <= 0:
+                    raise SchedulerTimeout(
+                        f"waited {self._config.timeout_s:g} s for {what}",
+                        rank=self._store.rank,
+                        story=self._pipes.story().splitlines() if self._pipes else (),
+                    )
+                self._changed.wait(left_s)
+
+    # -- the pipes ---------------------------------------------------------------------
+
+    def _running(self) -> Pipes:
+        """With the lock held."""
+        if self._pipes is None:
+            self._pipes = Pipes(
+                self._store,
+                self.chunks,
+                policy=self._config.policy,
+                push_credit_bytes=self.credit_bytes,
+                pull_credit_bytes=self.credit_bytes,
+                on_pushed=self._pushed,
+                on_pulled=self._pulled,
+                on_error=self._fail,
+                observers=self._observers,
+            )
+        return self._pipes
+
+    def _pushed(self, chunk: Chunk) -> None:
+        with self._changed:
+            self._pushing -= 1
+            self._changed.notify_all()
+
+    def _pulled(self, chunk: Chunk) -> None:
+        with self._changed:
+            for slot in self._of_chunk[chunk.key]:
+                slot.missing.discard(chunk)
+                if not slot.missing:
+                    self._fill(slot)
+
+    def _fill(self, slot: KeySlot) -> None:
+        """The value of ``slot`` is there; with the lock held."""
+        fill(slot.out, slot.flat.reshape(slot.shape))
+        slot.out = None
+        slot.is_pushed = False
+        self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()

@@ -1,0 +1,304 @@
+"""ScheduledKVStore: any store, asynchronous, its pushes and pulls in the order of their urgency."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+from bytesched.config import Config
+from bytesched.errors import (
+    InvalidTransition,
+    MismatchError,
+    PluginError,
+    SchedulerClosed,
+)
+from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
+from bytesched.kvstore.protocol import Key, KVStore, describe
+from bytesched.link.sizes import RULES
+from bytesched.observe import Observers
+
+from ...dropped import end_when_gone
+from ...registry import kind_of_store
+from .arenas import KeySlot, fill, flattened, lay_out, plain, zeros
+from .transfers import Transfers
+
+__all__ = ["ScheduledKVStore"]
+
+
+@kind_of_store
+class ScheduledKVStore:
+    """The same calls as the store's, which return at once; `wait` for a key before its use.
+
+    Each key is cut into chunks of about ``config.partition_bytes``. A chunk's push and its pull
+    are tasks of their own, each under a credit of ``config.credit_bytes``, so that pulls run
+    beside pushes. From the second step on, small neighbours share a chunk if the first step
+    pushed them without a wait in between. In the store, chunks are keys with names of our own.
+
+    All workers make the same calls in the same order.
+
+    Args:
+        store: what moves the chunks; called from two threads, one for each pipe.
+        config: policy, sizes and timeout; sizes of 0 are 1 MiB, and two chunks in flight, or
+            six if there are several servers.
+    """
+
+    def __init__(self, store: KVStore, config: Config, observers: Observers | None = None) -> None:
+        self.store = store
+        self._observers = observers or Observers()
+        self._slots: dict[Key, KeySlot] = {}
+        self._generation = 0
+        self._partition_bytes, credit_bytes = RULES["store calls"].sizes(
+            config.partition_bytes,
+            config.credit_bytes,
+            window=chunks_on_their_way(getattr(store, "num_servers", 1)),
+        )
+        self._transfers = Transfers(
+            store,
+            config,
+            self._observers,
+            credit_bytes=credit_bytes,
+        )
+        self._end = end_when_gone(self, self._transfers.end)
+        self._waits = 0
+        #: false when the keys are to be cut anew, before the next step
+        self._is_cut = bool(getattr(store, "is_stateful", False))
+        self._closed = False
+        self._steps = 0
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._transfers.error
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self.store.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers push to this store."""
+        return self.store.num_workers
+
+    # -- the calls of a store ----------------------------------------------------------
+
+    def init(self, key: Key, value: Any, priority: int | None = None) -> None:
+        """Makes ``key``, with the value of worker 0; blocks.
+
+        ``priority`` is that of its pushes and pulls, higher first; by default the keys go in the
+        order of their ``init``.
+        """
+        self._check(f"init of key {key!r}")
+        if key in self._slots:
+            raise InvalidTransition(f"key {key!r} has been initialised already")
+        flat = flattened(value)
+        number = len(self._slots)
+        slot = KeySlot(
+            key,
+            number,
+            number if priority is None else -priority,
+            describe(value),
+            tuple(value.shape),
+            flat,
+        )
+        self.flush()
+        chunks = lay_out([slot], partition_bytes=self._partition_bytes, merge=False, generation=0)
+        self._init(chunks)
+        self._slots[key] = slot
+        self._transfers.use([*self._transfers.chunks, *chunks], self._slots.values())
+
+    def push(self, key: Key, value: Any, priority: int | None = None) -> None:
+        """Adds ``value`` to this step of ``key``; it may be overwritten afterwards.
+
+        ``priority`` replaces the one of ``init`` when the keys are cut next. Waits for the pull
+        of the last step of ``key``, if that has not ended.
+        """
+        slot = self._slot(key, value, "push")
+        if slot.is_pushed and slot.out is None:
+            raise InvalidTransition(
+                f"worker {self.rank} pushed key {key!r} twice in one step: pull it first"
+            )
+        self._transfers.wait_for(slot)
+        if priority is not None:
+            slot.priority = -priority
+        if slot.steps == self._steps:
+            self._next_step()
+        if not slot.steps:
+            slot.segment = self._waits
+        slot.steps = self._steps
+        self._transfers.push(slot, value)
+
+    def pull(self, key: Key, out: Any, priority: int | None = None) -> None:
+        """Fills ``out`` with the value of ``key``; if it was pushed, `wait` before reading it."""
+        slot = self._slot(key, out, "pull")
+        self._transfers.wait_for(slot)
+        if slot.is_pushed:
+            self._transfers.pull(slot, out)
+            return
+        self._read(slot)
+        fill(plain(out), slot.flat.reshape(slot.shape))
+
+    def pushpull(self, key: Key, value: Any, out: Any = None, priority: int | None = None) -> None:
+        """Push, then pull into ``out``, or into ``value`` if that is None."""
+        self.push(key, value, priority)
+        self.pull(key, value if out is None else out)
+
+    def wait(self, key: Key | None = None) -> None:
+        """Returns when the pull of ``key``, or every pull, has filled its array.
+
+        InvalidTransition if that can never be: a key that shares a chunk with it was not pushed,
+        or not pulled, in this step.
+        """
+        self._check("wait")
+        slots = list(self._slots.values()) if key is None else [self._known(key, "wait")]
+        self._waits += 1
+        for slot in slots:
+            self._transfers.wait_for(slot)
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it and every push of this one has ended."""
+        self._check("barrier")
+        self.flush()
+        self._waits += 1
+        self.store.barrier()
+
+    def flush(self) -> None:
+        """Returns when everything that was begun has ended."""
+        for slot in self._slots.values():
+            self._transfers.wait_for(slot)
+        self._transfers.wait_pushed()
+
+    def close(self) -> None:
+        """Stops our threads and closes the store; pulls that have not ended never will."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end.detach()
+        self._transfers.stop()
+        self.store.close()
+        self._observers.close()
+
+    # -- more --------------------------------------------------------------------------
+
+    def resize(self, *, partition_bytes: int = 0, credit_bytes: int = 0) -> None:
+        """New sizes from the next step on, 0 for no change; every worker calls it between steps.
+
+        PluginError if the store has an optimizer, whose state belongs to the chunks as they are.
+        """
+        self._check("resize")
+        if partition_bytes and getattr(self.store, "is_stateful", False):
+            raise PluginError(
+                "the optimizer in the store has a state for each chunk: choose the partition "
+                "size when the store is wrapped"
+            )
+        if partition_bytes:
+            self._partition_bytes = partition_bytes
+            self._is_cut = False
+        self._transfers.set_credit(
+            credit_bytes or max(self._transfers.credit_bytes, self._partition_bytes)
+        )
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures since the start, times per step."""
+        return {
+            "steps": self._steps,
+            **self._transfers.figures(max(self._steps, 1)),
+            "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
+            "chunks": len(self._transfers.chunks),
+            "partition_bytes": self._partition_bytes,
+            "credit_bytes": self._transfers.credit_bytes,
+            "mode": "kvstore",
+            "rank": self.rank,
+            "world_size": self.num_workers,
+        }
+
+    def unwrap(self) -> KVStore:
+        """The store, with every key under its own name again; every worker calls it."""
+        self.flush()
+        self._end.detach()
+        self._transfers.stop()
+        for slot in self._slots.values():
+            if [chunk.key for chunk in slot.chunks] != [slot.key]:
+                self._read(slot)
+                self.store.init(slot.key, slot.flat.reshape(slot.shape))
+        self._closed = True
+        self._observers.close()
+        return self.store
+
+    # -- cutting -----------------------------------------------------------------------
+
+    def _next_step(self) -> None:
+        """Keys that have gone through a step are cut anew, if that is due and possible."""
+        if self._steps and not self._is_cut:
+            self.flush()
+            if all(slot.out is None and not slot.is_pushed for slot in self._slots.values()):
+                self._cut()
+        self._steps += 1
+        if self._observers:
+            self._observers.on_step(self._steps, perf_counter_ns())
+
+    def _cut(self) -> None:
+        """All workers do the same here: they have seen the same calls."""
+        slots = list(self._slots.values())
+        for slot in slots:
+            if slot.steps < self._steps:
+                self._read(slot)
+        old = {chunk.key for chunk in self._transfers.chunks}
+        self._generation += 1
+        chunks = lay_out(
+            slots,
+            partition_bytes=self._partition_bytes,
+            merge=True,
+            generation=self._generation,
+        )
+        self._init([chunk for chunk in chunks if chunk.key not in old])
+        if hasattr(self.store, "delete"):
+            for key in sorted(old - {chunk.key for chunk in chunks}, key=str):
+                self.store.delete(key)
+        self._transfers.use(chunks, slots)
+        self._is_cut = True
+
+    def _init(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self.store.init(chunk.key, chunk.push_from)
+
+    def _read(self, slot: KeySlot) -> None:
+        """Fetches the value of a key that was not pushed; others in its chunks may have been."""
+        for chunk in slot.chunks:
+            whole = zeros(chunk.pull_into, chunk.pull_into.shape[0])
+            self.store.pull(chunk.key, whole)
+            task = chunk.push_task
+            start_at = max(task.start_at, slot.start_at)
+            stop_at = min(task.stop_at, slot.start_at + slot.flat.shape[0])
+            slot.flat[start_at - slot.start_at : stop_at - slot.start_at] = whole[
+                start_at - task.start_at : stop_at - task.start_at
+            ]
+
+    # -- checks ------------------------------------------------------------------------
+
+    def _check(self, what: str) -> None:
+        if self._closed:
+            raise SchedulerClosed(f"{what} on a closed store")
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def _known(self, key: Key, what: str) -> KeySlot:
+        self._check(f"{what} of key {key!r}")
+        slot = self._slots.get(key)
+        if slot is None:
+            raise InvalidTransition(f"{what} of key {key!r}, which has not been initialised")
+        return slot
+
+    def _slot(self, key: Key, value: Any, what: str) -> KeySlot:
+        slot = self._known(key, what)
+        if describe(value) != slot.what:
+            raise MismatchError(
+                f"{what} of key {key!r} with {describe(value)}; it was initialised as {slot.what}"
+            )
+        return slot
+
+    def __repr__(self) -> str:
+        return (
+            f"<ScheduledKVStore {len(self._slots)} keys in {len(self._transfers.chunks)} chunks, "
+            f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
+        )

@@ -1,0 +1,156 @@
+"""PyTorch through a KVStore: the gradients of a plain module, averaged by the store."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.kvstore.pipes import chunks_on_their_way
+from bytesched.link.bound import partition_seed_bytes
+from bytesched.link.sizes import RULES
+from bytesched.log import show
+from bytesched.trace.observers import observers_of
+
+from ...engine.beginning import add_optimizer, slots_of, stays_plain, why_whole
+from ...engine.session import Session
+from ...layout.slots import Slot
+from ...update.separable import is_elementwise
+from ...warmup.agree import agree, statements
+from ..scheduled.wrapped_store import ScheduledKVStore
+from .rate import push_bytes_per_s
+from .state import hyperparameters_of
+from .store_backend import StoreBackend
+from .store_session import StoreSession
+
+__all__ = ["attach", "begin", "why_plain"]
+
+log = logging.getLogger("bytesched")
+
+#: the sessions of each store, in the order of wrapping, which is the same on all workers
+_sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def why_plain(store: Any) -> str:
+    """Why gradients need not travel at all; empty if they must."""
+    return "there is one worker" if store.num_workers == 1 else ""
+
+
+def begin(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession | None:
+    """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
+    show(config.log_level, store.rank)
+    if stays_plain(why_plain(store)):
+        return None
+    if not config.enabled:
+        # Left plain, gradients would not be averaged at all.
+        log.info("enabled is off: gradients go in the order of backward, and step() waits for all")
+        config = replace(config, policy="fifo", cross_barrier=False)
+    return attach(optimizer, model, store, config)
+
+
+def attach(
+    optimizer: torch.optim.Optimizer, model: nn.Module, store: Any, config: Config
+) -> Session | StoreSession:
+    """A session for ``model`` whose gradients ``store`` sums, with ``optimizer``; collective.
+
+    If the store was opened with ``updates``, the optimizer is the store's from now on.
+    Parameters and buffers become those of worker 0.
+    """
+    if isinstance(store, ScheduledKVStore):
+        raise PluginError("give wrap the store itself: the session schedules its chunks")
+    if getattr(store, "is_stateful", False):
+        raise PluginError(
+            "the store has an optimizer already; to give it this one, open it with updates=True"
+        )
+    slots = _slots(model, optimizer)
+    number = _sessions[store] = _sessions.get(store, -1) + 1
+    backend = StoreBackend(store, name=f"bytesched/{number}", timeout_s=config.timeout_s)
+    agree(
+        statements(slots, optimizer, config),
+        backend.rank,
+        is_same=backend.is_same,
+        gather=backend.gather_text,
+    )
+    config = _sized(config, slots, backend, max(getattr(store, "num_servers", 1), 1))
+    backend.broadcast([t.detach() for t in itertools.chain(model.parameters(), model.buffers())])
+    if getattr(store, "updates", False):
+        return _in_store(optimizer, model, slots, backend, config)
+    session = Session(
+        model,
+        slots,
+        config,
+        backend=backend,
+        sync=lambda: True,
+        find_unused=config.find_unused_parameters,
+        static_graph=False,
+        observers=observers_of(backend, config),
+    )
+    try:
+        why = why_whole(model, optimizer, type(optimizer), config)
+        add_optimizer(session, optimizer, type(optimizer), why)
+    except PluginError:
+        session.close()
+        raise
+    return session
+
+
+def _in_store(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    slots: list[Slot],
+    backend: StoreBackend,
+    config: Config,
+) -> StoreSession:
+    name = type(optimizer).__name__
+    if not is_elementwise(type(optimizer)):
+        raise PluginError(
+            f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
+        )
+    if config.compression != "none":
+        raise PluginError("a store that updates sends parameters, which are not compressed")
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if strays := [slot.name for slot in slots if id(slot.parameter) not in managed]:
+        raise PluginError(f"a store that updates, updates all: {strays[0]!r} has no optimizer")
+    session = StoreSession(
+        model, slots, optimizer, config, backend=backend, observers=observers_of(backend, config)
+    )
+    backend.store.set_optimizer(name, **hyperparameters_of(optimizer))
+    return session
+
+
+def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: int) -> Config:
+    """``config`` with the sizes of chunks and windows that it leaves open; collective."""
+    rule, chunks = RULES["store"], chunks_on_their_way(servers)
+    best_bytes = 0
+    if not config.partition_bytes:
+        assert rule.overhead_s is not None
+        best_bytes = partition_seed_bytes(
+            total_bytes=sum(slot.parameter.nbytes for slot in slots),
+            overhead_s=rule.overhead_s,
+            bytes_per_s=push_bytes_per_s(backend, servers),
+            credit_partitions=2 * chunks + 2,
+        )
+    partition_bytes, credit_bytes = rule.sizes(
+        config.partition_bytes, config.credit_bytes, best_bytes=best_bytes, window=chunks
+    )
+    return replace(config, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    slots = slots_of(model, optimizer)
+    for slot in slots:
+        if slot.parameter.device.type != "cpu":
+            raise PluginError(
+                f"parameter {slot.name!r} is on {slot.parameter.device}: a store sends from the "
+                "host's memory; use DistributedDataParallel or Horovod"
+            )
+    return slots

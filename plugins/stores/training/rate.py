@@ -1,0 +1,38 @@
+"""How fast a worker pushes to its servers while all others push, too."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from .store_backend import StoreBackend
+
+__all__ = ["push_bytes_per_s"]
+
+_PROBE_BYTES: Final = 2**20
+#: the first opens connections
+_ROUNDS: Final = 4
+
+
+def push_bytes_per_s(backend: StoreBackend, servers: int) -> float:
+    """The rate of one worker's pushes, the same on all workers; collective.
+
+    As many keys as servers are pushed, and pulled when they are there: every byte passes twice.
+    """
+    probes = [torch.zeros(_PROBE_BYTES // 4) for _ in range(servers)]
+    keys = [f"probe {number}" for number in range(servers)]
+    rounds_s = []
+    for _ in range(_ROUNDS):
+        # The sum before has ended everywhere at nearly the same moment.
+        began_s = perf_counter()
+        works = [backend.sum(probe, key) for probe, key in zip(probes, keys, strict=True)]
+        for work, key in zip(works, keys, strict=True):
+            backend.wait(work, task=key)
+        rounds_s.append(perf_counter() - began_s)
+    for probe, key in zip(reversed(probes), reversed(keys), strict=True):
+        backend.forget(probe, key)
+    mine = 2 * servers * _PROBE_BYTES / min(rounds_s[1:])
+    # A worker that starts late sees a free link.
+    return min(float(text) for text in backend.gather_text("rate", repr(mine)))

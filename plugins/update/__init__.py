@@ -1,0 +1,1 @@
+"""The optimizer of the user, run later, and on a part of the model."""

@@ -1,0 +1,223 @@
+"""The deferred update: the user's own optimizer, run on the parameters that are ready.
+
+No optimizer is re-implemented. ``step()`` takes a snapshot of the hyper-parameters; when the
+gradients of a bundle are there, the raw ``step`` of the optimizer's class runs on a copy of the
+optimizer whose groups hold just these parameters, under that snapshot.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..proxies.compiling import updating
+from .delegation import raw_step
+from .frozen import snapshot
+from .optimizer_state import AliasedState, GuardedState
+from .surroundings import Surroundings
+
+__all__ = ["Aliased", "Deferred", "Later"]
+
+
+class Aliased(Protocol):
+    """A parameter or a part of one, and what stands for it in an update."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The one whose entry of the state is used."""
+
+    @property
+    def alias(self) -> nn.Parameter:
+        """With the memory that is updated, and its gradient."""
+
+
+class Deferred:
+    """One optimizer, and a copy of it that updates bundles.
+
+    Args:
+        optimizer: not kept alive: one that the user has let go of has nothing to defer.
+        kind: the class whose ``step()`` does the update: the optimizer's own, or one beneath it
+            whose ``step()`` the optimizer's own calls.
+        synchronize: applies what is outstanding.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        synchronize: Callable[[], None],
+        *,
+        cross: bool,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        #: updates may be applied after ``step()`` has returned
+        self.cross = cross
+        #: whose ``step()`` does the update
+        self.kind = kind
+        #: of the step pre-hook
+        self.hook_id = -1
+        self._synchronize = synchronize
+        #: the groups of a copy, as they were before it was stepped
+        self._before: list[dict[str, Any]] = []
+        #: parameter by its alias
+        self._real: dict[nn.Parameter, nn.Parameter] = {}
+        self._ids: set[int] = set()
+        self.parameter_ids()
+        own: Any = type(optimizer).step
+        #: of the ``step()`` around that of ``kind``, if there is one
+        self._outer_code = None if kind is type(optimizer) else inspect.unwrap(own).__code__
+        # Around it torch runs the hooks of the user's step(); they have run already.
+        self._raw_step = raw_step(kind)
+        parameters = list(inspect.signature(self._raw_step).parameters)
+        self._takes_closure = parameters[1:2] == ["closure"]
+        self.guard()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, in a call of its own or as long as a job keeps it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything refers to the optimizer."""
+        return self._optimizer() is not None
+
+    def guard(self) -> None:
+        """Guards ``optimizer.state``, again if it was replaced.
+
+        Raises PluginError if other ranks have kept entries of it.
+        """
+        optimizer = self.optimizer
+        state = optimizer.state
+        if isinstance(state, GuardedState) and state.is_abandoned:
+            state = state.plain()
+        if not isinstance(state, GuardedState):
+            state = optimizer.state = GuardedState(state, self._synchronize)
+        self._copies_state = AliasedState(state, self._real)
+
+    def unguard(self) -> None:
+        """Gives the optimizer a plain state back, as it is: nothing is applied.
+
+        One of which other ranks have kept entries stays, as these are not empty.
+        """
+        state = self.optimizer.state if self.is_alive else None
+        if isinstance(state, GuardedState) and not state.abandon():
+            self.optimizer.state = defaultdict(dict, dict.items(state))
+
+    def arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Callable[[], Any] | None, bool]:
+        """The closure among the arguments of ``step()``, and whether there are others."""
+        given = {**kwargs, **{str(number): value for number, value in enumerate(args)}}
+        name = "0" if args and self._takes_closure else "closure"
+        closure = given.get(name)
+        if closure is None or callable(closure):
+            given.pop(name, None)
+        return (closure if callable(closure) else None), bool(given)
+
+    def copy(
+        self, param_groups: list[dict[str, Any]], attributes: dict[str, Any] | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimizer with other groups, the same state, and no hooks.
+
+        Args:
+            attributes: those it had before; as they are now if None.
+        """
+        optimizer = self.optimizer
+        copied: torch.optim.Optimizer = self.kind.__new__(self.kind)
+        copied.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
+        copied.state = self._copies_state  # type: ignore[assignment]
+        copied.param_groups = param_groups
+        copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+        copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+        return copied
+
+    def copy_of_nothing(self) -> torch.optim.Optimizer:
+        """The optimizer with its groups, and no parameter in them."""
+        return self.copy([{**group, "params": []} for group in self.optimizer.param_groups])
+
+    def steps(self, param_groups: list[dict[str, Any]]) -> None:
+        """A copy with these groups is about to be stepped in place of the optimizer."""
+        self._before = [{**group} for group in param_groups]
+
+    def stepped(self, copied: torch.optim.Optimizer) -> None:
+        """``copied`` was stepped in place of the optimizer: what it counts in its groups counts.
+
+        What a hook of the script has changed in the optimizer's own groups since then stays.
+        """
+        groups = zip(self.optimizer.param_groups, self._before, copied.param_groups, strict=False)
+        for group, before, after in groups:
+            for name, value in after.items():
+                if name != "params" and before.get(name, self) is not value:
+                    group[name] = value
+
+    def is_outer(self) -> bool:
+        """True in a hook of the outer of two nested ``step()`` calls, each of which has hooks."""
+        if self._outer_code is None:
+            return False
+        # From here: the hook, torch's wrapper that runs the hooks, and who called ``step()``.
+        return sys._getframe(3).f_code is not self._outer_code
+
+    def parameter_ids(self) -> set[int]:
+        """The ids of all its parameters; of one that is gone, as they were when last asked for.
+
+        When it goes is the collector's choice, and differs between ranks.
+        """
+        if self.is_alive:
+            self._ids = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return self._ids
+
+    def know(self, slot: Aliased) -> None:
+        """``slot.alias`` stands for ``slot.parameter`` from now on."""
+        self._real[slot.alias] = slot.parameter
+
+    def now(self) -> Later:
+        """The update as this thread would do it at this moment, for another one to do later."""
+        attributes = {**self.optimizer.__dict__}
+        return Later(self, Surroundings.here(), attributes)
+
+    def update(
+        self,
+        groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]],
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
+        """Runs the real update of ``slots`` under the hyper-parameters of each group.
+
+        Args:
+            attributes: of the optimizer; as they are now if None.
+        """
+        copied = self.copy(
+            [{**snapshot(taken), "params": [s.alias for s in slots]} for taken, slots in groups],
+            attributes,
+        )
+        with updating():
+            self._raw_step(copied)
+
+
+class Later:
+    """An update under the surroundings of the thread that called ``step()``.
+
+    Args:
+        attributes: of the optimizer, as they were then.
+    """
+
+    def __init__(
+        self, deferred: Deferred, surroundings: Surroundings, attributes: dict[str, Any]
+    ) -> None:
+        self._deferred = deferred
+        self._surroundings = surroundings
+        self._attributes = attributes
+
+    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Aliased]]]) -> None:
+        """See `Deferred.update`."""
+        with self._surroundings.entered():
+            self._deferred.update(groups, self._attributes)

@@ -1,0 +1,97 @@
+"""Which optimizers may be run on a part of their parameters, or on a part of one."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from weakref import WeakSet
+
+import torch
+
+from bytesched.errors import PluginError
+
+from .delegation import is_hooked
+from .frozen import why_not_frozen
+from .genuine import why_altered
+from .known import KNOWN, qualified
+
+__all__ = ["is_elementwise", "is_known", "separable", "why_not_deferred", "why_not_sharded"]
+
+OptimizerT = TypeVar("OptimizerT", bound=type[torch.optim.Optimizer])
+
+#: Classes whose update of one element depends on that element alone.
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+
+#: Those whose update of one parameter depends on that parameter alone. Exact classes: a subclass
+#: may do anything.
+SEPARABLE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in (*_ELEMENTWISE, "Adafactor", "Muon")
+    if hasattr(torch.optim, name)
+)
+
+#: by their users' word
+_vouched_for: WeakSet[type] = WeakSet()
+
+
+def separable(kind: OptimizerT) -> OptimizerT:
+    """See :func:`bytesched.separable`."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise PluginError(f"{kind!r} is not a class of torch optimizers")
+    _vouched_for.add(kind)
+    return kind
+
+
+def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """Why ``optimizer``, updated by ``kind``, cannot be bundle by bundle; empty if it can.
+
+    What nobody knows cannot: that an optimizer behaved well when it was tried says nothing of the
+    steps that follow.
+    """
+    if not is_hooked(kind):
+        return f"{kind.__name__}.step has been replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    if not is_known(kind):
+        other = KNOWN.get(qualified(kind))
+        version = f" ({other.why_not()})" if other else ""
+        return (
+            f"{kind.__name__} is not known to update each parameter on its own{version}; if it "
+            f"does, say so: bytesched.separable({kind.__name__})"
+        )
+    altered = "" if kind in _vouched_for else why_altered(optimizer, kind)
+    return altered or why_not_frozen(optimizer.param_groups)
+
+
+def is_known(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether that very class updates each parameter on its own, as was read or is vouched for."""
+    if kind in SEPARABLE or kind in _vouched_for:
+        return True
+    known = KNOWN.get(qualified(kind))
+    return known is not None and not known.why_not()
+
+
+def why_not_sharded(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
+    """Why no rank can update a part of the parameters alone; empty if each can."""
+    known = None if kind in _vouched_for else KNOWN.get(qualified(kind))
+    if known is not None and not known.shards:
+        return f"methods of {kind.__name__} beside step() need the state of all parameters"
+    return why_not_deferred(optimizer, kind)
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """True if an optimizer of that very class may be given any part of a parameter."""
+    return kind.__name__ in _ELEMENTWISE and kind is getattr(torch.optim, kind.__name__, None)

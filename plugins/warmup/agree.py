@@ -1,0 +1,86 @@
+"""Whether all ranks have the same model and the same settings, found out before the first send."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from bytesched.config import Config
+from bytesched.errors import MismatchError
+
+from ..layout.slots import Slot
+
+__all__ = ["agree", "disagreement", "settings", "statements"]
+
+#: fields of the configuration that must be the same everywhere
+_SHARED_FIELDS = (
+    "policy",
+    "partition_bytes",
+    "credit_bytes",
+    "order",
+    "compression",
+    "cross_barrier",
+    "split",
+    "hierarchy",
+    "shard",
+    "tune",
+    "tune_steps",
+    "tune_space",
+)
+
+
+def statements(
+    slots: Sequence[Slot], optimizer: torch.optim.Optimizer, config: Config
+) -> list[str]:
+    """What every plugin's ranks must agree on, a line for each."""
+    return [
+        *(f"{s.name} {tuple(s.parameter.shape)} {s.parameter.dtype}" for s in slots),
+        f"optimizer {type(optimizer).__name__}",
+        *settings(config),
+    ]
+
+
+def settings(config: Config) -> list[str]:
+    """The settings that must be the same on all ranks, a line for each."""
+    return [
+        f"timeline {'on' if config.timeline else 'off'}",
+        *(f"{field} = {getattr(config, field)!r}" for field in _SHARED_FIELDS),
+    ]
+
+
+def disagreement(statements: Mapping[int, Sequence[str]], seen_by: int) -> str:
+    """Where the statements of these ranks differ, in a sentence; empty if they are the same."""
+    first = min(statements)
+    for rank, theirs in sorted(statements.items()):
+        for one, other in itertools.zip_longest(statements[first], theirs, fillvalue="nothing"):
+            if one != other:
+                return (
+                    f"the ranks disagree: rank {first} has {one!r}, rank {rank} has {other!r} "
+                    f"(seen by rank {seen_by}); all ranks need the same model and settings"
+                )
+    return ""
+
+
+def agree(
+    mine: list[str],
+    rank: int,
+    *,
+    is_same: Callable[[str], bool],
+    gather: Callable[[str, str], list[str]],
+) -> None:
+    """Raises MismatchError on every rank if their statements differ; collective.
+
+    Args:
+        mine: the statements of this rank.
+        is_same: whether all ranks have the same text.
+        gather: every rank's text under a key, by rank; called only where they differ.
+    """
+    text = json.dumps(mine)
+    if is_same(text):
+        return
+    texts = gather("plan-text", text)
+    if why := disagreement({r: json.loads(text) for r, text in enumerate(texts)}, rank):
+        raise MismatchError(why)

@@ -1,0 +1,186 @@
+"""Rank 0's decisions, carried to all ranks: what a session runs with from this step on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bytesched.observe import Observers
+from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
+
+from ..dependency.synchronizing import Synchronizing
+from ..figures.recording import Recorder
+from ..layout.plan import Plan
+from ..routes.backend import Backend, from_leader
+from ..routes.carrier import Carrier
+from ..routes.streams import Streams
+from .changing import Changing
+
+__all__ = ["DECISION", "NEVER", "Decisions", "Retuning"]
+
+log = logging.getLogger("bytesched")
+
+#: the key of the sum that carries a decision
+DECISION = "the decision of rank 0"
+
+#: steps until the next decision where none will be made, or not any more
+NEVER = 1 << 40
+
+#: iterations that are recorded: enough for medians, and few to look through
+_RECORDED = 8
+
+
+class Decisions:
+    """Rank 0's decisions about the setting, carried to all ranks.
+
+    Args:
+        tuner: who decides; None on the other ranks.
+        device: where sums are made.
+    """
+
+    def __init__(self, tuner: Tuner | None, backend: Backend, device: torch.device) -> None:
+        self._tuner = tuner
+        self._backend = backend
+        self.device = device
+
+    @property
+    def are_made_here(self) -> bool:
+        """True on rank 0, as long as tuning has not failed."""
+        return self._tuner is not None
+
+    def first(self, facts: Callable[[], RunFacts], untuned: Setting) -> Decision:
+        """The first one; collective. ``facts`` are asked for where there is a tuner."""
+        return self._carried(lambda tuner: tuner.begin(facts()), untuned)
+
+    def next(self, measured: Callable[[], Steps], setting: Setting) -> Decision:
+        """The one after ``setting``; collective."""
+        return self._carried(lambda tuner: tuner.decide(measured()), setting)
+
+    def close(self) -> None:
+        """No more will be made."""
+        if self._tuner is not None:
+            try:
+                self._tuner.close()
+            except Exception:
+                log.exception("the tuning could not be brought to its end")
+
+    def _carried(self, ask: Callable[[Tuner], Decision], otherwise: Setting) -> Decision:
+        numbers = Decision(otherwise, NEVER).numbers()
+        if self._tuner is not None:
+            try:
+                numbers = ask(self._tuner).numbers()
+            except Exception:
+                log.exception("tuning has failed and ends; training goes on with %s", otherwise)
+                self._tuner = None
+        return Decision.of(from_leader(self._backend, numbers, self.device, DECISION))
+
+
+class Retuning:
+    """Counts steps between decisions, measures them on rank 0, and applies what is decided.
+
+    The first iterations are recorded.
+
+    Args:
+        first: the decision that the session begins with.
+        streams: know when what a step has queued is computed.
+        recorded: called when no more is recorded.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        first: Decision,
+        changing: Changing,
+        plan: Plan,
+        synchronizing: Synchronizing,
+        carrier: Carrier,
+        *,
+        streams: Streams,
+        observers: Observers,
+        recorded: Callable[[], None],
+    ) -> None:
+        self._decisions = decisions
+        self._decision = first
+        self._left = first.next_in_steps
+        self._changing = changing
+        self._synchronizing = synchronizing
+        self._carrier = carrier
+        self._streams = streams
+        #: a step has begun since the warm-up
+        self._is_counting = False
+        self._steps_seen = 0
+        #: when each step since the last decision began, where they are made
+        self._moments: list[Any] = []
+        self._before = (0, 0, 0)
+        #: while iterations are recorded
+        self._stop_recording: Callable[[], None] | None = None
+        self._recorder: Recorder | None = None
+        # What a GPU computes is queued long before: the host's times are not those of layers.
+        if decisions.are_made_here and decisions.device.type == "cpu":
+            recorder = self._recorder = Recorder(plan)
+            observers.add(recorder)
+            synchronizing.record(recorder.passed)
+
+            def stop() -> None:
+                observers.remove(recorder)
+                synchronizing.record(None)
+                recorded()
+
+            self._stop_recording = stop
+
+    def before_forward(self, steps: int) -> None:
+        """A forward pass begins after so many calls of ``step()``.
+
+        The first one after each of them is the same moment on all ranks.
+        """
+        if steps == self._steps_seen:
+            return
+        self._steps_seen = steps
+        is_due = self._step_begins()
+        if not is_due and self._changing.is_applied(self._decision.setting):
+            return
+        self._synchronizing.wait_reduced()
+        self._synchronizing.synchronize_all()
+        if is_due:
+            self._decision = self._decisions.next(self._measured, self._decision.setting)
+            self._left = self._decision.next_in_steps
+        self._changing.apply(self._decision.setting)
+        # Changing is no part of the step.
+        self._moments.clear()
+        self._step_noted()
+
+    def _step_begins(self) -> bool:
+        """Counts; whether a decision is due."""
+        if self._is_counting:
+            self._left -= 1
+        self._is_counting = True
+        self._step_noted()
+        if len(self._moments) > _RECORDED:
+            self._record_no_more()
+        return self._left <= 0
+
+    def _step_noted(self) -> None:
+        if self._decisions.are_made_here:
+            self._moments.append(self._streams.moment())
+
+    def _record_no_more(self) -> None:
+        if self._stop_recording is not None:
+            self._stop_recording()
+            self._stop_recording = None
+
+    def _measured(self) -> Steps:
+        traffic = self._carrier.traffic
+        totals = (traffic.busy_ns, traffic.nbytes, traffic.chunks)
+        busy_ns, sent_bytes, sent_chunks = (
+            now - before for now, before in zip(totals, self._before, strict=True)
+        )
+        self._before = totals
+        durations_s = tuple(self._streams.seconds(*step) for step in pairwise(self._moments))
+        self._record_no_more()
+        recordings = self._recorder.recordings() if self._recorder is not None else ()
+        self._recorder = None
+        return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks, recordings)

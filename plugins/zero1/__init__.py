@@ -1,0 +1,1 @@
+"""The sharded update: owners hold optimizer state, update their shards, and spread parameters."""

@@ -1,0 +1,197 @@
+"""The state that this rank holds of a sharded optimizer, for torch.distributed.checkpoint.
+
+Its planner asks objects in a state dict which boxes of a tensor they have (`_Checkpointable`). A
+part of a tensor is a range of its memory, which is a few boxes; so each rank writes and reads what
+it owns, nothing is sent, and a checkpoint has no trace of the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from bytesched.errors import PluginError
+
+from ..layout.slots import Slot
+
+__all__ = ["HeldEntry", "ShardedState", "boxes_of", "plain_name"]
+
+#: names of modules inside wrappers of torch
+_WRAPPERS: Final = ("module", "_orig_mod")
+
+#: offsets and sizes along each dimension
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class HeldEntry:
+    """The state of one parameter, as far as it is here."""
+
+    #: of the parameter, without the prefix of a wrapper
+    name: str
+    #: the live state
+    entry: dict[str, Any]
+    #: of the parameter, with the strides that its state has
+    like: torch.Tensor
+    #: the elements of it that are here, in memory order
+    start_at: int
+    stop_at: int
+
+
+class HeldTensor(torch.Tensor):
+    """Boxes of one tensor that are here, as torch's planners want them; it has no memory itself."""
+
+    _pieces: dict[torch.Size, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, held: HeldEntry, value: torch.Tensor) -> HeldTensor:
+        made: HeldTensor = torch.Tensor._make_wrapper_subclass(
+            cls, held.like.shape, dtype=value.dtype, device=value.device
+        )
+        return made
+
+    def __init__(self, held: HeldEntry, value: torch.Tensor) -> None:
+        self._pieces = {}
+        # In the order of memory, in which the elements that are here are a range.
+        shape, strides = held.like.shape, held.like.stride()
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        flat = value.as_strided((value.numel(),), (1,))
+        at = 0
+        for offsets, sizes in boxes_of([shape[d] for d in order], held.start_at, held.stop_at):
+            piece = flat[at : at + prod(sizes)].view(sizes).permute(back)
+            at += prod(sizes)
+            self._pieces[torch.Size([offsets[d] for d in back])] = piece
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"{func} of a tensor that is here in part: it can only be saved and loaded")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+        return [
+            planner.WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._pieces[chunk.offsets]),
+                    size=self.shape,
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=offsets, sizes=piece.size())
+            for offsets, piece in self._pieces.items()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self._pieces[index.offset]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        here = sum(piece.numel() for piece in self._pieces.values())
+        return f"<HeldTensor {here} elements of {tuple(self.shape)}>"
+
+
+class ShardedState:
+    """What `torch.distributed.checkpoint` saves and loads of one optimizer; see `sharded_state`.
+
+    Args:
+        optimizer: the user's.
+        held: its entries that are here, when nothing is outstanding.
+        names: of its parameters, by their id.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: Callable[[], list[HeldEntry]],
+        names: dict[int, str],
+    ) -> None:
+        self._optimizer = optimizer
+        self._held = held
+        self._names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the layout of torch's `get_optimizer_state_dict`. Raises PluginError."""
+        state = {
+            held.name: {
+                key: HeldTensor(held, value) if _is_elementwise(held, value) else value
+                for key, value in held.entry.items()
+            }
+            for held in self._held()
+        }
+        groups = []
+        for group in self._optimizer.param_groups:
+            unknown = [p for p in group["params"] if id(p) not in self._names]
+            if unknown:
+                raise PluginError(
+                    f"a parameter of shape {tuple(unknown[0].shape)} is in the optimizer and not "
+                    "in the wrapped model: it has no name in a checkpoint of shards; save "
+                    "optimizer.state_dict() instead"
+                )
+            groups.append({**group, "params": [self._names[id(p)] for p in group["params"]]})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was read over; tensors were read in place."""
+        for held in self._held():
+            for key, value in state_dict["state"].get(held.name, {}).items():
+                if not isinstance(value, HeldTensor):
+                    held.entry[key] = value
+        for group, loaded in zip(
+            self._optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def __repr__(self) -> str:
+        return f"<ShardedState of {type(self._optimizer).__name__}>"
+
+
+def boxes_of(shape: Sequence[int], start_at: int, stop_at: int) -> Iterator[_Box]:
+    """Boxes of a tensor of that shape that are together these of its elements, row by row."""
+    if start_at >= stop_at:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start_at // row), stop_at // row
+    if first > last:
+        yield from _in_row(shape, last, start_at - last * row, stop_at - last * row)
+        return
+    yield from _in_row(shape, first - 1, start_at - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop_at - last * row)
+
+
+def _in_row(shape: Sequence[int], row: int, start_at: int, stop_at: int) -> Iterator[_Box]:
+    for offsets, sizes in boxes_of(shape[1:], start_at, stop_at):
+        yield (row, *offsets), (1, *sizes)
+
+
+def plain_name(slot: Slot) -> str:
+    """The parameter's name in the model that its user wrote."""
+    return ".".join(part for part in slot.name.split(".") if part not in _WRAPPERS)
+
+
+def _is_elementwise(held: HeldEntry, value: object) -> bool:
+    """Whether ``value`` has one element for each of the parameter's that is here."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    whole = value.shape == held.like.shape and value.stride() == held.like.stride()
+    return whole or value.shape == (held.stop_at - held.start_at,)

@@ -1,0 +1,108 @@
+"""What the ranks of a session ask each other while it runs."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from bytesched.errors import (
+    BytesschedError,
+    PeerLost,
+    PluginError,
+    SchedulerTimeout,
+    TransportError,
+)
+
+from ..dependency.progress import Progress
+
+__all__ = ["Ask", "gathered", "packed", "packed_error", "unpacked"]
+
+#: asks ranks a question each; with a name for what is asked
+Ask: TypeAlias = Callable[[Mapping[int, bytes], str], Iterator[tuple[int, bytes]]]
+
+#: the kind of a message that is no error
+_VALUE: Final = ""
+#: those that keep their kind on the way; of two that fit, the first
+_ERRORS: Final = (PeerLost, SchedulerTimeout, TransportError, PluginError, BytesschedError)
+
+
+def gathered(
+    progress: Progress, ask: Ask, kind: str, questions: Mapping[int, Any], what: str
+) -> dict[int, Any]:
+    """The answers of all ranks to their questions of a kind, with a deadline. The user's thread.
+
+    Raises what a rank answers if that is an error.
+    """
+    found: dict[int, Any] = {}
+    task = f"{what} of ranks {', '.join(map(str, sorted(questions)))}"
+
+    lost: list[BytesschedError] = []
+
+    def value_of(answer: bytes) -> Any:
+        try:
+            return unpacked(answer)
+        except BytesschedError as error:
+            return error
+
+    def ask_all() -> None:
+        asked = {rank: packed((kind, question)) for rank, question in questions.items()}
+        try:
+            # All of them, whatever one has answered: the next question must not find these.
+            for rank, answer in ask(asked, task):
+                value = value_of(answer)
+                with progress.changed:
+                    found[rank] = value
+                    progress.notify()
+        except BytesschedError as error:
+            with progress.changed:
+                lost.append(error)
+                progress.notify()
+
+    # In a thread: a wait for a message cannot be interrupted.
+    threading.Thread(target=ask_all, name="bytesched-ask", daemon=True).start()
+    progress.wait(lambda: bool(lost) or len(found) == len(questions), task)
+    for answer in (*lost, *found.values()):
+        if isinstance(answer, BaseException):
+            raise answer
+    return found
+
+
+def packed(value: Any) -> bytes:
+    """Bytes of tensors and plain values, in lists, tuples and dicts, for another rank."""
+    return _saved((_VALUE, value))
+
+
+def packed_error(error: BytesschedError) -> bytes:
+    """Bytes of an error that another rank raises."""
+    kind = next(kind for kind in _ERRORS if isinstance(error, kind))
+    return _saved((kind.__name__, str(error)))
+
+
+def unpacked(content: bytes) -> Any:
+    """What another rank of this job has packed.
+
+    Nothing of it is executed: raises PluginError for anything but tensors and plain values. Raises
+    the error that was packed, if one was.
+    """
+    try:
+        kind, value = torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PluginError(
+            "another rank's answer has other values than tensors, numbers, texts and containers of "
+            f"them, which are not taken from a network ({str(error).splitlines()[0]}); with "
+            "shard=True an optimizer's state must be made of those"
+        ) from error
+    if kind == _VALUE:
+        return value
+    raise next(known for known in _ERRORS if known.__name__ == kind)(value)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,171 @@
+"""A broken link between two calls: whoever touches it next gets a named error, whichever rank."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from connected import two_connected
+from together import together
+from torch._C._distributed_c10d import HashStore
+
+from bytesched.course import Course
+from bytesched.errors import PeerLost, TransportError
+from bytesched.plugins.routes.group_backend import C10dBackend
+from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.routes.groups.leader import Follower, Largest, Leader
+from bytesched.plugins.routes.groups.notes import Notes
+from bytesched.task import CommTask
+
+
+class BrokenLink:
+    """A backend whose peer is gone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def name(self) -> str:
+        return "gloo"
+
+    def send(self, *_: object) -> Any:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    recv = send
+
+
+@pytest.fixture
+def group() -> Group:
+    store = HashStore()
+    Notes(store, rank=1).leave("ValueError: boom")
+    return Group(BrokenLink(), store, Notes(store, rank=0), name="s/control", timeout_s=5.0)
+
+
+def test_the_leader_names_a_message_that_cannot_be_sent(group: Group) -> None:
+    leader = Leader(group, Course(1, replay=False))
+    task = CommTask("chunk", start_at=0, stop_at=4)
+    task.index = 0
+    with pytest.raises(PeerLost, match=r"rank 1 said: ValueError: boom \(task the leader's order"):
+        leader.announce([task], [])
+
+
+def test_a_follower_names_a_message_that_cannot_be_received(group: Group) -> None:
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    follower = Follower(
+        group, Course(1, replay=False), 1, ordered=lambda _: None, on_error=errors.put
+    )
+    follower.chunk_ready()
+    assert isinstance(errors.get(timeout=5.0), PeerLost)
+    follower.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("[tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:7", "PeerLost"),
+        ("[tcp/pair.cc:537] Read error [10.0.0.2]:7: Connection reset by peer", "PeerLost"),
+        ("[tcp/unbound_buffer.cc:78] Timed out waiting 1ms for recv", "SchedulerTimeout"),
+        ("Application timeout caused pair closure", "SchedulerTimeout"),
+        ("[tcp/pair.cc:1] writev: No space left on device", "TransportError"),
+    ],
+)
+def test_every_failure_of_a_link_has_a_name(group: Group, said: str, kind: str) -> None:
+    error = group.error(RuntimeError(said), task="chunk")
+    assert type(error).__name__ == kind
+    assert isinstance(error, TransportError)
+    assert said in str(error)
+    assert "task chunk, seen by rank 0" in str(error)
+
+
+def test_the_first_note_counts() -> None:
+    """What follows from it would only hide the reason."""
+    store = HashStore()
+    Notes(store, rank=1).leave("the reason")
+    Notes(store, rank=2).leave("a consequence")
+    assert Notes(store, rank=0).read() == "; rank 1 said: the reason"
+    assert Notes(store, rank=1).read() == ""
+
+
+def test_every_rank_has_the_texts_of_all_and_knows_whether_they_are_the_same() -> None:
+    groups = two_connected()
+    texts = ["", "größer\0"]
+    assert together(lambda rank: groups[rank].gather_text("what", texts[rank])) == [texts, texts]
+    assert together(lambda rank: groups[rank].is_same(texts[rank])) == [False, False]
+    assert together(lambda rank: groups[rank].is_same("same")) == [True, True]
+    for group in groups:
+        group.close()
+
+
+def test_the_largest_numbers_are_read_one_round_after_they_were_said() -> None:
+    groups = two_connected()
+    largest = [Largest(group) for group in groups]
+    assert [one.read() for one in largest] == [[], []]
+    largest[0].begin([1, 5, -1])
+    largest[1].begin([3, 4, -1])
+    assert together(lambda rank: largest[rank].read()) == [[3, 5, -1]] * 2
+    assert [one.read() for one in largest] == [[], []]
+    largest[0].begin([1])
+    largest[1].begin([2])
+    together(lambda rank: largest[rank].close())
+    assert [one.read() for one in largest] == [[], []]
+    for group in groups:
+        group.close()
+
+
+class Forgotten:
+    """A collective that Gloo does not tell of anything any more."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        # Without one: as long as the operation may take.
+        time.sleep(timeout.total_seconds() if timeout else 300.0)
+        raise RuntimeError("Operation timed out!")
+
+
+def test_a_forgotten_collective_ends_with_its_connection() -> None:
+    group, other = two_connected()
+    ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            group.wait(Forgotten(), task="chunk")
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            ended.put(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    # A slow one is left alone, and so are others beside it.
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=2.5)
+    works = [g.backend.allreduce([torch.ones(3)]) for g in (group, other)]
+    for g, work in zip((group, other), works, strict=True):
+        g.wait(work)
+    other.abort()
+    error = ended.get(timeout=30.0)
+    assert isinstance(error, PeerLost)
+    assert error.peers == (1,)
+    assert "rank 1 is gone" in str(error)
+    assert "task chunk" in str(error)
+    for g in (group, other):
+        g.close()
+
+
+def test_a_sum_that_nobody_joins_does_not_hold_up_the_end() -> None:
+    group, other = two_connected(timeout_s=0.5)
+    control, others_control = two_connected()
+    backend = C10dBackend(group, control)
+    backend.sum(torch.ones(1), "votes")
+    backend.close()
+    # Gloo's own threads: with one of them in the sum, the connection would not be let go of.
+    assert "bytesched-ending" not in {thread.name for thread in threading.enumerate()}
+    for g in (other, others_control):
+        g.close()

@@ -1,0 +1,125 @@
+"""Torch trained through a store within one process: the carrier of a store, and its errors."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from together import together
+from torch import Tensor, nn
+
+from bytesched.config import Config
+from bytesched.errors import TransportError
+from bytesched.kvstore import Key, LocalKVStore
+from bytesched.plugins.stores.training import begin as kvstore_training
+
+STEPS = 5
+TIMEOUT_S = 20.0
+SMALL = Config(partition_bytes=256, credit_bytes=512, timeout_s=TIMEOUT_S)
+
+
+def mlp(seed: int = 7) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+class View:
+    """One worker's view of a store, whose pushes may be made to fail."""
+
+    def __init__(self, view: LocalKVStore) -> None:
+        self._view = view
+        #: raised by every push
+        self.error: Exception | None = None
+
+    def push(self, key: Key, value: Any, priority: int = 0) -> None:
+        if self.error is not None:
+            raise self.error
+        self._view.push(key, value, priority)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def trained_plain() -> list[Tensor]:
+    """With the mean gradient of two workers, which is exact in any order."""
+    model = mlp()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            model(inputs(step, rank)).square().mean().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        for parameter, mine, other in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = mine / 2 + other / 2
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(inputs(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+def test_two_workers_have_the_bits_of_their_mean_and_one_scheduling_thread_each() -> None:
+    views = [View(view) for view in LocalKVStore.group(2, timeout_s=TIMEOUT_S)]
+    models = [mlp(), mlp()]
+    both_run = threading.Barrier(2)
+    schedulers: list[int] = []
+
+    def worker(rank: int) -> dict[str, int | float | str]:
+        optimizer = sgd(models[rank])
+        session = kvstore_training.attach(optimizer, models[rank], views[rank], SMALL)
+        train(models[rank], optimizer, rank, range(STEPS))
+        both_run.wait(TIMEOUT_S)
+        names = [thread.name for thread in threading.enumerate()]
+        schedulers.append(names.count("bytesched-scheduler"))
+        both_run.wait(TIMEOUT_S)
+        session.flush()
+        stats = session.stats()
+        session.close()
+        return stats
+
+    for stats in together(worker):
+        assert stats["mode"] == "cross"
+        assert stats["order"] == "each worker's own"
+        assert float(stats["chunks"]) > 4
+        assert float(stats["comm_ms"]) > 0
+        assert float(stats["scheduler_cpu_us_per_chunk"]) > 0
+    assert schedulers == [2, 2]
+    expected = trained_plain()
+    for model in models:
+        assert all(map(torch.equal, expected, model.parameters()))
+
+
+def test_an_error_of_the_store_is_raised_where_the_user_waits() -> None:
+    views = [View(view) for view in LocalKVStore.group(2, timeout_s=TIMEOUT_S)]
+    models = [mlp(), mlp()]
+
+    def worker(rank: int) -> str:
+        optimizer = sgd(models[rank])
+        session = kvstore_training.attach(optimizer, models[rank], views[rank], SMALL)
+        train(models[rank], optimizer, rank, range(2))
+        session.flush()
+        if rank:
+            views[rank].error = TransportError("the server is on fire", task="a chunk", rank=rank)
+        with pytest.raises(Exception, match=r"on fire|left") as raised:
+            train(models[rank], optimizer, rank, range(2, STEPS))
+        session.close(release_parameters=False)
+        return str(raised.value)
+
+    first, second = together(worker)
+    assert "worker 1 left" in first
+    assert "the server is on fire" in second

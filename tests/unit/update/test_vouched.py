@@ -1,0 +1,229 @@
+"""Steps of classes that their users vouch for: what they see, and what they are given."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from looped import Training, check_equal, inputs, weights
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import bytesched
+from bytesched.errors import PluginError
+from bytesched.plugins.proxies.pending import is_held
+from bytesched.plugins.update.pending_updates import why_now
+from bytesched.testing import Loopback
+
+
+@bytesched.separable
+class Scaled(Optimizer):
+    """By an attribute, a hyper-parameter and an argument."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.factor: Any = 1.0
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        first = self.param_groups[0]["lr"]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.steps += scale != 1.0
+        for group in self.param_groups:
+            lr = group["lr"]() if callable(group["lr"]) else group["lr"]
+            assert callable(first) == callable(group["lr"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-lr * self.factor * scale)
+        return loss if loss is not None else len(self.param_groups[0]["params"])
+
+
+def scaled(model: nn.Module) -> Scaled:
+    return Scaled(model.parameters())
+
+
+def pair(loopback: Loopback, **fields: Any) -> tuple[Training, Training]:
+    """Ours and the plain one, after the first round."""
+    both = Training(loopback, scaled, **fields), Training(None, scaled)
+    for training in both:
+        training.train(3)
+        training.flush()
+    return both
+
+
+def are_held(training: Training) -> bool:
+    return any(is_held(p) for p in training.optimizer.param_groups[0]["params"])
+
+
+def test_an_attribute_is_that_of_the_step(loopback: Loopback) -> None:
+    ours, plain = pair(loopback)
+    loopback.hold()
+    for training in (ours, plain):
+        training.train()
+        training.optimizer.factor = 100.0  # type: ignore[attr-defined]
+    assert are_held(ours)
+    loopback.release()
+    check_equal(ours, plain)
+
+
+def test_a_list_in_a_group_is_that_of_the_step(loopback: Loopback) -> None:
+    @bytesched.separable
+    class Listed(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-group["rates"][0])
+
+    def listed(model: nn.Module) -> Optimizer:
+        return Listed([{"params": list(model.parameters()), "rates": [0.1, torch.ones(())]}])
+
+    ours, plain = Training(loopback, listed), Training(None, listed)
+    ours.train(3)
+    ours.flush()
+    plain.train(3)
+    loopback.hold()
+    for training in (ours, plain):
+        training.train()
+        training.optimizer.param_groups[0]["rates"][0] = 100.0
+    assert are_held(ours)
+    loopback.release()
+    check_equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((None, 0.25), {}), ((), {"scale": 0.25}), ((None,), {"scale": 0.25})]
+)
+def test_a_step_with_arguments_is_the_users_own(loopback: Loopback, args: Any, kwargs: Any) -> None:
+    ours, plain = pair(loopback)
+    returned = []
+    for training in (ours, plain):
+        training.backward()
+        returned.append(training.optimizer.step(*args, **kwargs))
+    assert not are_held(ours)
+    assert returned[0] == returned[1] == len(weights(plain.model))
+    assert ours.optimizer.steps == plain.optimizer.steps == 1  # type: ignore[attr-defined]
+    check_equal(ours, plain)
+    assert ours.session is not None
+    ours.train()
+    plain.train()
+    check_equal(ours, plain)
+
+
+def test_a_number_in_place_of_a_closure_is_passed_on(loopback: Loopback) -> None:
+    ours = Training(loopback)
+    ours.train(3)
+    ours.backward()
+    with pytest.raises(TypeError, match="not callable"):
+        ours.optimizer.step(0.25)  # type: ignore[call-overload]
+
+
+def test_a_closure_beside_arguments_is_evaluated_once(loopback: Loopback) -> None:
+    ours, plain = pair(loopback)
+    losses = []
+    for training in (ours, plain):
+        calls: list[int] = []
+
+        def closure(training: Training = training, calls: list[int] = calls) -> Any:
+            calls.append(1)
+            training.optimizer.zero_grad()
+            loss = training.model(inputs(9)).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer: Any = training.optimizer
+        losses.append(optimizer.step(closure, scale=0.5))
+        assert calls == [1]
+        losses.append(optimizer.step(closure))
+        assert calls == [1, 1]
+    assert losses[:2] == losses[2:]
+    check_equal(ours, plain)
+
+
+def test_a_group_that_holds_a_function_steps_whole(loopback: Loopback) -> None:
+    ours, plain = pair(loopback)
+    for training in (ours, plain):
+        rates = [0.01, 100.0]
+        training.optimizer.param_groups[0]["lr"] = lambda rates=rates: rates[0]
+        training.train()
+        rates[0] = rates[1]
+    assert not are_held(ours)
+    assert "a parameter group holds 'lr'" in why_now(ours.optimizer)
+    check_equal(ours, plain)
+
+
+class Related(SGD):
+    """Reads something else of the model in each update."""
+
+    read: Any
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        factor = float(self.read().abs().mean())
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * factor)
+
+
+READS: dict[str, Any] = {
+    "weight": lambda model, _: model[0].weight,
+    "gradient": lambda model, _: model[0].weight.grad,
+    "state": lambda model, optimizer: torch.ones(1 + len(optimizer.state)),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_an_update_that_waits_for_another_is_an_error_at_once(
+    loopback: Loopback, what: str
+) -> None:
+    bytesched.separable(Related)
+
+    def related(model: nn.Module) -> Optimizer:
+        optimizer = Related(model.parameters(), lr=0.1)
+        optimizer.read = lambda: torch.ones(1)
+        return optimizer
+
+    ours = Training(loopback, related)
+    ours.train(2)
+    ours.flush()
+    loopback.hold()
+    ours.backward()
+    # Only the updates read, as the step itself would do so in the script's thread.
+    optimizer: Any = ours.optimizer
+    script = threading.get_ident()
+
+    def read() -> Any:
+        if threading.get_ident() == script:
+            return torch.ones(1)
+        return READS[what](ours.model, optimizer)
+
+    optimizer.read = read
+    optimizer.step()
+    loopback.release()
+    with pytest.raises(PluginError, match="does not update each parameter on its own"):
+        ours.flush()
+
+
+def test_what_a_hook_after_the_step_changes_in_a_group_stays(loopback: Loopback) -> None:
+    def halving(model: nn.Module) -> SGD:
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def halve(*_: Any) -> None:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+        optimizer.register_step_post_hook(halve)
+        return optimizer
+
+    both = Training(loopback, halving), Training(None, halving)
+    for training in both:
+        training.train(4)
+    check_equal(*both)
+    assert both[0].optimizer.param_groups[0]["lr"] == both[1].optimizer.param_groups[0]["lr"]
