@@ -40,6 +40,7 @@ from ..groups.group import PATIENCE_S, Group
 from ..groups.messages import Messages
 from ..groups.waiters import Waiters
 from .gathers import Gather, Gathers
+from .learned import LearnedOrder
 from .sums import Sums
 
 __all__ = ["FROM_OWNER", "TO_MEASURER", "TO_OWNER", "Exchange", "Message"]
@@ -51,7 +52,7 @@ TO_OWNER, FROM_OWNER, TO_MEASURER = range(3)
 _SUMS: Final = 0
 #: Whatever is ready starts.
 _NO_LIMIT: Final = 1 << 62
-#: Rounds after which all take over the order in which rank 0 has submitted chunks.
+#: Rounds after which rank 0 tells all ranks the order in which it has submitted chunks.
 _LEARNED_AFTER: Final = frozenset({1, 8})
 
 
@@ -159,6 +160,7 @@ class Exchange:
         self._closed = False
         self._failed = failed
         self._gathers = Gathers(self.give_up)
+        self._learned = LearnedOrder(group, self.messages, self.expect)
         self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
         self._waiters = Waiters(self.messages, "bytesched-sends")
         self._submits = EventThread()
@@ -260,18 +262,19 @@ class Exchange:
 
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing is under way. Raises an error of ours."""
+        if (learned := self._learned.end()) is not None:
+            self._use_order(learned)
         if self._rounds in _LEARNED_AFTER:
-            order = torch.tensor(
-                self._seen or [chunk.index for chunk in self._order], dtype=torch.int64
-            )
-            self.group.broadcast([order], task="the order of gradients")
-            self._order = [self._plan.chunks[index] for index in order.tolist()]
-            mine = self.group.rank
-            self._owned = [c for c in self._order if self._plan.owners[c.index] == mine]
-            self._foreign = [c for c in self._order if self._plan.owners[c.index] != mine]
-            self._sums.use_order(self._owned)
+            self._learned.begin(self._seen or [chunk.index for chunk in self._order])
         self._rounds += 1
         self._seen = []
+
+    def _use_order(self, indices: list[int]) -> None:
+        self._order = [self._plan.chunks[index] for index in indices]
+        mine = self.group.rank
+        self._owned = [c for c in self._order if self._plan.owners[c.index] == mine]
+        self._foreign = [c for c in self._order if self._plan.owners[c.index] != mine]
+        self._sums.use_order(self._owned)
 
     def submit(self, chunk: CommTask) -> None:
         """The gradients of ``chunk``, which is READY, are there."""

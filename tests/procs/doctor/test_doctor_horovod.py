@@ -83,7 +83,7 @@ def test_ranks_that_hang_are_ended(
     assert check.status == "warn"
     assert check.detail == "no answer within 5 s"
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline_s, f"still running: {pids}"
         time.sleep(0.05)

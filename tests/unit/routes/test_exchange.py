@@ -124,10 +124,20 @@ def test_gradients_are_sent_in_the_order_in_which_rank_0_has_had_them() -> None:
     found = [Rank(group) for group in connected(2)]
     order = list(range(len(found[0].plan.chunks)))
     orders = [order[1:] + order[:1], order]
-    for number in range(2):
+    for number in range(3):
         together(partial(_round, found, number, orders), 2)
     for rank in found:
         assert [chunk.index for chunk in rank.exchange._order] == orders[0]
+    together(partial(_close, found), 2)
+
+
+def test_a_rank_begins_a_round_alone() -> None:
+    """As the order of rank 0 is told, too: backward waits for no other rank."""
+    found = [Rank(group) for group in connected(2)]
+    order = list(range(len(found[0].plan.chunks)))
+    together(partial(_round, found, 0, [order] * 2), 2)
+    for alone in reversed(range(2)):
+        together(lambda _: found[alone].exchange.begin_round(), 1)  # noqa: B023 - ends here
     together(partial(_close, found), 2)
 
 
