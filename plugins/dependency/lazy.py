@@ -9,7 +9,15 @@ import torch
 
 from ..layout.memory import is_laid_out_as, lies_over
 from ..layout.slots import Slot
-from ..proxies.pending import free, has_aliases, has_own_memory, keep_apart, lazy_over, settle
+from ..proxies.pending import (
+    free,
+    has_aliases,
+    has_own_memory,
+    keep_apart,
+    lazy_over,
+    ordinary,
+    settle,
+)
 
 __all__ = [
     "give_back",

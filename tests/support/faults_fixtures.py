@@ -37,7 +37,7 @@ def check_trace(end: RankEnd) -> None:
     assert json.loads(end.trace), "an empty trace"
 
 
-def check_told_of(end: RankEnd, errors: set[str]) -> None:
+def check_told_of(end: RankEnd, errors: set[str], *, traced: bool = True) -> None:
     """A survivor raised one of `errors`, ours, and failed.
 
     At once, unless it is that of a deadline: no other ends before a run that hangs is ended.
@@ -45,4 +45,4 @@ def check_told_of(end: RankEnd, errors: set[str]) -> None:
     assert end.told.get("error") in errors, f"{end.told}\n{end.stderr}"
     assert end.told["ours"]
     assert end.code == 1
-    check_ended_well(end)
+    check_ended_well(end, traced=traced)
