@@ -111,6 +111,11 @@ class SchedulerCore:
         self.lanes[lane].is_background = is_background
         return self._start_next(self.lanes[lane])
 
+    def yield_to(self, lane: int, lanes: tuple[Lane, ...]) -> list[CommTask]:
+        """``lanes``, and no others, go before this one from now on."""
+        self.lanes[lane].yield_to(lanes)
+        return self._start_next(self.lanes[lane])
+
     def use_queue(self, queue: ReadyQueue, lane: int = 0) -> None:
         """A new way of ordering, between iterations (nothing ready, nothing in flight)."""
         self._idle(lane, "queue").queue = queue

@@ -333,6 +333,13 @@ class ShardedCarrier(ExchangeCarrier):
     def lost(self) -> BaseException | None:
         return super().lost() or self._requests.lost()
 
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._parameters.begin_round()
+
+    def arm(self, turn: int) -> None:
+        self._parameters.arm(turn)
+
     def expect(self, chunks: Iterable[CommTask]) -> None:
         self._parameters.expect(chunks)
 

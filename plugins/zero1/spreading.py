@@ -22,6 +22,9 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
+    def arm(self, turn: int) -> None:
+        """What this rank sends next may be of ``turn``."""
+
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks`` send something of each."""
 
@@ -70,6 +73,7 @@ class Spreading:
         Called with the lock of the session's progress held.
         """
         self.turn += 1
+        self._carrier.arm(self.turn)
         expected = self.foreign_chunks(foreign)
         self._round.under_way.expect(expected, self.owned_chunks(owned))
         return expected

@@ -289,6 +289,9 @@ class Exchange:
             # Nothing of the last round is under way.
             self._submitted = 0
             self._count_round()
+            # Before this thread can expect parameters, which may come after these alone.
+            if receives := self._receives():
+                self._gathers.begin(partial(self._receive_all, receives))
         self._submitted += 1
         self._seen.append(chunk.index)
         is_last = self._submitted == count
@@ -396,8 +399,6 @@ class Exchange:
             )
         core.ordered([chunk.index for chunk in self._owned], _SUMS)
         self._sums.begin_round()
-        if receives := self._receives():
-            self._gathers.begin(partial(self._receive_all, receives))
 
     def _ended(self, hop: CommTask) -> None:
         """A hop of this rank is over."""

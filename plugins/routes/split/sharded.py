@@ -52,7 +52,7 @@ class ParameterSpread:
     """Sends what was staged of chunks that are owned here, and receives that of other owners.
 
     Args:
-        exchange: of the same chunks, in whose lanes gradients go first.
+        exchange: of the same chunks, in whose lanes gradients of the same round go first.
         spread: called when what was sent of an owned chunk has left.
         gathered: called when a foreign chunk has come.
     """
@@ -70,6 +70,8 @@ class ParameterSpread:
         self._tell_spread = spread
         self._tell_gathered = gathered
         self._turns: list[_Turn] = []
+        #: the last turn that was armed, and the last one before this round
+        self._armed = self._late = 0
         #: of each owned chunk, its messages by rank
         self._messages: dict[int, list[Message]] = {}
         #: of each chunk on its way, the messages that have not left, and their turn
@@ -89,6 +91,17 @@ class ParameterSpread:
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._leaving and not self._coming
+
+    def begin_round(self) -> None:
+        """No turn that was armed by now waits for gradients that come from now on.
+
+        Another rank may need its parameters to come as far as to receive those.
+        """
+        self._exchange.scheduler.act(partial(self._hasten, self._armed))
+
+    def arm(self, turn: int) -> None:
+        """The next `spread` of this rank may be of ``turn``. The user's thread."""
+        self._armed = turn
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks``, which are others, send them next; front first."""
@@ -132,13 +145,20 @@ class ParameterSpread:
 
     # -- events, in the exchange's turn ------------------------------------------------
 
+    def _hasten(self, turn: int) -> list[CommTask]:
+        self._late = turn
+        return self._give_way()
+
     def _begin_spread(self, chunk: CommTask, number: int, now_ns: int) -> list[CommTask]:
-        turn = self._turn(number)
+        started: list[CommTask] = []
+        turn = next((turn for turn in self._turns if turn.number == number), None)
+        if turn is None:
+            turn = self._new_turn(number)
+            started += self._give_way()
         exchange = self._exchange
         exchange.busy.begins(now_ns)
         self._unsent[chunk.index] = len(exchange.peers), turn
         turn.left += len(exchange.peers)
-        started: list[CommTask] = []
         for message in self._messages_of(chunk):
             message.lane = turn.lane_numbers[message.peer]
             message.notify_ready()
@@ -153,22 +173,25 @@ class ParameterSpread:
             ]
         return self._messages[chunk.index]
 
-    def _turn(self, number: int) -> _Turn:
+    def _new_turn(self, number: int) -> _Turn:
         """The lanes of a turn; those of one that is over serve another."""
-        for turn in self._turns:
-            if turn.number == number:
-                return turn
         idle = next((turn for turn in self._turns if not turn.left), None)
         if idle is None:
             idle = _Turn(self._exchange, self._send)
             self._turns.append(idle)
         idle.number = number
+        return idle
+
+    def _give_way(self) -> list[CommTask]:
+        """Turns wait for earlier ones, and for gradients of the round in which they were armed."""
+        started: list[CommTask] = []
         for turn in self._turns:
             before = [other for other in self._turns if other.number < turn.number]
-            for peer, lane in turn.lanes.items():
-                first = self._exchange.first_to[peer]
-                lane.yield_to((*first, *(other.lanes[peer] for other in before)))
-        return idle
+            for peer, number in turn.lane_numbers.items():
+                first = () if turn.number <= self._late else self._exchange.first_to[peer]
+                lanes = (*first, *(other.lanes[peer] for other in before))
+                started += self._exchange.scheduler.core.yield_to(number, lanes)
+        return started
 
     def _has_left(self, chunk: CommTask) -> None:
         """One message of ``chunk``."""
