@@ -33,7 +33,7 @@ from ..routes.split.owners import (
     owners_of,
     owners_or_cuts,
 )
-from ..routes.split.sharded import ParameterSpread
+from ..routes.split.parameters import ParameterSpread
 from ..zero1.lockstep import Place
 from ..zero1.requests import Requests
 from ..zero1.sharding import Listener

@@ -28,7 +28,7 @@ from bytesched.plugins.stores.mpi import opening as mpi_kvstore
 from bytesched.plugins.stores.mpi.messages import Message, Op
 from bytesched.plugins.stores.mpi.server.server import Server
 from bytesched.plugins.stores.mpi.server.service import Answers
-from bytesched.plugins.stores.scheduled.wrapped_store import ScheduledKVStore
+from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 
 TIMEOUT_S = 30.0

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .wrapped_store import ScheduledKVStore
+from .store import ScheduledKVStore
 
 __all__ = ["ScheduledKVStore"]

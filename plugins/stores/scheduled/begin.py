@@ -9,7 +9,7 @@ from bytesched.kvstore.protocol import KVStore
 from bytesched.log import show
 from bytesched.trace.observers import observers_here
 
-from .wrapped_store import ScheduledKVStore
+from .store import ScheduledKVStore
 
 __all__ = ["begin"]
 

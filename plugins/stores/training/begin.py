@@ -24,7 +24,7 @@ from ...engine.session import Session
 from ...layout.slots import Slot
 from ...update.separable import is_elementwise
 from ...warmup.agree import agree, statements
-from ..scheduled.wrapped_store import ScheduledKVStore
+from ..scheduled.store import ScheduledKVStore
 from .rate import push_bytes_per_s
 from .state import hyperparameters_of
 from .store_backend import StoreBackend
