@@ -25,8 +25,7 @@ _TASK: Final = "the order of gradients"
 class LearnedOrder:
     """Rank 0 sends an order as it begins a round; all ranks use it from the next round on.
 
-    No rank waits for another that is late: what has all sums of a round has what rank 0 sent
-    before it took part in them, or will at once.
+    No rank waits for one that is late: without rank 0, which sends first, no round comes to an end.
 
     Args:
         expect: has a thread wait for a receive.
@@ -39,7 +38,7 @@ class LearnedOrder:
         self._messages = messages
         self._expect = expect
         self._arrived = threading.Event()
-        #: until the end of the round
+        #: until the end of the round, unless it cannot come
         self._order: torch.Tensor | None = None
         #: rank 0's, with the memory that they read
         self._sends: list[tuple[torch.Tensor, Any]] = []
@@ -63,22 +62,25 @@ class LearnedOrder:
 
     def end(self) -> list[int] | None:
         """The order that was on its way in the round that is over, if one was."""
-        if self._order is None:
-            return None
-        if not self._arrived.wait(self._group.timeout_s):
+        if self._order is not None and not self._arrived.wait(self._group.timeout_s):
             raise SchedulerTimeout(
                 f"nothing came from rank 0 within {self._group.timeout_s:g} s: see its own log; "
                 "raise timeout_s if it was only slow",
                 task=_TASK,
                 rank=self._group.rank,
             )
-        indices: list[int] = self._order.tolist()
-        self._order = None
-        return indices
+        order, self._order = self._order, None
+        return None if order is None else list(map(int, order.tolist()))
 
     def _receive(self, work: Any) -> None:
-        self._messages.wait(work, 0, task=_TASK)
-        self._arrived.set()
+        try:
+            self._messages.wait(work, 0, task=_TASK)
+        except BaseException:
+            # It is reported, and raised where training waits next.
+            self._order = None
+            raise
+        finally:
+            self._arrived.set()
 
     def __repr__(self) -> str:
         state = "nothing" if self._order is None else "an order"

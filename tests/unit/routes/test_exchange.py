@@ -141,6 +141,20 @@ def test_a_rank_begins_a_round_alone() -> None:
     together(partial(_close, found), 2)
 
 
+def test_an_order_that_cannot_come_holds_no_backward_up() -> None:
+    """Its error is reported, long before the time limit of the group."""
+    found = [Rank(group) for group in connected(2)]
+    order = list(range(len(found[0].plan.chunks)))
+    together(partial(_round, found, 0, [order] * 2), 2)
+    follower = found[1]
+    follower.exchange.begin_round()
+    found[0].group.abort()
+    together(lambda _: follower.exchange._learned.end(), 1)
+    assert follower._reduced.acquire(timeout=_LIMIT_S)
+    assert follower.errors
+    together(partial(_close, found), 2)
+
+
 def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
     counts = []
     for ranks in (2, 5):
