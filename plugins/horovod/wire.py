@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_float
@@ -20,6 +17,8 @@ from torch import Tensor
 
 from bytesched.errors import PeerLost, SchedulerTimeout, TransportError
 from bytesched.task import CommTask
+
+from .retrying import retry_in_background
 
 __all__ = ["Held", "HorovodFailed", "HorovodPeerLost", "HorovodTimeout", "Wire"]
 
@@ -222,22 +221,17 @@ class Wire:
 
     def _announce_later(self, ends: dict[str, torch.dtype]) -> None:
         """Announces ``ends``, whose names are under way still, each when it no longer is."""
-        is_exiting = threading.Event()
+        left = ends
 
-        def run() -> None:
-            left, deadline_s = ends, time.monotonic() + self.timeout_s
-            while left and time.monotonic() < deadline_s and not is_exiting.wait(_END_NAP_S):
-                left = self._announce_ends(left)
+        def announce() -> bool:
+            nonlocal left
+            left = self._announce_ends(left)
+            return not left
 
-        def stop() -> None:
-            is_exiting.set()
-            thread.join()
-
-        thread = threading.Thread(target=run, name="bytesched-giving-up", daemon=True)
-        # In a process that is ending it cannot start: then the others hear of that.
-        with contextlib.suppress(RuntimeError):
-            thread.start()
-            atexit.register(stop)
+        # In a process that is ending, the others hear of that.
+        retry_in_background(
+            announce, name="bytesched-giving-up", nap_s=_END_NAP_S, timeout_s=self.timeout_s
+        )
 
     def _announce_ends(self, ends: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Announces ``ends``, by name; returns those whose names are under way."""
