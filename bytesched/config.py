@@ -88,7 +88,8 @@ class Config:
     """Most bytes in flight; 0: chosen together with `partition_bytes`."""
     order: str = "auto"
     """How ranks come to one order: rank 0 leads (`leader`), or all repeat one that is planned of
-    what every rank has measured (`replay`); `auto`: `leader` up to 8 ranks, `replay` from 9 on."""
+    what every rank has measured (`replay`); `auto`: up to 8 ranks, rank 0 leads
+    while its order changes from round to round; `replay` from 9 on."""
     compression: str = "none"
     """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks; of real numbers."""
     cross_barrier: bool = True

@@ -9,11 +9,14 @@ numbers, all make the same of the next round.
 | led or replayed | numbers are due | as this one | what this rank has measured |
 | led or replayed | the largest numbers of all ranks are heard | as this one | rank 0's plan |
 | led or replayed | the plan is heard | replayed, as planned | nothing |
+| led | it was like the ones before | replayed, as it was led | nothing |
+| replayed, as it was led | it is the last of a few | led | nothing |
 
 In a led round, rank 0 names tasks as it starts them, and all that is left in one word once nothing
 else can become ready; the others pass words on and start the tasks in their order. Of a replayed
-round nobody says anything. What is said when a round ends is heard when the next one does, which no
-rank reaches before all have said it.
+round nobody says anything: where every task finds the link idle, backward alone makes the order,
+and what rank 0 would say is known. What is said when a round ends is heard when the next one does,
+which no rank reaches before all have said it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Final
 
 from bytesched.errors import InvalidTransition
 
-__all__ = ["LED_ROUNDS", "REPLAYED_FROM", "Course", "Say", "Words", "is_replayed"]
+__all__ = ["LED_ROUNDS", "REPLAYED_FROM", "Course", "Say", "Words", "is_repeated", "is_replayed"]
 
 #: Rounds that are led before numbers are due, and that numbers are of.
 LED_ROUNDS: Final = 5
@@ -33,6 +36,10 @@ LED_ROUNDS: Final = 5
 #: the second: what is planned settles.
 _PLANNED_ROUNDS: Final = (16, 128)
 
+#: Rounds in which an order that was led is repeated, before rank 0 leads again: few, as a graph or
+#: a link that has changed is not noticed meanwhile.
+_REPEATED_ROUNDS: Final = 16
+
 #: Ranks from which on `order = "auto"` is replayed.
 REPLAYED_FROM: Final = 9
 
@@ -40,6 +47,11 @@ REPLAYED_FROM: Final = 9
 def is_replayed(order: str, ranks: int) -> bool:
     """Whether the setting ``order``, of `tunable.ORDERS`, is replayed among so many ranks."""
     return order == "replay" or (order == "auto" and ranks >= REPLAYED_FROM)
+
+
+def is_repeated(order: str, ranks: int) -> bool:
+    """Whether, under this setting and among so many ranks, an order that stays is not led again."""
+    return order == "auto" and ranks < REPLAYED_FROM
 
 
 class Say(Enum):
@@ -57,13 +69,18 @@ class Course:
 
     Args:
         tasks: how many there are in a round.
-        replay: whether an order is planned and replayed; else rank 0 leads for ever.
+        replay: whether an order is planned and replayed; else rank 0 leads.
+        repeat: whether rank 0 leads only now and then, while its order stays the same.
     """
 
-    def __init__(self, tasks: int, *, replay: bool) -> None:
+    def __init__(self, tasks: int, *, replay: bool, repeat: bool = False) -> None:
         self._tasks = tasks
         self._may_replay = replay
+        self._may_repeat = repeat
         self._named: list[int] = []
+        #: the order of the last led round, and how many in a row have had it
+        self._order: list[int] = []
+        self._alike = 0
         #: rounds until numbers are due, and how many there will be after the next plan
         self._left = LED_ROUNDS
         self._next = _PLANNED_ROUNDS[0]
@@ -97,7 +114,10 @@ class Course:
         """
         if self.replayed is None and self.left:
             raise InvalidTransition(f"{self!r} ends early")
-        self._named = []
+        named, self._named = self._named, []
+        if self._may_repeat:
+            self._repeat(named)
+            return Say.NOTHING
         said, self._said = self._said, Say.NOTHING
         if said is Say.NUMBERS:
             self._said = Say.PLAN
@@ -112,9 +132,21 @@ class Course:
                 self._said = Say.NUMBERS
         return self._said
 
+    def _repeat(self, named: list[int]) -> None:
+        if self.replayed is not None:
+            self._left -= 1
+            if not self._left:
+                self.replayed, self._alike = None, 0
+            return
+        self._alike = self._alike + 1 if named == self._order else 1
+        self._order = named
+        if self._alike == LED_ROUNDS:
+            self.replayed, self._left = named, _REPEATED_ROUNDS
+
     def __repr__(self) -> str:
         if self.replayed is not None:
-            return f"<Course replayed, {self._left} rounds until numbers are due>"
+            then = "rank 0 leads" if self._may_repeat else "numbers are due"
+            return f"<Course replayed, {self._left} rounds until {then}>"
         return f"<Course led, {len(self._named)} of {self._tasks} tasks named>"
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Final
 
 from bytesched.admission import Admission, Foreseen
-from bytesched.course import Course, Say, is_replayed
+from bytesched.course import Course, Say, is_repeated, is_replayed
 from bytesched.link.planned import Measured, planned_order
 from bytesched.order import Following, Leading, ReadyQueue
 from bytesched.policy import Prophet, named_policy
@@ -82,7 +82,11 @@ class _AgreedOrder:
         self._nbytes = sum(chunk.nbytes for chunk in chunks)
         self._setting = setting
         self._replays = is_replayed(setting.order, self._group.size)
-        self._course = Course(len(chunks), replay=self._replays)
+        self._course = Course(
+            len(chunks),
+            replay=self._replays,
+            repeat=is_repeated(setting.order, self._group.size),
+        )
         self._measured = Measured()
 
     def _change(self, chunks: Sequence[CommTask], setting: Setting) -> None:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytesched.core import SchedulerCore
-from bytesched.course import LED_ROUNDS, REPLAYED_FROM, Course, Say, Words, is_replayed
+from bytesched.course import (
+    LED_ROUNDS,
+    REPLAYED_FROM,
+    Course,
+    Say,
+    Words,
+    is_repeated,
+    is_replayed,
+)
 from bytesched.errors import InvalidTransition
 from bytesched.order import Leading
 from bytesched.policy import named_policy
@@ -83,6 +91,29 @@ def test_a_plan_has_every_task_once(heard: list[int]) -> None:
 )
 def test_which_orders_are_replayed(order: str, ranks: int, expected: bool) -> None:
     assert is_replayed(order, ranks) is expected
+    assert is_repeated(order, ranks) is (order == "auto" and not expected)
+
+
+def led(course: Course, *orders: str) -> None:
+    for order in orders:
+        course.named([int(index) for index in order])
+        assert course.round_ends() is Say.NOTHING
+
+
+def test_an_order_that_stays_is_led_now_and_then() -> None:
+    course = Course(3, replay=False, repeat=True)
+    led(course, "012", *["210"] * (LED_ROUNDS - 1), "201", *["210"] * LED_ROUNDS)
+    for _ in range(16):
+        assert course.replayed == [2, 1, 0]
+        assert course.round_ends() is Say.NOTHING
+    led(course, *["012"] * LED_ROUNDS)
+    assert course.replayed == [0, 1, 2]
+
+
+def test_an_order_that_changes_is_led_for_ever() -> None:
+    course = Course(3, replay=False, repeat=True)
+    led(course, *["210", "201"] * 20)
+    assert course.is_led
 
 
 def test_a_round_has_every_task_once() -> None:
