@@ -31,6 +31,10 @@ class ReadyQueue(Protocol):
     def has_next(self) -> bool:
         """Whether `pop` would return a task."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a task that becomes ready may be the next one."""
+
     def extend(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order."""
 
@@ -58,6 +62,10 @@ class Leading:
 
     def has_next(self) -> bool:
         return bool(self._heap)
+
+    @property
+    def is_open(self) -> bool:
+        return True
 
     def waiting(self) -> list[int]:
         """The indices of the ready tasks, in the order in which they are next."""
@@ -92,6 +100,10 @@ class Following:
 
     def has_next(self) -> bool:
         return bool(self._order) and self._order[0] in self._ready
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._order)
 
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)

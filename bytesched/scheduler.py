@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from bytesched.admission import Admission
 from bytesched.busy import Busy
@@ -26,6 +26,7 @@ log = logging.getLogger("bytesched")
 
 #: One thing for a scheduler to do; returns the tasks to start.
 _Event = Callable[[], Sequence[CommTask]]
+_T = TypeVar("_T")
 _CLOSE: Final = None
 
 
@@ -46,11 +47,11 @@ class EventThread:
     """Events, handled on a thread of their own: who puts one goes on at once."""
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[tuple[Callable[[_Event], None], _Event] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
         self._thread.start()
 
-    def put(self, handle: Callable[[_Event], None], event: _Event) -> None:
+    def put(self, handle: Callable[[_T], None], event: _T) -> None:
         self._inbox.put((handle, event))
 
     def close(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Final, Protocol
 
 from bytesched.admission import Admission
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import ReadyQueue
-from bytesched.scheduler import Events, Scheduler
+from bytesched.scheduler import Events, EventThread, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
@@ -18,6 +18,10 @@ from bytesched.tunable import Setting
 from .carrier import Traffic
 
 __all__ = ["Ordering", "ScheduledCarrier"]
+
+
+#: how long the end of a session waits for a chunk that is being packed
+_PATIENCE_S: Final = 5.0
 
 
 class Ordering(Protocol):
@@ -65,7 +69,9 @@ class ScheduledCarrier:
         transport: what sends them.
         ordering: how all ranks come to the same order.
         credit_bytes: the most bytes in flight at a time.
-        events: where the scheduler's are handled; on a thread of its own if None.
+        events: where the scheduler's are handled; on a thread of its own if None. If not None,
+            chunks that may start at once are submitted on a thread of their own: to pack and to
+            announce them would hold up backward.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class ScheduledCarrier:
         self._observers = observers
         #: chunks of this round that are not reduced yet
         self._left = len(chunks)
+        self._submits = None if events is None else EventThread()
         self._scheduler = Scheduler(
             SchedulerCore(
                 ordering.queue(),
@@ -113,11 +120,14 @@ class ScheduledCarrier:
         )
 
     def submit(self, chunk: CommTask) -> None:
-        self._ordering.ready()
         if self._observers:
             # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
-        self._scheduler.notify_ready(chunk)
+        self._ordering.ready()
+        if self._submits is not None and self._scheduler.core.lanes[0].is_open:
+            self._submits.put(self._scheduler.notify_ready, chunk)
+        else:
+            self._scheduler.notify_ready(chunk)
 
     def change(self, setting: Setting) -> None:
         self._left = len(self._chunks)
@@ -129,6 +139,9 @@ class ScheduledCarrier:
         return self._scheduler.core.story()
 
     def close(self) -> None:
+        if self._submits is not None:
+            self._submits.close()
+            self._submits.join(_PATIENCE_S)
         self._scheduler.close()
         self._ordering.close()
 

@@ -32,6 +32,10 @@ class Announced:
     def has_next(self) -> bool:
         return any(index in self._ready for index in self._announced)
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._announced)
+
     def extend(self, indices: Sequence[int]) -> None:
         self._announced += indices
 
