@@ -95,14 +95,17 @@ def wrap(
     kvstore: KVStore | None = None,
     **fields: Unpack[ConfigFields],
 ) -> object:
-    """Schedule what an optimizer's gradients, or a store's pushes and pulls, put on the wire.
+    """Schedule the gradients of an optimizer, or the pushes and pulls of a store.
 
     For an optimizer, `model` is a `DistributedDataParallel`, a plain module under
-    `torch.distributed`, or the module behind an optimizer of `hvd.DistributedOptimizer`; the very
-    same optimizer is returned. With `kvstore`, the gradients of a plain module travel through that
-    store. A store alone is returned as a `ScheduledKVStore` around it, and MXNet's own as one with
-    the calls of MXNet; a `gluon.Trainer` of MXNet is returned itself. The keywords are the fields
-    of `Config`. Raises `PluginError` for a use that is not supported.
+    `torch.distributed`, or the module behind an optimizer made by `hvd.DistributedOptimizer`.
+    Returns the very same optimizer. With `kvstore`, the gradients of a plain module travel through
+    that store.
+
+    A store alone is returned as a `ScheduledKVStore` around it; MXNet's own store gets one with the
+    calls of MXNet. A `gluon.Trainer` of MXNet is returned itself.
+
+    The keywords are the fields of `Config`. Raises `PluginError` for a use that is not supported.
     """
     from bytesched import plugins
 
@@ -112,23 +115,22 @@ def wrap(
 def separable(cls: ClassT) -> ClassT:
     """Vouch for a class of torch optimizers: its updates may be applied parameter by parameter.
 
-    A class that is not known steps whole, behind a barrier. Who vouches for it promises of its
-    `step`, for every step and every size:
+    A class that is not known steps whole, behind a barrier. If you vouch for it, you promise the
+    following of its `step`, for every step and every size:
 
     - A parameter's update depends on that parameter, its gradient, its entry of the state and the
       values of its group as they are at `step()`, and on nothing else that the script or another
       update changes: no other parameter, gradient or entry, no list of all of them, no tensor,
       global or object that is written to. Attributes of the optimizer count as they are at
-      `step()`, but not what is inside of them.
-    - It draws no random numbers, and communicates with no other rank.
-    - It counts nothing on the optimizer itself. What it counts in a group, it counts once a call,
-      also where the group has no parameter.
-    - It takes no argument but `closure`, which it calls once, before all else, and it returns
-      nothing but what the closure has returned.
+      `step()`, but not their contents.
+    - It draws no random numbers and does not communicate with other ranks.
+    - It counts nothing on the optimizer itself. What it counts in a group, it counts once per call,
+      also if the group has no parameter.
+    - Its only argument is `closure`. It calls the closure once, before all else, and returns only
+      what the closure returned.
 
-    Returns the class, so that it serves as a decorator; raises `PluginError` for anything but a
-    class of torch optimizers. Subclasses need a word of their own. `explain_optimizer` gives
-    advice.
+    Returns the class, so that it works as a decorator. Raises `PluginError` for anything but a
+    class of torch optimizers. Vouch for each subclass separately. `explain_optimizer` gives advice.
     """
     from bytesched import plugins
 
@@ -138,10 +140,10 @@ def separable(cls: ClassT) -> ClassT:
 def explain_optimizer(optimizer: object) -> str:
     """Return whether updates of `optimizer` may be applied parameter by parameter, and why.
 
-    Of a class that is not known it also returns what a trial on small copies says: the optimizer
-    steps once over all parameters, and once over one after the other. That is advice for whoever
-    reads the source, and decides nothing: an optimizer may do something else in later steps, or
-    with larger tensors. The optimizer, and all generators of random numbers, stay as they are.
+    For a class that is not known, it also returns the result of a trial on small copies, which
+    steps once over all parameters together and once over one after the other. The trial is advice
+    for whoever reads the source. It decides nothing: an optimizer may do something else in later
+    steps, or with larger tensors. The optimizer and all random number generators stay unchanged.
     Raises `PluginError` for anything but a torch optimizer.
     """
     from bytesched import plugins
@@ -150,12 +152,12 @@ def explain_optimizer(optimizer: object) -> str:
 
 
 def sharded_state(optimizer: object) -> ShardedState:
-    """What `torch.distributed.checkpoint` saves and loads of an optimizer with `shard=True`.
+    """Return what `torch.distributed.checkpoint` saves and loads for a sharded optimizer.
 
-    Each rank writes and reads the part that it holds, and nothing is gathered. Names and layout are
-    those of torch's `get_optimizer_state_dict`, so that any number of ranks, sharded or plain, can
-    load it. It can be used from the first `step()` on. Raises `PluginError` where the update is not
-    sharded, or has not begun.
+    Each rank writes and reads the part that it holds; nothing is gathered. Names and layout match
+    torch's `get_optimizer_state_dict`, so any number of ranks, sharded or plain, can load it. Use
+    it from the first `step()` on. Raises `PluginError` if the update is not sharded, or has not
+    started yet.
     """
     from bytesched import plugins
 
@@ -165,8 +167,8 @@ def sharded_state(optimizer: object) -> ShardedState:
 def flush(x: object = None) -> None:
     """Apply everything outstanding for a wrapped object, or for all of them.
 
-    There is seldom a reason to call it: whatever reads a parameter, a gradient or a state dict
-    waits for the value that it would have had without bytesched.
+    You seldom need it: any read of a parameter, a gradient or a state dict waits for the value that
+    it would have without bytesched.
     """
     from bytesched import plugins
 
@@ -182,7 +184,7 @@ def unwrap(x: WrappedT) -> WrappedT: ...
 
 
 def unwrap(x: object) -> object:
-    """Flush, take every hook off again and return the object as it was before `wrap`."""
+    """Flush, remove every hook and return the object as it was before `wrap`."""
     from bytesched import plugins
 
     return plugins.unwrap(x)
@@ -191,8 +193,8 @@ def unwrap(x: object) -> object:
 def stats(x: object = None) -> dict[str, int | float | str]:
     """Return the figures of a wrapped object, flat, with units in the names.
 
-    Without `x`, of the optimizer that was wrapped last, of those that have not failed; where all
-    have ended, of the last one. What each of them means stands in `bytesched.figures.Figures`.
+    Without `x`: the figures of the optimizer that was wrapped last and has not failed; if all have
+    ended, of the last one. `bytesched.figures.Figures` says what each figure means.
     """
     from bytesched import plugins
 

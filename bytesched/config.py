@@ -79,46 +79,46 @@ class Config:
     enabled: bool = True
     """Off (`BYTESCHED_ENABLED=0`): the script runs as if `wrap` were not there."""
     policy: str = "priority"
-    """Which ready chunk goes first; `fifo` sends in the order of backward. `prophet`, with DDP: as
-    `priority`, and several chunks at once where earlier iterations say that nothing more urgent can
-    come meanwhile."""
+    """Which ready chunk goes first. `priority`: what the next forward pass needs first. `fifo`: the
+    order of backward. `prophet`, with DDP: as `priority`, and several chunks at once where earlier
+    iterations show that nothing more urgent can come meanwhile."""
     partition_bytes: int = AUTOMATIC
-    """Size of the chunks, such as `512KiB` or `1MB`; 0: from the measured link."""
+    """Size of the chunks, such as `512KiB` or `1MB`; 0: chosen for the measured link."""
     credit_bytes: int = AUTOMATIC
     """Most bytes in flight; 0: chosen together with `partition_bytes`."""
     order: str = "auto"
-    """How ranks come to one order: rank 0 leads (`leader`), or all repeat one that is planned of
-    what every rank has measured (`replay`); `auto`: up to 8 ranks, rank 0 leads
-    while its order changes from round to round; `replay` from 9 on."""
+    """How ranks agree on one order. `leader`: rank 0 leads. `replay`: every rank replays an order
+    planned from all ranks' measurements. `auto`: up to 8 ranks, rank 0 leads while its order
+    changes from round to round; from 9 ranks on, `replay`."""
     compression: str = "none"
-    """On the wire: `none`, or `bf16` or `fp16` as DDP's own compression hooks; of real numbers."""
+    """Of real numbers on the wire: `none`, or `bf16` or `fp16`, like DDP's compression hooks."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
     split: str = "auto"
-    """Send each gradient in two halves, a sum and its spreading, where a script asks for norms of
-    all gradients: `auto`, from when all ranks ask for one, `on` or `off`."""
+    """Send each gradient in two halves, a reduce-scatter and an all-gather, so that norms of all
+    gradients wait for half of the bytes. `auto`: once all ranks ask for norms; `on` or `off`."""
     hierarchy: str = "auto"
-    """Sum within hosts and then between them, where hosts have several ranks each (DDP on Gloo):
-    `auto`, if a trial on the link shows that it is faster, `on` or `off`."""
+    """Sum within hosts first and then between them, if hosts have several ranks each (DDP on Gloo).
+    `auto`: if a trial on the link shows that it is faster; `on` or `off`."""
     shard: bool = False
-    """Each rank updates a part of the model, holds the optimizer's state of that part alone, and
-    sends the parameters to the others: on torch.distributed with Gloo, on CPUs."""
+    """Each rank updates a part of the model, holds the optimizer's state for that part only, and
+    sends the new parameters to the other ranks. On torch.distributed with Gloo, on CPUs."""
     find_unused_parameters: bool | None = None
-    """Whether parameters may stay out of the loss; None: as DDP was made, or learned at once."""
+    """Whether parameters may stay out of the loss; None: as given to DDP, or learned at once."""
     timeout_s: float = 1800.0
-    """Longest time that anything waits before it raises."""
+    """Longest time that anything waits before it raises an error."""
     timeline: str = ""
     """Folder for one `rank<n>.trace.json` per rank; empty: no trace."""
     figures: str = ""
-    """Folder for one `rank<n>.figures.json` per rank, a list with the figures of each model that
-    has ended; empty: none."""
+    """Folder for one `rank<n>.figures.json` per rank: a list with the figures of each model that
+    has ended; empty: no files."""
     tune: bool = False
-    """Look for the fastest sizes while training, and remember them for this cluster."""
+    """Look for the fastest sizes during training, and remember them for this cluster."""
     tune_steps: int = 150
-    """Most steps that one search may take; there is another when the cluster changes for good."""
+    """Most steps of one search; a new one starts when the cluster has changed for good."""
     tune_space: str = ""
-    """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around what
-    the link asks for."""
+    """Where to look, such as `partition_bytes=64KiB..4MiB credit_bytes=..16MiB`; empty: around the
+    sizes that suit the link."""
     tune_file: str = ""
     """File that remembers the result; empty: one per cluster, in the user's cache folder."""
     log_level: str = "INFO"
@@ -162,7 +162,9 @@ class Config:
                 origin = origin_of(name)
                 value = _checked(name, raw, origin)
                 if origin == "code" and values.get(name, value) != value:
-                    hidden.append(f"{name} = {value!r} hides {values[name]!r} ({origins[name]})")
+                    hidden.append(
+                        f"{name} = {value!r} overrides {values[name]!r} ({origins[name]})"
+                    )
                 values[name], origins[name] = value, origin
         try:
             config = cls(**values)
@@ -174,7 +176,7 @@ class Config:
             raise ConfigError(f"{error} ({', '.join(given)})") from None
         object.__setattr__(config, "_origins", origins)
         if hidden and rank_view().rank == 0:
-            _log.info("an argument in the code comes first: %s", "; ".join(hidden))
+            _log.info("arguments in the code come first: %s", "; ".join(hidden))
         return config
 
     def explain(self) -> list[tuple[str, object, str]]:

@@ -15,36 +15,35 @@ class Figures(TypedDict):
     """
 
     iterations: int
-    """Rounds that shares and means are of; 0: training ended before one of them."""
+    """Rounds that shares and means cover; 0: training ended before the first of them."""
     steps: int
     """Calls of `step()` after the warm-up, of all optimizers."""
     barrier_crossed_steps: int
-    """Of these, how many returned while gradients were still on their way."""
+    """How many of these returned while gradients were still in flight."""
     barrier_crossed_pct: float
     """Share of all bytes that arrived after `step()` had returned."""
     reason: str
-    """Why less than half of all bytes did; empty where more did."""
+    """Why less than half of all bytes crossed the barrier; empty if more crossed."""
     exposed_comm_ms: float
-    """Time for which the training thread waited while something was on its way."""
+    """Time in which the training thread waited while at least one chunk was in flight."""
     comm_ms: float
-    """Time for which at least one chunk was on its way: sent, or awaited from another rank that
-    is late."""
+    """Time in which at least one chunk was in flight, also while it waited for a late rank."""
     overlap_pct: float
     """Share of `comm_ms` in which the training thread did not wait."""
     bytes_per_step: int
     """Bytes of all gradients."""
     chunks: int
-    """Chunks in which they are sent."""
+    """Number of chunks in which gradients are sent."""
     partition_bytes: int
-    """Size of the chunks in use, also where it was chosen."""
+    """Chunk size in use, given or chosen."""
     credit_bytes: int
-    """Most bytes in flight, also where it was chosen."""
+    """Credit in use, given or chosen."""
     scheduler_cpu_us_per_chunk: float
-    """CPU time of choosing what is next, and of telling the other ranks."""
+    """CPU time of choosing the next chunk and telling the other ranks."""
     hook_us_per_parameter: float
     """Time that the backward pass spends in hooks."""
     update_ms: float
-    """Time of the optimizer, in a thread of its own."""
+    """Time of the optimizer, on its own thread."""
     model: str
     """Class of the model."""
     mode: str
@@ -52,7 +51,7 @@ class Figures(TypedDict):
     order: str
     """`leader` or `replay`; with Horovod `negotiated`."""
     levels: int
-    """2 where ranks that share a host sum among themselves first, else 1."""
+    """2 if ranks of one host sum among themselves first, else 1."""
     world_size: int
     """Number of ranks."""
     rank: int

@@ -47,12 +47,11 @@ def why_wrapped(optimizer: Any, model: Any) -> str:
     """Why ``optimizer``, which is wrapped, is not wrapped with ``model``; what to do about it."""
     name = type(optimizer).__name__
     if any(session.root is model for session in registry.sessions(optimizer)):
-        return f"this {name} is wrapped already; unwrap it first"
+        return f"this {name} is already wrapped; unwrap it first"
     return (
-        f"this {name} is wrapped already, with another model than this {type(model).__name__}, and "
-        "can be with one alone: give each model an optimizer of its own, of the same class and "
-        "settings, and wrap both; or leave it at that, and the other model trains as without "
-        "bytesched"
+        f"this {name} is already wrapped, with another model than this {type(model).__name__}, and "
+        "can be wrapped with only one: give each model its own optimizer, of the same class and "
+        "settings, and wrap both; or leave it, and the other model trains as without bytesched"
     )
 
 

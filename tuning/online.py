@@ -202,7 +202,7 @@ class OnlineTuner:
         if not tried or not all(self._limits.allow(setting) for setting in tried):
             return None
         log.info(
-            "tuning: goes on where an earlier run ended: %d steps, %d settings tried",
+            "tuning: continues where an earlier run ended: %d steps, %d settings tried",
             found.steps,
             len(tried),
         )

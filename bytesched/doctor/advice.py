@@ -30,16 +30,16 @@ ADVICE: Final = (
     Advice(
         r"reads all gradients",
         "`clip_grad_norm_ reads all gradients (train.py:88)`",
-        "that line needs values of gradients in front of `step()`, so it waits for them",
+        "that line needs values of gradients before `step()`, so it waits for them",
         "under DDP on Gloo and CPUs leave `split` at `auto`: norms, sums and maxima of whole "
         "gradients then wait for half of what is sent; read other values less often",
     ),
     Advice(
         r"asks for norms of all gradients",
         "`clip_grad_norm_ asks for norms of all gradients (train.py:88)`",
-        "the same where all-reduces are split: it waits for the first half of what is sent",
-        "nothing, unless compute is much longer than communication: then that half is all there "
-        "is to wait for",
+        "the same with split all-reduces: it waits for the first half of what is sent",
+        "nothing; if compute is much longer than communication, that half is all there is to wait "
+        "for",
     ),
     Advice(
         r"reads gradients of \S+(,| and) ",
@@ -63,58 +63,57 @@ ADVICE: Final = (
     Advice(
         r"is not known to update each parameter",
         "`SAM is not known to update each parameter on its own`, or another class",
-        "the update of one parameter may depend on others, so that all happen at once",
-        "read its source: `bytesched.separable(cls)` says what you promise of a class that you "
-        "vouch for; `bytesched.explain_optimizer(optimizer)` tries it on small copies",
+        "the update of one parameter may depend on others, so all updates happen at once",
+        "read its source: if it keeps the promises listed for `bytesched.separable(cls)`, vouch "
+        "for it; `bytesched.explain_optimizer(optimizer)` tries it on small copies",
     ),
     Advice(
         r"has been replaced|is a function of another module",
         "`step of this SGD has been replaced`, or another method",
-        "other code than was read may make one update depend on others",
-        "put it into a class of your own, and vouch for that: `bytesched.separable(cls)`",
+        "code that nobody has read may make one update depend on others",
+        "move it into your own class, and vouch for that: `bytesched.separable(cls)`",
     ),
     Advice(
         r"step\(\) was called with arguments",
         "`step() was called with arguments`",
-        "the updates that come later would not have them",
+        "later updates would not get them",
         "put them into the parameter groups",
     ),
     Advice(
         r"a parameter group holds",
         "`a parameter group holds 'schedule', a function, ...`",
-        "the update may come when it gives another value",
+        "its value may have changed by the time of the update",
         "put a number or a tensor there before each step",
     ),
     Advice(
         r"a pre-hook of step",
         "`a pre-hook of step() was registered after the wrap`",
-        "it runs after ours, and may change gradients",
-        "register it before",
+        "it runs after the hook of bytesched, and may change gradients",
+        "register it before `bytesched.wrap`",
     ),
     Advice(
         r"a torch function or dispatch mode",
         "`a torch function or dispatch mode around step()`",
-        "a mode sees the operations of its own thread alone",
-        "leave the mode for `step()`",
+        "a mode only sees operations of its own thread",
+        "exit the mode before `step()`",
     ),
     Advice(
         r"step\(closure\)",
         "`step(closure)`",
-        "the closure cannot be called before the update, as the step hooks or the class do not "
-        "allow it",
+        "the step hooks or the class do not allow calling the closure before the update",
         "compute the loss outside",
     ),
     Advice(
         r"cross_barrier is off",
         "`cross_barrier is off`",
         "a setting",
-        "take it away",
+        "remove it",
     ),
     Advice(
         r"torch\.compile was applied after",
         "`torch.compile was applied after bytesched.wrap` (in the log)",
         "gates would be inside compiled code",
-        "compile first",
+        "compile before `bytesched.wrap`",
     ),
     Advice(
         r"communication is hidden|had arrived before step",
@@ -125,7 +124,7 @@ ADVICE: Final = (
     Advice(
         r"a backward pass begins",
         "`a backward pass begins while the last one is still being sent (train.py:87)`",
-        "gradients of a new round need the memory of the last one",
+        "new gradients need the memory of the previous ones",
         "nothing, unless weights are hardly used in forward: the link is the limit",
     ),
     Advice(

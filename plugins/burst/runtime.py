@@ -205,7 +205,7 @@ class Burst(nn.Module):
     def _refuse_closed(self, what: str) -> None:
         if self._closed:
             raise SchedulerClosed(
-                f"rank {self._rank}: {what}() of a Burst that is closed; make another one"
+                f"rank {self._rank}: {what}() of a closed Burst; make a new one"
             ) from self._moves.error
 
     @property

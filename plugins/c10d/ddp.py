@@ -114,7 +114,7 @@ def begin(
         return None
     if known:
         if is_configured:
-            log.warning("this model is wrapped already: the settings of then hold")
+            log.warning("already wrapped; settings from the first wrap() stay in force")
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
             _refuse_to_shard(optimizer, model)

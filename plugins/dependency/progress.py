@@ -16,7 +16,7 @@ from ..routes.backend import Backend
 
 __all__ = ["Progress"]
 
-#: how long a wait may take before it is looked whether it can end, and again
+#: how often a wait checks for lost peers
 _LOOKS_EVERY_S: Final = 1.0
 
 

@@ -87,10 +87,10 @@ class ByHand:
         function, line = self._place
         nbytes = sum(slot.view.nbytes for slot in self._slots)
         log.warning(
-            "the script reduces all gradients itself between backward() and step() (%s, %s): after "
-            "bytesched.wrap they are the mean of all ranks by then, so that %s are sent twice in "
-            "every iteration, and waited for. Take the script's own reduction out, with its "
-            "division by the number of ranks; or leave bytesched.wrap out",
+            "the script reduces all gradients itself between backward() and step() (%s, %s), but "
+            "bytesched.wrap has already averaged them over all ranks: in every iteration %s are "
+            "sent twice, and waited for. Remove the script's own reduction and its division by "
+            "the number of ranks; or remove bytesched.wrap",
             function or "a process group",
             line,
             size_text(nbytes),

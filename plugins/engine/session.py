@@ -83,7 +83,7 @@ class Session(HookedModel):
             decisions = Decisions(tuner, backend, slots[0].parameter.device)
             self._undo.append(decisions.close)
         elif config.tune and backend.rank == 0:
-            log.warning("tune is on, but nothing can change at run time over %s", backend.wire)
+            log.warning("tune is on, but sizes cannot change during training over %s", backend.wire)
         context = Context(backend, self._progress, self._streams, self._meter, observers)
         warming_up = WarmingUp(
             slots,

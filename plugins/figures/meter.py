@@ -153,7 +153,7 @@ class Meter:
         self._crossed_bytes += crossing_bytes
         if is_first and self._iterations == _JUDGED_AFTER and self._crossed < _WORTH_IT:
             log.info(
-                "%.1f %% of the bytes were still on their way at step(): %s",
+                "%.1f %% of the bytes were still in flight at step(): %s",
                 100 * self._crossed,
                 self._reason(),
             )

@@ -143,7 +143,7 @@ class Elastic:
         try:
             self.flush()
         except Exception as error:  # noqa: BLE001 - whatever failed, it is replaced
-            log.info("restored: what was outstanding is dropped (%s)", in_one_line(error))
+            log.info("state restored: outstanding updates are dropped (%s)", in_one_line(error))
             self._end(release_parameters=True)
 
     def _reset(self) -> None:

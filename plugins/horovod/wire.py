@@ -141,7 +141,7 @@ class Wire:
             if time.monotonic() > deadline:
                 raise HorovodTimeout(
                     f"no progress within {self.timeout_s:g} s: a rank is stopped, stuck or in "
-                    "other code; do all ranks do the same, in one order?",
+                    "other code; do all ranks make the same calls, in the same order?",
                     task=task,
                     rank=self.rank,
                 )

@@ -212,8 +212,8 @@ class Splitting:
         self._use_queries(split.queries)
         if context.backend.rank == 0:
             log.info(
-                "the script measures or scales its gradients before step(): every all-reduce is "
-                "split in two"
+                "the script asks for norms of its gradients, or scales them, before step(): "
+                "every all-reduce is split into two halves"
             )
         return split
 

@@ -107,7 +107,7 @@ class CudaStreams(Streams):
     def begin(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise PluginError(
-                "a CUDA graph is being captured over a wrapped model: its replays would pass by "
+                "a CUDA graph is being captured over a wrapped model: its replays would bypass "
                 "everything that waits for an update. Make graphed callables before wrap, or "
                 "capture after unwrap"
             )

@@ -77,19 +77,19 @@ class GuardedState(defaultdict[Any, Any]):
 
     def _refuse(self) -> dict[Any, Any]:
         raise PluginError(
-            f"entries of {len(self._elsewhere)} parameters of the optimizer's state are with other "
-            "ranks (shard=True), and these are not asked any more: call optimizer.state_dict() or "
-            "bytesched.unwrap(optimizer) while all of them train, or load a checkpoint"
+            f"the optimizer's state of {len(self._elsewhere)} parameters is on other ranks "
+            "(shard=True), which no longer answer: call optimizer.state_dict() or "
+            "bytesched.unwrap(optimizer) while all ranks train, or load a checkpoint"
         )
 
     def _use(self, key: Any) -> None:
         self._synchronize()
         if key in self._elsewhere:
             raise PluginError(
-                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is with other "
-                "ranks, or parts of it are (shard=True): optimizer.state_dict() has all of it, "
-                "bytesched.sharded_state(optimizer) what is here, and what reads or writes "
-                "optimizer.state itself needs training without shard=True"
+                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is wholly or "
+                "partly on other ranks (shard=True): optimizer.state_dict() returns all of it, "
+                "bytesched.sharded_state(optimizer) the part of this rank; code that reads or "
+                "writes optimizer.state itself needs training without shard=True"
             )
 
     def _use_all(self) -> None:

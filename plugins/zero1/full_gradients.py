@@ -332,10 +332,10 @@ def _refuse(name: str, rank: int, memory: Memory) -> NoReturn:
         )
     if memory is Memory.GONE:
         raise PluginError(
-            f"{name}.grad was read after step() on rank {rank}, which has its parameter "
-            "alone: with shard=True, read gradients between backward() and step()"
+            f"{name}.grad was read after step() on rank {rank}, which has only the parameter: "
+            "with shard=True, read gradients between backward() and step()"
         )
     raise PluginError(
-        f"{name}.grad is with other ranks, and rank {rank} cannot ask them any more: with "
-        "shard=True, call bytesched.flush() before, between two backward passes"
+        f"{name}.grad is on other ranks, which rank {rank} can no longer ask: with shard=True, "
+        "call bytesched.flush() earlier, between two backward passes"
     )

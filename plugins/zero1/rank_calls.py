@@ -93,9 +93,10 @@ def unpacked(content: bytes) -> Any:
         kind, value = torch.load(io.BytesIO(content), weights_only=True)
     except pickle.UnpicklingError as error:
         raise PluginError(
-            "another rank's answer has other values than tensors, numbers, texts and containers of "
-            f"them, which are not taken from a network ({str(error).splitlines()[0]}); with "
-            "shard=True an optimizer's state must be made of those"
+            "another rank's answer contains values other than tensors, numbers, texts and "
+            "containers of them, which are not accepted from a network "
+            f"({str(error).splitlines()[0]}); with shard=True an optimizer's state must consist "
+            "of those"
         ) from error
     if kind == _VALUE:
         return value

@@ -74,7 +74,9 @@ class UnsteppedGradients:
             self._spreading.send_gradients(chunk, self._as_summed)
         self._spreading.expect(expected)
         under_way = self._progress.round.under_way
-        self._progress.wait(lambda: not under_way.comes(expected), "gradients of no step")
+        self._progress.wait(
+            lambda: not under_way.comes(expected), "gradients that no step() has used"
+        )
         for slot, view in read.items():
             slot.view.copy_(view)
         for slot in slots:

@@ -205,9 +205,9 @@ def two_models_of_one_optimizer(job: Job) -> None:
     optimizer = adamw(nn.ModuleList([encoder, head]))
     job.wrap(optimizer, encoder)
     if job.wrapped:
-        with pytest.raises(PluginError, match="AdamW is wrapped already, with another"):
+        with pytest.raises(PluginError, match="AdamW is already wrapped, with another"):
             job.wrap(optimizer, head)
-        with pytest.raises(PluginError, match="AdamW is wrapped already; unwrap"):
+        with pytest.raises(PluginError, match="AdamW is already wrapped; unwrap"):
             job.wrap(optimizer, encoder)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -20,7 +20,9 @@ DOCUMENTS = TOP + sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?:^|[\s`./])((?:examples|scripts|tests)/[\w./-]*\w)")
-LONGEST_README = 180
+MODULE = re.compile(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`")
+LAYERS = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "explanation").glob("*.md"))]
+LONGEST_README = 120
 
 every_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
@@ -55,6 +57,17 @@ def test_files_that_are_named_exist(document: Path) -> None:
     if document.parent.name != "notes":
         for name in FILE.findall(document.read_text()):
             assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("document", LAYERS, ids=lambda path: path.stem)
+def test_modules_that_a_layer_names_exist(document: Path) -> None:
+    """Of several in one line, later ones may be named by their file alone."""
+    for line in document.read_text().splitlines():
+        folder = ROOT
+        for name in MODULE.findall(line):
+            found = next((p for p in (ROOT / name, folder / name) if p.exists()), None)
+            assert found is not None or (folder == ROOT and "/" not in name), name
+            folder = found.parent if found is not None else folder
 
 
 def test_every_page_can_be_reached() -> None:

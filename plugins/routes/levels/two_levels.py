@@ -27,7 +27,7 @@ class TwoLevelTransport:
                     self._packer.receive(task)
                     self._packer.let_go(task)
             except RuntimeError as raised:
-                error = TransportError(f"what was received was not taken over: {raised}")
+                error = TransportError(f"a received sum could not be unpacked: {raised}")
             done(task, error)
 
         with span("bytesched::send"):

@@ -21,7 +21,7 @@ log = logging.getLogger("bytesched")
 
 T = TypeVar("T")
 
-#: how often, per timeout, it is looked whether something is late
+#: checks per timeout for something that is late
 _LOOKS = 4
 #: without any answer for so long, more than the credit may go
 _STUCK_S = 1.0

@@ -179,7 +179,7 @@ class ModelWaves:
         """Around what all ranks do: an error of one ends the waves of all."""
         if self._closed:
             raise SchedulerClosed(
-                f"rank {self.rank}: {what}() of ModelWaves that are closed; make others"
+                f"rank {self.rank}: {what}() of closed ModelWaves; make new ones"
             ) from self._progress.error
         self._progress.check()
         try:

@@ -139,13 +139,13 @@ class TickTock:
         self._accumulates = bool(why)
         why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
         if why:
-            log.info("waves step aside, gradients are accumulated: %s", why)
+            log.info("waves are off, gradients are accumulated: %s", why)
             self._trial.overlap = False
         else:
             self._trial.overlap = overlap
         if not replicas and (names := interfering(model)):
             log.info(
-                "%s%s: each wave goes on from the one before, as in gradient accumulation; "
+                "%s%s: each wave continues from the previous one, as in gradient accumulation; "
                 "replicas=True gives each wave its own",
                 ", ".join(names[:_NAMED]),
                 ", ..." if len(names) > _NAMED else "",
@@ -157,9 +157,7 @@ class TickTock:
         Gradients are set to none first and the optimizer is stepped at the end.
         """
         if self._closed:
-            raise SchedulerClosed(
-                f"rank {this_rank()}: step() of waves that are closed; make others"
-            )
+            raise SchedulerClosed(f"rank {this_rank()}: step() of closed waves; make new ones")
         parts, shares = of_waves(batches, self._waves)
         forwards = [
             partial(self._forward, wave, part, share)

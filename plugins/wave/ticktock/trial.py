@@ -42,11 +42,13 @@ class Trial:
         beside_ms, after_ms = self.figures_ms()
         self.overlap = beside_ms < after_ms
         if self.overlap:
-            log.info("waves: %.1f ms a step, one after another %.1f ms", beside_ms, after_ms)
+            log.info(
+                "waves: a step takes %.1f ms, %.1f ms with one after another", beside_ms, after_ms
+            )
         else:
             log.info(
-                "waves step aside, gradients are accumulated from here on: %.1f ms a step, one "
-                "after another %.1f ms; what computes is busy without them",
+                "waves are off, gradients are accumulated from here on: a step takes %.1f ms with "
+                "waves, %.1f ms with one after another; the device is busy without them",
                 beside_ms,
                 after_ms,
             )

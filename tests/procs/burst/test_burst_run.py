@@ -72,7 +72,7 @@ def test_a_first_broadcast_that_fails_leaves_nothing_open(four_ranks: Ranks) -> 
 def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
     for rank, said in enumerate(four_ranks.run(burst_cases.used_after_it_was_closed)):
         assert said == [
-            f"SchedulerClosed: rank {rank}: {what}() of a Burst that is closed; make another one"
+            f"SchedulerClosed: rank {rank}: {what}() of a closed Burst; make a new one"
             for what in ("step", "forward", "gather")
         ]
 

@@ -52,7 +52,7 @@ MODES = {
 REASONS = {
     "compiled_as_a_function": "nothing calls it outside compiled code",
     "declined_by_the_script": "enabled is off",
-    "two_models_of_one_optimizer": "this AdamW is wrapped already, with another model",
+    "two_models_of_one_optimizer": "this AdamW is already wrapped, with another model",
     "sparse_gradients": "has sparse gradients",
     "special_parameters": "is a Special, not a plain Parameter",
     "inside_join": "join()",

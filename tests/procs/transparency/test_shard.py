@@ -152,8 +152,8 @@ def test_state_of_others_does_not_look_empty(two_ranks: Ranks) -> None:
         assert "before" in found.pop("own")
         assert found.keys() == {"eval", "read", "looked for", "written", "all"}
         for raised in found.values():
-            assert "is with other ranks, or parts of it are (shard=True)" in raised
-            assert "optimizer.state_dict() has all of it" in raised
+            assert "is wholly or partly on other ranks (shard=True)" in raised
+            assert "optimizer.state_dict() returns all of it" in raised
 
 
 def test_gradients_of_others_are_not_read_after_step(two_ranks: Ranks) -> None:

@@ -75,6 +75,6 @@ def test_closed_waves_and_settings_that_do_nothing_say_so(two_ranks: Ranks) -> N
     for rank, told in enumerate(two_ranks.run(used_after_they_were_closed)):
         *warnings, step, predict, state_dict = told
         for said, name in ((step, "step"), (predict, "predict"), (state_dict, "state_dict")):
-            assert said == f"rank {rank}: {name}() of ModelWaves that are closed; make others"
+            assert said == f"rank {rank}: {name}() of closed ModelWaves; make new ones"
         unused = "enabled = False (code), compression = 'fp16' (code)"
         assert warnings == ([] if rank else [f"bytesched: ModelWaves does not use {unused}"])

@@ -38,9 +38,7 @@ def test_nothing_to_gain_is_said_once(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="bytesched"):
         train(meter(), 200, crossing_bytes)
-    assert (
-        sum("were still on their way at step()" in message for message in caplog.messages) == said
-    )
+    assert sum("were still in flight at step()" in message for message in caplog.messages) == said
 
 
 def test_the_share_that_crossed_is_of_rounds_not_of_steps() -> None:

@@ -188,7 +188,7 @@ def test_a_hidden_setting_is_said_on_rank_0_only(
     Config.load(timeout_s=20)
     assert not caplog.records
     Config.load(timeout_s=30)
-    assert "timeout_s = 30.0 hides 20.0 (environment BYTESCHED_TIMEOUT_S)" in caplog.text
+    assert "timeout_s = 30.0 overrides 20.0 (environment BYTESCHED_TIMEOUT_S)" in caplog.text
     caplog.clear()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -246,7 +246,7 @@ def test_closed_waves_say_so() -> None:
     wave = TickTock(model, optimizer_of(model), loss_of)
     wave.step(batch_of(0))
     wave.close()
-    with pytest.raises(SchedulerClosed, match=r"rank 0: step\(\) of waves that are closed"):
+    with pytest.raises(SchedulerClosed, match=r"rank 0: step\(\) of closed waves"):
         wave.step(batch_of(1))
 
 
@@ -344,7 +344,7 @@ def test_steps_aside_on_one_core(
     model = plain_model()
     with caplog.at_level(logging.INFO, "bytesched"):
         wave = TickTock(model, optimizer_of(model), loss_of)
-    assert "waves step aside, gradients are accumulated: this process has one core" in caplog.text
+    assert "waves are off, gradients are accumulated: this process has one core" in caplog.text
     assert not wave.overlaps
     wave.close()
 
@@ -369,7 +369,7 @@ def test_says_on_stderr_that_it_steps_aside(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     model = plain_model()
     TickTock(model, optimizer_of(model), loss_of).close()
-    assert "waves step aside" in capsys.readouterr().err
+    assert "waves are off" in capsys.readouterr().err
 
 
 def test_a_step_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:

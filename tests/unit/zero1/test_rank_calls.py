@@ -1,4 +1,4 @@
-"""What ranks send each other while they train, and what is not taken from a network."""
+"""What ranks send each other while they train, and what is not accepted from a network."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_nothing_that_comes_is_executed(tmp_path: Path) -> None:
 
     buffer = io.BytesIO()
     torch.save(("", Hostile()), buffer)
-    with pytest.raises(PluginError, match="not taken from a network"):
+    with pytest.raises(PluginError, match="not accepted from a network"):
         unpacked(buffer.getvalue())
     assert not os.path.exists(f"{tmp_path}/made")
