@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(source_text()), dtype=torch.uint8).long()
-    model = NextToken(GPT(256, LENGTH, width=256, depth=6, heads=4))
+    model = NextToken(GPT(256, LENGTH, width=192, depth=6, heads=4))
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     batch = choose_batch(copy.deepcopy(model), text, nbytes)
     tell({"batch": batch, "model_bytes": nbytes})
