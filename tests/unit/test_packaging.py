@@ -145,6 +145,15 @@ def test_version_stands_in_one_place(project: dict[str, Any]) -> None:
     assert bytesched.__version__.count(".") == 2
 
 
+def test_every_python_script_is_type_checked(project: dict[str, Any]) -> None:
+    scripts = {
+        f"scripts/{path.name}"
+        for path in (ROOT / "scripts").iterdir()
+        if path.suffix == ".py" or "python" in path.read_text().partition("\n")[0]
+    }
+    assert scripts <= set(project["tool"]["mypy"]["files"])
+
+
 @pytest.mark.parametrize("name", ["plugins", "tuning"])
 def test_second_copy_of_a_package_is_refused(name: str) -> None:
     run = subprocess.run(
