@@ -1,4 +1,4 @@
 """The version, for those who must not import the front of the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """The version of the package, by Semantic Versioning."""

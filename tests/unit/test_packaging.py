@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,17 @@ def test_every_file_is_installed(built: dict[str, Path], kind: str) -> None:
         if path.is_file() and path.suffix != ".pyc"
     }
     assert found == wanted
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_links_of_the_readme_lead_somewhere_from_an_index(
+    built: dict[str, Path], kind: str
+) -> None:
+    [metadata] = built[kind].glob("bytesched-*.dist-info/METADATA")
+    text = metadata.read_text()
+    place = f"bytesched/bytesched/blob/v{bytesched.__version__}/docs/how-to/install.md"
+    assert f"](https://github.com/{place})" in text
+    assert [target for target in LINK.findall(text) if not target.startswith("https://")] == []
 
 
 #: Imports the public names of each module in a process of its own, with torch there already.
@@ -141,8 +156,42 @@ def test_extras_are_complete_and_the_doctor_knows_them(project: dict[str, Any]) 
 
 
 def test_version_stands_in_one_place(project: dict[str, Any]) -> None:
-    assert project["project"]["dynamic"] == ["version"]
+    assert "version" in project["project"]["dynamic"]
     assert bytesched.__version__.count(".") == 2
+
+
+def _release(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "release", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_changelog_has_notes_for_the_version() -> None:
+    run = _release("--notes", f"v{bytesched.__version__}")
+    assert run.returncode == 0, run.stderr
+    assert "\n- " in run.stdout
+    assert "\n## " not in f"\n{run.stdout}"
+
+
+def test_tag_of_another_version_is_refused() -> None:
+    run = _release("--check", "v0.0.1")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == (
+        f"release: the tag is v0.0.1, and bytesched/version.py says {bytesched.__version__}\n"
+    )
+
+
+def test_every_python_script_is_type_checked(project: dict[str, Any]) -> None:
+    scripts = {
+        f"scripts/{path.name}"
+        for path in (ROOT / "scripts").iterdir()
+        if path.suffix == ".py" or "python" in path.read_text().partition("\n")[0]
+    }
+    assert scripts <= set(project["tool"]["mypy"]["files"])
 
 
 @pytest.mark.parametrize("name", ["plugins", "tuning"])
@@ -167,6 +216,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         "scripts/test",
         "scripts/demo",
         "scripts/docs",
+        "scripts/release",
         "scripts/find-python",
         "scripts/horovod-wheel",
         "scripts/mxnet-venv",
