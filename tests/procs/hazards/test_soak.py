@@ -23,14 +23,14 @@ def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}])
 def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    count = 200
+    count = 400
     for threads, descriptors, objects in two_ranks.run(
         soak_cases.left_by_iterations, count, options
     ):
         # Of parameters to spread, each turn under way has a thread, made when there first is one.
         assert threads <= (2 if options.get("shard") else 0)
         assert descriptors <= 0
-        # What is under way at a moment differs a little.
+        # What is under way at a moment differs a little; a turn that is new has its hops, once.
         assert objects < count / 2
 
 
