@@ -3,9 +3,8 @@
 A small character GPT on two emulated hosts. The link is slow enough that two cores can compute for
 both hosts and send at the same time, as the cores of real hosts can; the batch is chosen such that
 computing and sending take about the same time. Of 1, 2 and 4 MB, buckets of 1 MB are DDP's best
-here. Plain DDP and bytesched train in turns, a few steps
-each, so that both meet the same moods of the machine. Ends with the comparison, a trace and a
-picture.
+here. Plain DDP and bytesched train in turns, a few steps each, so that both meet the same moods of
+the machine. Ends with the comparison, a trace and a picture.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def retry_in_background(
         with lock:
             is_exiting.set()
         if thread.ident is not None:
-            thread.join()
+            thread.join(timeout_s)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     # What is registered while the functions of atexit run is never called. So it is registered

@@ -25,7 +25,7 @@ from bytesched.transport import Done
 from bytesched.tunable import Setting
 
 RANKS, CHUNKS = 3, 6
-SETTING = Setting(partition_bytes=16, credit_bytes=16, order="replay")
+CREDIT_BYTES = 16
 
 
 class Counting:
@@ -80,17 +80,18 @@ class _Seat:
 
 
 class Rank:
-    def __init__(self, number: int, group: Group, meeting: Meeting) -> None:
+    def __init__(self, number: int, group: Group, meeting: Meeting, order: str) -> None:
         self.group = group
+        self._setting = Setting(CREDIT_BYTES, CREDIT_BYTES, order=order)
         self.chunks = chunks_of(CHUNKS)
         self._errors: list[BaseException] = []
         self._left = threading.Semaphore(0)
-        ordering = (FollowingOrder if number else LeadingOrder)(group, self.chunks, SETTING)
+        ordering = (FollowingOrder if number else LeadingOrder)(group, self.chunks, self._setting)
         self.carrier = ScheduledCarrier(
             self.chunks,
             meeting.at(number),
             ordering,
-            credit_bytes=SETTING.credit_bytes,
+            credit_bytes=CREDIT_BYTES,
             reduced=lambda _: self._left.release(),
             failed=self._errors.append,
             observers=Observers(),
@@ -101,15 +102,29 @@ class Rank:
         """One round, chunks ready in an order of its own: how it was ordered, messages in it."""
         before, order = self.group.backend.counted, self.carrier.order
         for chunk in random.Random(seed).sample(self.chunks, len(self.chunks)):
-            chunk.notify_ready()
-            self.carrier.submit(chunk)
+            self._submit(chunk)
         for _ in self.chunks:
-            assert self._left.acquire(timeout=30.0), (self._errors, self.carrier.story())
+            self._wait()
         return order, self.group.backend.counted - before
+
+    def slow_round(self) -> tuple[str, int]:
+        """One round in which every chunk finds the link idle."""
+        before, order = self.group.backend.counted, self.carrier.order
+        for chunk in reversed(self.chunks):
+            self._submit(chunk)
+            self._wait()
+        return order, self.group.backend.counted - before
+
+    def _submit(self, chunk: CommTask) -> None:
+        chunk.notify_ready()
+        self.carrier.submit(chunk)
+
+    def _wait(self) -> None:
+        assert self._left.acquire(timeout=30.0), (self._errors, self.carrier.story())
 
     def change(self, chunks: int) -> None:
         self.chunks[:] = chunks_of(chunks)
-        self.carrier.change(SETTING)
+        self.carrier.change(self._setting)
 
     def close(self) -> None:
         self.carrier.close()
@@ -126,7 +141,7 @@ def chunks_of(number: int) -> list[CommTask]:
 
 
 @pytest.fixture
-def ranks() -> Any:
+def ranks(request: pytest.FixtureRequest) -> Any:
     store, meeting = HashStore(), Meeting()
 
     def connected(number: int) -> Rank:
@@ -134,15 +149,15 @@ def ranks() -> Any:
         backend = dist.ProcessGroupGloo(PrefixStore("control", store), number, RANKS, limit)
         notes = Notes(PrefixStore("notes", store), number)
         counting = Counting(backend)
-        return Rank(
-            number, Group(counting, store, notes, name="s/control", timeout_s=60.0), meeting
-        )
+        group = Group(counting, store, notes, name="s/control", timeout_s=60.0)
+        return Rank(number, group, meeting, request.param)
 
     found = together(connected, RANKS)
     yield found, meeting
     together(lambda number: found[number].close(), RANKS)
 
 
+@pytest.mark.parametrize("ranks", ["replay"], indirect=True)
 def test_a_replayed_round_has_no_message(ranks: tuple[list[Rank], Meeting]) -> None:
     """Whatever becomes ready when, all start the same; also after another cut."""
     found, meeting = ranks
@@ -166,3 +181,30 @@ def test_a_replayed_round_has_no_message(ranks: tuple[list[Rank], Meeting]) -> N
         assert len(meeting.started[0]) == chunks * len(rounds)
         last = meeting.started[0][-chunks:]
         assert last == meeting.started[0][-2 * chunks : -chunks]
+
+
+@pytest.mark.parametrize("ranks", ["auto"], indirect=True)
+def test_an_order_that_stays_is_repeated_without_messages(
+    ranks: tuple[list[Rank], Meeting],
+) -> None:
+    found, meeting = ranks
+    rounds = [
+        together(lambda number: found[number].slow_round(), RANKS)
+        for _ in range(2 * LED_ROUNDS + 17)
+    ]
+    led = rounds[:LED_ROUNDS] + rounds[LED_ROUNDS + 16 : -1]
+    repeated = [*rounds[LED_ROUNDS : LED_ROUNDS + 16], rounds[-1]]
+    assert {order for turn in led for order, _ in turn} == {"leader"}
+    assert all(turn[0][1] >= RANKS - 1 for turn in led)
+    assert {each for turn in repeated for each in turn} == {("replay", 0)}
+    assert meeting.started == [[*reversed(range(CHUNKS))] * len(rounds)] * RANKS
+
+
+@pytest.mark.parametrize("ranks", ["auto"], indirect=True)
+def test_an_order_that_changes_is_led(ranks: tuple[list[Rank], Meeting]) -> None:
+    """Chunks become ready in other orders on each rank and in each round."""
+    found, meeting = ranks
+    for turn in range(40):
+        together(partial(lambda turn, number: found[number].round(31 * turn + number), turn), RANKS)
+    assert meeting.started[1] == meeting.started[0] == meeting.started[2]
+    assert len(meeting.started[0]) == CHUNKS * 40

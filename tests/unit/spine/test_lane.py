@@ -154,3 +154,20 @@ def test_lanes_show_their_state() -> None:
     assert repr(core).startswith(
         "<SchedulerCore held, <Lane 0: 0 ready, 1 sending, 0.50/1.00 MiB credit>, <Lane spreads: "
     )
+
+
+def test_open_is_a_lane_on_which_a_ready_hop_may_start() -> None:
+    chunk = CommTask("c", start_at=0, stop_at=4)
+    chunk.index = 0
+    lane = Lane(Leading(Priority()), credit_bytes=4)
+    assert lane.is_open
+    chunk.notify_ready()
+    lane.queue.add(chunk)
+    assert lane.start_next() == [chunk]
+    assert not lane.is_open
+    lane.landed(chunk)
+    assert lane.is_open
+    followed = Lane(Following(), credit_bytes=4)
+    assert not followed.is_open
+    followed.queue.extend([0])
+    assert followed.is_open
