@@ -216,6 +216,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         "scripts/test",
         "scripts/demo",
         "scripts/docs",
+        "scripts/coverage",
         "scripts/release",
         "scripts/find-python",
         "scripts/horovod-wheel",
