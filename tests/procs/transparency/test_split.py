@@ -12,6 +12,9 @@ import scripts_split as split
 from comparing import check, named
 from ranks import Ranks
 
+#: rank 0 leads whole all-reduces, or all ranks repeat an order that has stayed the same
+WHOLE = {"leader", "replay"}
+
 
 def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: float = 0) -> None:
     figures = check(ranks, script, *args, split="on", rtol=rtol)
@@ -102,10 +105,10 @@ def test_infs_of_one_rank_of_three(three_ranks: Ranks) -> None:
     check_split(three_ranks, split.scaled_with_infs, "adamw", rtol=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "order"), [("auto", "exchange"), ("off", "leader")])
-def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, order: str) -> None:
+@pytest.mark.parametrize(("mode", "orders"), [("auto", {"exchange"}), ("off", WHOLE)])
+def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, orders: set[str]) -> None:
     figures = check(two_ranks, split.norm_of_kind, 2.0, split=mode)
-    assert [stats["order"] for stats in figures] == [order, order]
+    assert {stats["order"] for stats in figures} <= orders
 
 
 @named(gradients.clip_value, gradients.gradients_scaled_in_place)
@@ -126,9 +129,9 @@ def test_not_entered_where_one_rank_asks_or_none(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:
     figures = check(two_ranks, script, split="auto")
-    assert all(stats["order"] in ("leader", "replay") for stats in figures)
+    assert {stats["order"] for stats in figures} <= WHOLE
 
 
 def test_left_when_nothing_is_asked_any_more(two_ranks: Ranks) -> None:
     figures = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto")
-    assert all(stats["order"] in ("leader", "replay") for stats in figures)
+    assert {stats["order"] for stats in figures} <= WHOLE
