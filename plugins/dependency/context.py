@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bytesched.observe import Observers
+from bytesched.tunable import Setting
 
 from ..figures.meter import Meter
 from ..layout.packing import Packer
@@ -39,3 +40,14 @@ class PlanParts:
     synchronizing: Synchronizing
     gates: Gates
     carrier: Carrier
+
+    def plan_cut(self) -> None:
+        """Whatever knows chunks or bundles learns that the plan has been cut."""
+        for part in (self.packer, self.synchronizing, self.gates):
+            part.plan_cut()
+
+    def cut_whole(self, setting: Setting) -> None:
+        """Cuts the plan for whole all-reduces under ``setting``; nothing may be under way."""
+        self.plan.cut(setting.partition_bytes)
+        self.plan_cut()
+        self.carrier.change(setting)

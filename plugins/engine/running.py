@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ class Running:
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
         splitting: chooses the carrier of each round, if there is another than that of ``parts``.
+        traffic: what all of them have carried.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Running:
         find_unused: bool,
         retuning: Retuning | None,
         splitting: Splitting | Sharding | None,
+        traffic: Callable[[], Traffic],
     ) -> None:
         self.plan = parts.plan
         self.setting = setting
@@ -67,6 +70,7 @@ class Running:
         self._splitting = splitting
         self._sharding = splitting if isinstance(splitting, Sharding) else None
         self._whole_carrier = parts.carrier
+        self._traffic = traffic
         self._optimizers: list[Deferred] = []
         #: how many steps they took in this round
         self._steps = 0
@@ -234,8 +238,7 @@ class Running:
 
     @property
     def traffic(self) -> Traffic:
-        whole = self._whole_carrier.traffic
-        return whole if self._splitting is None else whole + self._splitting.traffic
+        return self._traffic()
 
     @property
     def order(self) -> str:

@@ -92,8 +92,7 @@ class Session(HookedModel):
             first_use=self._first_use,
             handover=self._handover,
             decisions=decisions,
-            # What is tuned is the carrier that does not split.
-            splitter=splitter if decisions is None and config.split != "off" else None,
+            splitter=splitter if config.split != "off" else None,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
             recorded=self._drop_forward_hook,

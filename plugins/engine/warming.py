@@ -10,6 +10,7 @@ import torch
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.round import UNTAKEN
+from bytesched.tunable import Setting
 
 from ..dependency.context import Context, PlanParts
 from ..dependency.gates import Gates
@@ -177,15 +178,27 @@ class WarmingUp:
                     mode=self._config.split,
                     reduced=completions.reduced,
                 )
+
+        def traffic() -> Traffic:
+            whole = carrier.traffic
+            return whole if splitting is None else whole + splitting.traffic
+
+        def cut(changed: Setting) -> None:
+            if isinstance(splitting, Splitting):
+                splitting.change(changed)
+                return
+            parts.cut_whole(changed)
+            meter.changed(len(plan.chunks), changed)
+
         retuning = None
         if self._decisions is not None:
             retuning = Retuning(
                 self._decisions,
                 warm.decision,
-                Changing(parts, self._handover, meter, setting),
+                Changing(plan.slots, self._handover, cut, setting),
                 plan,
                 synchronizing,
-                carrier,
+                traffic,
                 streams=streams,
                 observers=context.observers,
                 recorded=self._recorded,
@@ -199,6 +212,7 @@ class WarmingUp:
             find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
             retuning=retuning,
             splitting=splitting,
+            traffic=traffic,
         )
 
     def _kinds(self, plan: Plan) -> list[int]:

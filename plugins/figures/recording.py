@@ -23,11 +23,12 @@ class Recorder(Observer):
     """Listens to a session for a few iterations, on any of its threads.
 
     Args:
-        plan: its chunks; they must stay as they are meanwhile.
+        plan: its chunks; nothing is found in iterations during which it is cut.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._cuts = plan.cuts
         self._spans: dict[str, list[_Span]] = {"forward": [], "backward": [], "wait": []}
         self._ready: list[tuple[int, int]] = []
         self._sends: list[tuple[int, int, int]] = []
@@ -54,6 +55,8 @@ class Recorder(Observer):
 
     def recordings(self) -> tuple[Recording, ...]:
         """One for each iteration that was seen from its backward pass to the next forward pass."""
+        if self._plan.cuts != self._cuts:
+            return ()
         found = []
         backwards = self._spans["backward"]
         for number, (start_ns, _) in enumerate(backwards):

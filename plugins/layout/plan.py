@@ -62,6 +62,8 @@ class Plan:
         self.used_flags: torch.Tensor | None = None
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False
+        #: how many times it was cut
+        self.cuts = 0
         self.chunks: list[CommTask] = []
         self.slices: list[list[Slice]] = []
         #: the arena memory of each chunk
@@ -92,6 +94,7 @@ class Plan:
         Gradients stay where they are, and so does everything that refers to a slot. With an
         ``ownership`` every chunk has one owner.
         """
+        self.cuts += 1
         self._ownership = ownership
         for held in (self.chunks, self.slices, self.buffers):
             held.clear()

@@ -110,6 +110,7 @@ class Splitting:
         self._device = parts.plan.slots[0].view.device
         self._mode = mode
         self._reduced = reduced
+        self._has_said = False
         #: rounds that have begun
         self._rounds = 0
         #: what was carried by carriers that are closed
@@ -171,6 +172,19 @@ class Splitting:
         """What was carried in split rounds."""
         return self._past if self._split is None else self._past + self._split.traffic
 
+    def change(self, setting: Setting) -> None:
+        """Goes on with ``setting``, split or whole as before; collective, between two rounds.
+
+        Nothing may be outstanding.
+        """
+        self._setting = setting
+        if self._split is None:
+            self._parts.cut_whole(setting)
+            self._changed()
+            return
+        self._end(self._split)
+        self._enter()
+
     def close(self) -> None:
         """Ends what carries split rounds."""
         self._ballot.close()
@@ -183,13 +197,18 @@ class Splitting:
         self._parts.synchronizing.wait_reduced()
         self._parts.synchronizing.synchronize_all()
         if self._split is None:
-            try:
-                self._split = self._entered()
-            except BaseException as error:  # noqa: BLE001 - it is raised
-                # The other ranks learn of it, as they take part in it.
-                self._context.progress.raise_first(error)
+            self._enter()
         else:
-            self._leave(self._split)
+            self._end(self._split)
+            self._parts.cut_whole(self._setting)
+            self._changed()
+
+    def _enter(self) -> None:
+        try:
+            self._split = self._entered()
+        except BaseException as error:  # noqa: BLE001 - it is raised
+            # The other ranks learn of it, as they take part in it.
+            self._context.progress.raise_first(error)
 
     def _entered(self) -> SplitCarrier:
         parts, context = self._parts, self._context
@@ -197,7 +216,8 @@ class Splitting:
         here = torch.zeros(1, device=self._device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
         self._splitter.cut(parts.plan, self._setting.partition_bytes)
-        self._plan_cut()
+        parts.plan_cut()
+        self._changed()
         split = self._splitter.carrier(
             parts.plan,
             parts.packer,
@@ -210,30 +230,25 @@ class Splitting:
         context.progress.story = split.story
         context.progress.look = split.lost
         self._use_queries(split.queries)
-        if context.backend.rank == 0:
+        if context.backend.rank == 0 and not self._has_said:
             log.info(
                 "the script asks for norms of its gradients, or scales them, before step(): "
                 "every all-reduce is split into two halves"
             )
+        self._has_said = True
         return split
 
-    def _leave(self, split: SplitCarrier) -> None:
-        parts, progress = self._parts, self._context.progress
+    def _end(self, split: SplitCarrier) -> None:
+        progress = self._context.progress
         self._use_queries(self._watch)
         self._split = None
         split.close()
         self._past += split.traffic
-        parts.plan.cut(self._setting.partition_bytes)
-        self._plan_cut()
-        parts.carrier.change(self._setting)
-        progress.story = parts.carrier.story
+        progress.story = self._parts.carrier.story
         progress.look = lambda: None
 
-    def _plan_cut(self) -> None:
-        parts = self._parts
-        for part in (parts.packer, parts.synchronizing, parts.gates):
-            part.plan_cut()
-        self._context.meter.changed(len(parts.plan.chunks), self._setting)
+    def _changed(self) -> None:
+        self._context.meter.changed(len(self._parts.plan.chunks), self._setting)
 
     def _use_queries(self, queries: QueryHandler) -> None:
         for slot in self._parts.plan.slots:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bytesched.tunable import Setting
 
-from ..dependency.context import PlanParts
 from ..dependency.lazy import give_back
-from ..figures.meter import Meter
+from ..layout.slots import Slot
 from ..routes.handover import Handover
 
 __all__ = ["Changing"]
@@ -18,15 +18,21 @@ class Changing:
     """Cuts the plan again, and gives gradients back to the framework or takes them.
 
     Args:
-        setting: the one that ``parts`` were made for.
+        slots: whose gradients they are.
+        cut: cuts the plan for a setting, and changes what carries its chunks.
+        setting: the one in force.
     """
 
     def __init__(
-        self, parts: PlanParts, handover: Handover, meter: Meter, setting: Setting
+        self,
+        slots: Sequence[Slot],
+        handover: Handover,
+        cut: Callable[[Setting], None],
+        setting: Setting,
     ) -> None:
-        self._parts = parts
+        self._slots = slots
         self._handover = handover
-        self._meter = meter
+        self._cut = cut
         self._setting = replace(setting, enabled=True)
 
     def apply(self, setting: Setting) -> None:
@@ -39,12 +45,7 @@ class Changing:
         if setting.enabled is self._handover.off:
             self._switch(off=not setting.enabled)
         if setting.enabled:
-            parts = self._parts
-            parts.plan.cut(setting.partition_bytes)
-            for part in (parts.packer, parts.synchronizing, parts.gates):
-                part.plan_cut()
-            parts.carrier.change(setting)
-            self._meter.changed(len(parts.plan.chunks), setting)
+            self._cut(setting)
         self._setting = setting
 
     def is_applied(self, setting: Setting) -> bool:
@@ -54,7 +55,7 @@ class Changing:
     def _switch(self, *, off: bool) -> None:
         if off:
             self._handover.off = True
-            for slot in self._parts.plan.slots:
+            for slot in self._slots:
                 give_back(slot)
             self._handover.give_back()
         else:

@@ -16,7 +16,7 @@ from ..dependency.synchronizing import Synchronizing
 from ..figures.recording import Recorder
 from ..layout.plan import Plan
 from ..routes.backend import Backend, from_leader
-from ..routes.carrier import Carrier
+from ..routes.carrier import Traffic
 from ..routes.streams import Streams
 from .changing import Changing
 
@@ -86,6 +86,7 @@ class Retuning:
 
     Args:
         first: the decision that the session begins with.
+        traffic: what has been carried since the start.
         streams: know when what a step has queued is computed.
         recorded: called when no more is recorded.
     """
@@ -97,7 +98,7 @@ class Retuning:
         changing: Changing,
         plan: Plan,
         synchronizing: Synchronizing,
-        carrier: Carrier,
+        traffic: Callable[[], Traffic],
         *,
         streams: Streams,
         observers: Observers,
@@ -108,7 +109,7 @@ class Retuning:
         self._left = first.next_in_steps
         self._changing = changing
         self._synchronizing = synchronizing
-        self._carrier = carrier
+        self._traffic = traffic
         self._streams = streams
         #: a step has begun since the warm-up
         self._is_counting = False
@@ -173,7 +174,7 @@ class Retuning:
             self._stop_recording = None
 
     def _measured(self) -> Steps:
-        traffic = self._carrier.traffic
+        traffic = self._traffic()
         totals = (traffic.busy_ns, traffic.nbytes, traffic.chunks)
         busy_ns, sent_bytes, sent_chunks = (
             now - before for now, before in zip(totals, self._before, strict=True)

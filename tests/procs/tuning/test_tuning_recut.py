@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import Ranks, address_of
 from restless import ScriptedJob
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from training import Job, compare, sgd
 
 import bytesched
@@ -48,7 +50,7 @@ def whole_numbers(job: Job, step: int) -> Tensor:
     return job.inputs(step, 2, WIDTH).mul(8).round().mul(12)
 
 
-def changing(job: Job, steps: int) -> None:
+def changing(job: Job, steps: int, clips: bool = False) -> None:
     """Training; what was pending, and how the ranks agreed, goes to the figures."""
     sums = Sums()
     model = job.ddp(sums)
@@ -59,11 +61,13 @@ def changing(job: Job, steps: int) -> None:
         optimizer.zero_grad()
         loss = model(whole_numbers(job, step))
         loss.backward()
+        if clips:
+            job.record(f"norm {step}", clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         job.record(f"loss {step}", loss)
         if job.wrapped:
             stats = bytesched.stats(optimizer)
-            orders.append(str(stats["order"]))
+            orders.append(str(stats["order"]) if stats["mode"] == "cross" else "off")
             sizes.append(str(stats["partition_bytes"]))
     job.record_state(model, optimizer)
     passed = [any(calls) for calls in zip(*(layer.pending for layer in sums.layers), strict=True)]
@@ -76,10 +80,12 @@ def changing(job: Job, steps: int) -> None:
     job.stats |= figures
 
 
-def check(ranks: Ranks, steps: int, *turns: tuple[Setting, int]) -> list[dict[str, Any]]:
+def check(
+    ranks: Ranks, steps: int, *turns: tuple[Setting, int], clips: bool = False, **options: object
+) -> list[dict[str, Any]]:
     """The values are those of plain DDP, to the last bit; the figures of every rank."""
     outcomes = ranks.run(
-        compare, address_of(changing), (steps,), {"turns": turns}, 0.0, ScriptedJob
+        compare, address_of(changing), (steps, clips), {"turns": turns, **options}, 0.0, ScriptedJob
     )
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
@@ -125,3 +131,17 @@ def test_sizes_change_while_an_order_is_replayed(pool: str, request: pytest.Fixt
         assert sum(map(bool, led)) == 4, figures["orders"]
         assert figures["orders"].split()[-1] == "leader"
         assert len(set(figures["sizes"].split())) == 3
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_sizes_change_while_all_reduces_are_split(two_ranks: Ranks, mode: str) -> None:
+    """Also after scheduling was off for a while, when gradients were DDP's."""
+    off = replace(setting(1), enabled=False)
+    turns = [(setting(1), 3), (setting(0.3), 2), (off, 2), (setting(2), 3), (setting(100), 1)]
+    for figures in check(two_ranks, 14, *turns, clips=True, split=mode):
+        orders = figures["orders"].split()
+        assert len(set(figures["sizes"].split())) == 4
+        assert orders.count("off") == 2
+        # The ranks vote beside the second round.
+        assert set(orders[2:]) == {"exchange", "off"}
+        assert "p" not in figures["passed"][1:]

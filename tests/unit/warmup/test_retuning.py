@@ -45,7 +45,7 @@ def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
         changing,
         mock.Mock(chunks=[]),
         mock.Mock(),
-        mock.Mock(traffic=Traffic()),
+        Traffic,
         streams=streams,
         observers=observers,
         recorded=lambda: None,
