@@ -151,6 +151,8 @@ class Exchange:
         #: of this round: chunks that were submitted, which the user's thread counts, those whose
         #: sums are not here, and those whose routes have not ended
         self._submitted = self._unsummed = self._left = 0
+        #: every chunk of the round that began last was submitted
+        self._is_complete = True
         #: of each chunk, the hops to or from this rank that have not ended
         self._hops_left: list[int] = []
         self._started_ns: dict[int, int] = {}
@@ -268,6 +270,7 @@ class Exchange:
             self._learned.begin(self._seen or [chunk.index for chunk in self._order])
         self._rounds += 1
         self._seen = []
+        self._is_complete = False
 
     def _use_order(self, indices: list[int]) -> None:
         self._order = [self._plan.chunks[index] for index in indices]
@@ -294,7 +297,7 @@ class Exchange:
                 self._gathers.begin(partial(self._receive_all, receives))
         self._submitted += 1
         self._seen.append(chunk.index)
-        is_last = self._submitted == count
+        is_last = self._is_complete = self._submitted == count
         event = partial(self._submit, chunk, now_ns, first=is_first, last=is_last)
         # Not here: a hop that starts is packed, which would hold up backward.
         self._submits.put(self.scheduler.act, event)
@@ -325,8 +328,8 @@ class Exchange:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._left
+        """Whether nothing is under way, and no rank waits for the rest of a round."""
+        return self._is_complete and not self._left
 
     def close(self, *, is_idle: bool = True) -> None:
         """Ends threads; what is under way fails. Idempotent.

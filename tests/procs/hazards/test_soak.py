@@ -41,3 +41,13 @@ def test_nothing_differs_and_nothing_stays(two_ranks: Ranks) -> None:
         soak.turn(number)
     assert not soak.failures
     assert not soak.leaks(), soak.report()
+
+
+@pytest.mark.parametrize("turn", ["228314401.1022", "228314401.1274"])
+def test_others_hear_of_a_backward_pass_that_ended_before_a_chunk_was_complete(
+    two_ranks: Ranks, turn: str
+) -> None:
+    """The rank goes on without bytesched, and owes the others a round."""
+    options = {"partition_bytes": 1 << 20, "credit_bytes": 1 << 20, "split": "on"}
+    raised = two_ranks.run(soak_cases.faulty, turn, (0, 2, "backward"), options)
+    assert raised == ["Fault", "PeerLost"]
