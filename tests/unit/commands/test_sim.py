@@ -60,7 +60,7 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
         f"--ranks 2,16 --bandwidth 950mbit --systems {systems} --json {file}",
         capsys,
     )
-    assert "2 ranks: yes, bytesched is" in text
+    assert "2 ranks: yes, bytesched takes" in text
     assert "assumed: 0.95 Gbit/s" in text
     titles = next(line for line in text.splitlines() if line.lstrip().startswith("ranks  system"))
     explained = text.partition(titles)[2]
