@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "profile": options.profile,
             "clip": options.clip,
             "link": _link(cases[0], links),
-            "costs": asdict(model.costs),
+            "costs": _finite(asdict(model.costs)),
             "measured": facts and asdict(facts),
             "predictions": predictions,
         }
@@ -92,6 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, kind):
             print(f"{kind}: {getattr(options, kind)}")
     return 0
+
+
+def _finite(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for what has no limit, as JSON has no infinity."""
+    return {
+        name: _finite(value) if isinstance(value, dict) else None if math.isinf(value) else value
+        for name, value in content.items()
+    }
 
 
 def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from bytesched.sim.systems import (
 from bytesched.tree import FAN_OUT
 from bytesched.tunable import ORDERS
 
-__all__ = ["Prediction", "bound_s", "control_of", "iterate", "predict"]
+__all__ = ["Prediction", "bound_s", "control_of", "iterate", "on_cores", "predict"]
 
 #: up to so many ranks, each has a scheduler core of its own
 _EVENT_RANKS = 8
@@ -124,7 +124,7 @@ def predict(
     )
     tried = []
     for build, chosen in _candidates(system, fabric):
-        work = build(_on_cores(model, build(model), fabric))
+        work = build(on_cores(model, build(model), fabric))
         found = iterate(work, fabric, control, weather)
         tried.append((_mean_s(found), work, _size(system, work, chosen), found[len(found) // 2 :]))
     iteration_s, work, chosen, found = min(tried, key=lambda one: one[0])
@@ -152,7 +152,7 @@ def _mean_s(found: Sequence[Iteration]) -> float:
     return (found[-1].ended_s - began_s) / (len(found) - half)
 
 
-def _on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
+def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
     """The model on cores that it shares with this communication, which is taken at full speed."""
     alone = replace(fabric, cores=math.inf)
     sent: list[Job | Gather] = [*work.jobs, *work.gathers]
