@@ -94,6 +94,12 @@ def _lost(case: Case, ours: Prediction) -> str:
         return above + (
             f"all wait for the slowest rank, which computes {100 * (slowest - 1):.0f} % longer"
         )
+    costs = case.model.costs
+    if costs.cores.left(costs.cpu_load) < 1:
+        return above + (
+            f"each of its {ours.collectives} collectives waits for cores, of which a rank has "
+            f"{costs.cores.per_rank:.3g}"
+        )
     nbytes = case.model.profile.nbytes / ours.collectives
     start_up_ms = 1e3 * (fabric.start_up_s(nbytes) or fabric.occupied_s(0))
     return above + (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bytesched.bench.profile import load_profile
+from bytesched.link.cores import Cores
 from bytesched.link.fabric import Fabric
 from bytesched.sim.curve import Case
 from bytesched.sim.predict import Prediction
@@ -80,6 +83,18 @@ def test_what_was_not_calibrated_is_shown_and_decides_nothing() -> None:
     table = {row[1]: row for row in rows([all_three])}
     assert set(table) == {"system", "ddp", "fsdp2 *", "bytesched"}
     assert table["bytesched"][5] == "1.20x"
+
+
+def test_what_is_lost_has_a_cause() -> None:
+    both = [found("ddp", 120.0), found("bytesched", 100.0)]
+    assert "; it stays 25 % above T*, as each of its 10 collectives among 2 ranks" in verdict(
+        CASE, both
+    )
+    costs = replace(CASE.model.costs, cores=Cores(0.5))
+    crowded = replace(CASE, model=replace(CASE.model, costs=costs))
+    assert "as each of its 10 collectives waits for cores, of which a rank has 0.5." in verdict(
+        crowded, both
+    )
 
 
 def test_without_a_calibrated_peer_there_is_no_verdict() -> None:
