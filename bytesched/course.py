@@ -27,7 +27,16 @@ from typing import Final
 
 from bytesched.errors import InvalidTransition
 
-__all__ = ["LED_ROUNDS", "REPLAYED_FROM", "Course", "Say", "Words", "is_repeated", "is_replayed"]
+__all__ = [
+    "LED_ROUNDS",
+    "REPEATED_ROUNDS",
+    "REPLAYED_FROM",
+    "Course",
+    "Say",
+    "Words",
+    "is_repeated",
+    "is_replayed",
+]
 
 #: Rounds that are led before numbers are due, and that numbers are of.
 LED_ROUNDS: Final = 5
@@ -38,7 +47,7 @@ _PLANNED_ROUNDS: Final = (16, 128)
 
 #: Rounds in which an order that was led is repeated, before rank 0 leads again: few, as a graph or
 #: a link that has changed is not noticed meanwhile.
-_REPEATED_ROUNDS: Final = 16
+REPEATED_ROUNDS: Final = 16
 
 #: Ranks from which on `order = "auto"` is replayed.
 REPLAYED_FROM: Final = 9
@@ -141,7 +150,7 @@ class Course:
         self._alike = self._alike + 1 if named == self._order else 1
         self._order = named
         if self._alike == LED_ROUNDS:
-            self.replayed, self._left = named, _REPEATED_ROUNDS
+            self.replayed, self._left = named, REPEATED_ROUNDS
 
     def __repr__(self) -> str:
         if self.replayed is not None:

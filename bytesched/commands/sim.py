@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
-from bytesched.link.fabric import ALGORITHMS, Fabric
+from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
+from bytesched.link.cores import Cores
+from bytesched.link.fabric import Fabric
 from bytesched.policy import named_policy
 from bytesched.sim.curve import AXES, SEND_S, Case, sweep
-from bytesched.sim.measure import Links, measured_links
+from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.recorded import recorded_jitter
-from bytesched.sim.systems import SYSTEMS, Costs, Model
+from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
 from bytesched.sim.table import LEGEND, rows
 from bytesched.sim.verdict import gain, verdict
 from bytesched.sim.weather import Climate
@@ -35,7 +37,7 @@ __all__ = ["jitter", "main"]
 MOST_RANKS = 4096
 #: what the options of each system may be
 _OPTIONS = {
-    "ddp": ("bucket_mb",),
+    "ddp": ("bucket_mb", "bucket_view"),
     "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
     "split": ("partition_bytes", "credit_bytes"),
 }
@@ -56,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
     except ConfigError as error:
         parser.error(str(error))
+    facts: Measured | None = None
     if options.measure:
-        found = measured_links(rank_view(), options.algorithm)
+        found = measured(rank_view())
         if found is None:
             return 0
-        links = found
+        facts, origin = found
+        links = Links.of(facts, origin)
+        model = replace(model, costs=_given(facts.costs(model.costs), options))
     cases = [
         Case(model, _fabric(options, links, ranks), systems, climate, options.iterations)
         for ranks in options.ranks
@@ -78,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "profile": options.profile,
             "clip": options.clip,
             "link": _link(cases[0], links),
+            "costs": _finite(asdict(model.costs)),
+            "measured": facts and asdict(facts),
             "predictions": predictions,
         }
         write_text(Path(options.json), json.dumps(content, indent=1) + "\n")
@@ -85,6 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, kind):
             print(f"{kind}: {getattr(options, kind)}")
     return 0
+
+
+def _finite(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for what has no limit, as JSON has no infinity."""
+    return {
+        name: _finite(value) if isinstance(value, dict) else None if math.isinf(value) else value
+        for name, value in content.items()
+    }
 
 
 def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -124,6 +139,23 @@ def _headline(case: Case, links: Links) -> list[str]:
         f"{_link(case, links)}",
         f"assumed: {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
         f"update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
+        *_processors(model.costs, links),
+    ]
+
+
+def _processors(costs: Costs, links: Links) -> list[str]:
+    """What ranks compute and send with; nothing where cores are no limit."""
+    cores = costs.cores.per_rank
+    if math.isinf(cores):
+        return []
+    each = (
+        f"{name} {1e6 * cpu.message_s:.3g} us a message, {1e6 * cpu.tensor_s:.3g} us a tensor, "
+        f"{1e9 * cpu.byte_s:.3g} ms a MB"
+        for name, cpu in (("bytesched", costs.scheduled), ("the others", costs.plain))
+    )
+    return [
+        f"{cores:.3g} cores for each rank, of which the model keeps {costs.cpu_load:.2g} busy; CPU "
+        f"time, {'measured' if links.origin else 'assumed'}: {'; '.join(each)}"
     ]
 
 
@@ -133,9 +165,19 @@ def _link(case: Case, links: Links) -> str:
     return (
         f"{f'measured ({links.origin})' if links.origin else 'assumed'}: "
         f"{8e-9 * links.bytes_per_s:.4g} Gbit/s in either direction of every rank, "
-        f"{1e6 * links.latency_s:.4g} us a message; {fabric.algorithm}, of which the start "
-        f"{overlap} behind the collective before it"
+        f"{1e6 * links.latency_s:.4g} us a message; "
+        f"{_RUNNING.get(fabric.algorithm, fabric.algorithm)}, of which the start {overlap} behind "
+        "the collective before it"
     )
+
+
+#: what the algorithm of a fabric is called
+_RUNNING = {
+    "auto": f"ring up to {GLOO_RANKS} ranks as in Gloo, then doubling or halving by size as in MPI",
+    "gloo": "ring, which is all that Gloo has",
+    "mpi": "doubling or halving by size, as in MPI",
+    "nccl": "ring or trees by size, as in NCCL",
+}
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -149,17 +191,29 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 def _model(options: argparse.Namespace) -> Model:
     profile = load_profile(options.profile).scaled(options.compute_scale)
-    costs = Costs(update_bytes_per_s=options.update_gb_per_s * 1e9)
-    return Model(profile, costs, clip=options.clip)
+    costs = Costs(update_bytes_per_s=100e9, cpu_load=options.cpu_load)
+    if options.cores_per_rank:
+        costs = replace(LAB_COSTS, cpu_load=options.cpu_load, update_bytes_per_s=100e9)
+    return Model(profile, _given(costs, options), clip=options.clip)
+
+
+def _given(costs: Costs, options: argparse.Namespace) -> Costs:
+    """The costs with what the options say in place of what is measured or assumed."""
+    if options.cores_per_rank:
+        costs = replace(costs, cores=Cores(options.cores_per_rank))
+    if options.update_gb_per_s:
+        costs = replace(costs, update_bytes_per_s=options.update_gb_per_s * 1e9)
+    return costs
 
 
 def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
+    library = options.backend or "auto"
     return Fabric(
         ranks=ranks,
         bytes_per_s=links.bytes_per_s,
         latency_s=links.latency_s,
-        algorithm=options.algorithm,
-        overlaps=options.backend == "gloo",
+        algorithm=library if options.algorithm == "auto" else options.algorithm,
+        overlaps=options.backend != "nccl",
     )
 
 
@@ -178,7 +232,9 @@ def _systems(text: str) -> tuple[System, ...]:
 
 
 def _check_option(name: str, value: str) -> None:
-    if name == "bucket_mb":
+    if name == "bucket_view":
+        one_of("0", "1")(value)
+    elif name == "bucket_mb":
         if not 0 < float(value) < math.inf:
             raise ValueError(f"{value} is no size")
     elif name == "order":
@@ -252,6 +308,10 @@ def _positive(text: str) -> float:
     return number
 
 
+def _load(text: str) -> float:
+    return 0.0 if text == "0" else _positive(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bytesched sim",
@@ -281,21 +341,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--algorithm",
-        choices=ALGORITHMS,
-        default="ring",
-        help="how an all-reduce runs (default ring)",
+        choices=("auto", *ALGORITHMS),
+        default="auto",
+        help="how an all-reduce runs: one of these, or what the library takes for its size and "
+        "ranks (default auto)",
     )
     add(
         "--backend",
-        choices=("gloo", "nccl"),
-        default="gloo",
-        help="gloo: the start of a collective hides behind the one before it (default gloo)",
+        choices=[name for name in LIBRARIES if name != "auto"],
+        help=f"the library; nccl: the start of a collective does not hide behind the one before it "
+        f"(default gloo; mpi for more than {GLOO_RANKS} ranks)",
+    )
+    add(
+        "--cores-per-rank",
+        type=_positive,
+        metavar="C",
+        help="cores that each rank has, 0.5 where two share one (default: enough; with --measure "
+        "those of this machine)",
+    )
+    add(
+        "--cpu-load",
+        type=_load,
+        default=0.0,
+        metavar="X",
+        help="cores that the model itself keeps busy, 1 where it computes on one (default 0: it "
+        "computes on an accelerator)",
     )
     add(
         "--measure",
         action="store_true",
-        help="take bandwidth and latency from all-reduces among the ranks that a launcher has "
-        "started, or two processes here",
+        help="take bandwidth and latency, cores and what messages, tensors and bytes cost them "
+        "from the ranks that a launcher has started, or two processes here (half a minute)",
     )
     add(
         "--systems",
@@ -314,9 +390,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--update-gb-per-s",
         type=_positive,
-        default=100.0,
         metavar="X",
-        help="gradients that the optimizer applies in a second (default %(default)s)",
+        help="gradients that the optimizer applies in a second (default: 100, or as measured)",
     )
     add(
         "--jitter",

@@ -38,6 +38,7 @@ class Iteration:
     order: tuple[int, ...]
     #: words that rank 0 has sent, each to all
     words: int
+    #: whether all ranks kept to an order that they knew
     replayed: bool
 
 
@@ -57,7 +58,7 @@ class Cluster:
         self.clock = ManualClock()
         self.ranks = [_Rank(self, number) for number in range(fabric.ranks)]
         self.weather = Weather((1.0,) * fabric.ranks)
-        self.planning = Planning(work, replay=control.replay)
+        self.planning = Planning(work, replay=control.replay, repeat=control.repeat)
         self.order: list[int] = []
         self.words = 0
         self._links_free_s = 0.0
@@ -104,7 +105,7 @@ class Cluster:
         begin_s = max(self.clock.now_s, self._links_free_s)
         occupied_s = self.fabric.occupied_s(one.nbytes, one.share)
         self._links_free_s = begin_s + self.weather.links * occupied_s
-        arrival_s = self._links_free_s + self.fabric.start_up_s(one.share)
+        arrival_s = self._links_free_s + self.fabric.start_up_s(one.nbytes, one.share)
         self.clock.call_at(arrival_s, partial(self._arrived, index))
 
     def has_arrived(self, index: int) -> bool:

@@ -32,6 +32,8 @@ class Control:
     latency_s: float
     #: whether an order is planned, and replayed by all; saying it takes no time
     replay: bool = False
+    #: whether rank 0 leads only now and then, while its order stays the same
+    repeat: bool = False
     #: whether rank 0 chooses among what is ready on all ranks: more than any protocol can know
     foresight: bool = False
 
@@ -55,16 +57,18 @@ class Weather:
 class Planning:
     """The course of an iteration after the other, in which what all ranks say takes no time."""
 
-    def __init__(self, work: Work, *, replay: bool) -> None:
+    def __init__(self, work: Work, *, replay: bool, repeat: bool = False) -> None:
         self._work = work
         # What waits for another job has its place behind it, of which a plan knows nothing.
         self.replay = replay and work.led and all(job.after < 0 for job in work.jobs)
-        self._course = Course(len(work.jobs), replay=self.replay)
+        self._course = Course(
+            len(work.jobs), replay=self.replay, repeat=repeat and work.led and not self.replay
+        )
         self._heard: Sequence[int] = ()
 
     @property
     def replayed(self) -> list[int] | None:
-        """The order that all ranks replay, if they do."""
+        """The order that all ranks replay or repeat, if they do."""
         return self._course.replayed
 
     def round_ends(self, order: Sequence[int], largest: Callable[[], Sequence[int]]) -> None:

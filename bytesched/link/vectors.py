@@ -45,7 +45,7 @@ class VectorCluster:
         self._np = np
         self._releases_s = np.array(work.releases_s)
         self._released_by, self._followers = work.released_by(), work.followers()
-        self._planning = Planning(work, replay=control.replay)
+        self._planning = Planning(work, replay=control.replay, repeat=control.repeat)
         self._measured = _Measured(work, fabric.ranks)
         self._words = _Words(control, fabric.ranks)
         self._ended_s: Times = np.zeros(fabric.ranks)
@@ -139,7 +139,7 @@ class VectorCluster:
         begin_s = max(issued_s, self._links_free_s)
         occupied_s = self.fabric.occupied_s(nbytes, share)
         self._links_free_s = begin_s + self._links * occupied_s
-        return self._links_free_s + self.fabric.start_up_s(share)
+        return self._links_free_s + self.fabric.start_up_s(nbytes, share)
 
     def _updated_s(self, number: int, stepped_s: Times) -> Times:
         bundle = self.work.bundles[number]

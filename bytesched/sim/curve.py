@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bytesched.bench.systems import System
+from bytesched.course import LED_ROUNDS, REPEATED_ROUNDS
 from bytesched.link.fabric import Fabric
 from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
@@ -29,8 +30,8 @@ class Case:
     climate: Climate
     #: in a climate that changes
     changing: int
-    #: where all are alike: as many as show an order that is planned, and replayed
-    alike: int = 16
+    #: where all are alike: their second half, which counts, is one turn of leading and repeating
+    alike: int = 2 * (LED_ROUNDS + REPEATED_ROUNDS)
 
     @property
     def iterations(self) -> int:

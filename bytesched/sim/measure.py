@@ -1,18 +1,20 @@
-"""Links as they are measured here: what an all-reduce takes to start, and how fast bytes are."""
+"""Links and processors as they are measured here: what messages take, and what they cost."""
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytesched.environment import RankView
 from bytesched.lab.ranks import Start, run_all, run_own
-from bytesched.link.fabric import ALGORITHMS
+from bytesched.link.algorithms import ALGORITHMS
+from bytesched.link.cores import Cores
+from bytesched.link.fabric import MESSAGES_BY_ITSELF
 from bytesched.records import from_json
-from bytesched.tuning.fit import fit_link
+from bytesched.sim.systems import Costs, CpuCosts
 
-__all__ = ["Links", "Measured", "Probes", "measured_links"]
+__all__ = ["Links", "Measured", "Probes", "measured"]
 
 _WORKER = "bytesched.plugins.bench.collectives"
 _KIB = 1 << 10
@@ -26,17 +28,41 @@ class Probes:
 
     sizes_bytes: tuple[int, ...] = tuple(4 * _KIB * 4**power for power in range(7))
     tries: int = 5
+    #: of the models that are trained to see what they cost, and how long these may be under way
+    cost_bytes: int = 8 << 20
+    cost_s: float = 0.2
     #: for one collective
     timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What they found: the least time of an all-reduce of each size, of the slowest rank."""
+    """What they found: of the slowest rank for times, means of all for costs."""
 
     ranks: int
     sizes_bytes: tuple[int, ...]
+    #: the least time of an all-reduce of each size
     seconds: tuple[float, ...]
+    cores_per_rank: float
+    update_bytes_per_s: float
+    copy_bytes_per_s: float
+    #: CPU time of a small all-reduce
+    collective_cpu_s: float
+    #: of DDP, and of bytesched
+    plain: CpuCosts
+    scheduled: CpuCosts
+
+    def costs(self, costs: Costs) -> Costs:
+        """The same with what was measured."""
+        return replace(
+            costs,
+            update_bytes_per_s=self.update_bytes_per_s,
+            copy_bytes_per_s=self.copy_bytes_per_s,
+            collective_cpu_s=self.collective_cpu_s,
+            plain=self.plain,
+            scheduled=self.scheduled,
+            cores=Cores(self.cores_per_rank),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +77,52 @@ class Links:
     origin: str
 
     @classmethod
-    def of(cls, measured: Measured, algorithm: str, origin: str) -> Links:
-        """The links on which all-reduces of this algorithm take what was measured."""
-        messages, share = (of_ranks(measured.ranks) for of_ranks in ALGORITHMS[algorithm])
-        line = fit_link(zip(measured.sizes_bytes, measured.seconds, strict=True))
-        assert line is not None
-        # The line is drawn by large ones; the least one is all start-up.
-        start_up_s = max(line.overhead_s, measured.seconds[0])
-        return cls(line.bytes_per_s * share, start_up_s / messages, origin)
+    def of(cls, measured: Measured, origin: str) -> Links:
+        """The links on which rings, which are all that Gloo has, take what was measured.
+
+        Without what they waited for cores, which depends on how many there are.
+        """
+        ring = ALGORITHMS["ring"]
+        messages = ring.messages(measured.ranks)
+        # Small ones may be faster than the link, out of the burst that a shaped one lets through.
+        (less, more), (sooner_s, later_s) = measured.sizes_bytes[-2:], measured.seconds[-2:]
+        bytes_per_s = (more - less) / (later_s - sooner_s) if later_s > sooner_s else more / later_s
+        # The least one is all start-up.
+        start_up_s = measured.seconds[0]
+        waits = 1.0 / min(1.0, measured.cores_per_rank) - 1.0
+        start_up_s -= measured.plain.message_s * (messages + MESSAGES_BY_ITSELF) * waits
+        return cls(
+            bytes_per_s * ring.bytes_per_byte(measured.ranks),
+            max(0.0, start_up_s) / messages,
+            origin,
+        )
 
 
-def measured_links(view: RankView, algorithm: str) -> Links | None:
-    """Those between the ranks that a launcher has started, or two processes here; collective.
+def measured(
+    view: RankView,
+    probes: Probes | None = None,
+    *,
+    hosts: int = _PROCESSES,
+    rate: str | None = None,
+) -> tuple[Measured, str] | None:
+    """What the ranks that a launcher has started find, or processes here, and where; collective.
 
-    Rank 0 alone gets them, the others None.
+    Rank 0 alone gets it, the others None.
+
+    Args:
+        hosts: processes that are started where there is no launcher.
+        rate: of the links between them, which are then emulated hosts.
 
     Raises `BenchError` if a rank fails.
     """
+    probes = probes or Probes()
     with tempfile.TemporaryDirectory(prefix="bytesched-sim-") as folder:
         start = Start(_WORKER, result=str(Path(folder, "result.json")), threads=1)
         if view.launcher == "none":
-            origin = run_all(Probes(), start, _PROCESSES, None, Path(folder))
+            origin = run_all(probes, start, hosts, rate, Path(folder))
         else:
-            origin = run_own(Probes(), start, view)
+            origin = run_own(probes, start, view)
         if view.rank:
             return None
-        measured = from_json(Measured, Path(start.result).read_text())
-    return Links.of(measured, algorithm, f"{measured.ranks} ranks, {origin}")
+        found = from_json(Measured, Path(start.result).read_text())
+    return found, f"{found.ranks} ranks, {origin}"

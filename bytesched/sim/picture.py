@@ -9,7 +9,8 @@ from typing import Any
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 from bytesched.sim.curve import AXES, Axis, Case
 from bytesched.sim.predict import Prediction
-from bytesched.sim.verdict import SCHEDULED, gain
+from bytesched.sim.systems import SCHEDULED
+from bytesched.sim.verdict import gain
 
 __all__ = ["draw_map", "draw_sweep"]
 

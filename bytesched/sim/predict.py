@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from bytesched.bench.systems import System
-from bytesched.course import is_replayed
+from bytesched.course import is_repeated, is_replayed
 from bytesched.errors import PluginError
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 from bytesched.link.cluster import Cluster, Iteration
 from bytesched.link.control import WORD_BYTES, Control, Weather
 from bytesched.link.fabric import Fabric
 from bytesched.link.vectors import VectorCluster
-from bytesched.link.work import Work
-from bytesched.sim.systems import BUCKETS_MB, Model, buckets, scheduled, sharded, split
+from bytesched.link.work import Gather, Job, Work
+from bytesched.sim.systems import (
+    BUCKETS_MB,
+    CALIBRATED,
+    SCHEDULED,
+    Model,
+    buckets,
+    scheduled,
+    sharded,
+    split,
+)
 from bytesched.tree import FAN_OUT
 from bytesched.tunable import ORDERS
 
-__all__ = ["Prediction", "bound_s", "control_of", "iterate", "predict"]
+__all__ = ["Prediction", "bound_s", "control_of", "iterate", "on_cores", "predict"]
 
 #: up to so many ranks, each has a scheduler core of its own
 _EVENT_RANKS = 8
@@ -38,6 +49,8 @@ class Prediction:
     ranks: int
     iteration_s: float
     optimum_s: float
+    #: whether its predictions were held against measurements
+    calibrated: bool
     collectives: int
     #: settings that were chosen for it
     chosen: str
@@ -66,12 +79,13 @@ def bound_s(model: Model, fabric: Fabric) -> float:
 
 
 def control_of(fabric: Fabric, order: str, *, send_s: float) -> Control:
-    """How the ranks of a fabric learn rank 0's order, or replay it."""
+    """How the ranks of a fabric learn rank 0's order, or repeat one that they know."""
     return Control(
         fanout=FAN_OUT,
         send_s=send_s,
         latency_s=fabric.latency_s,
         replay=is_replayed(order, fabric.ranks),
+        repeat=is_repeated(order, fabric.ranks),
     )
 
 
@@ -98,11 +112,21 @@ def predict(
     control = control_of(fabric, order, send_s=send_s)
     if system.kind == "split":
         # Its messages have tags: no rank waits for another's word, nor for what is not ready there.
-        control = replace(control, fanout=0, replay=False, foresight=True)
+        control = replace(control, fanout=0, replay=False, repeat=False, foresight=True)
+    costs = model.costs
+    cpu = costs.scheduled if system.kind in SCHEDULED else costs.plain
+    model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
+    fabric = replace(
+        fabric,
+        message_cpu_s=cpu.message_s,
+        byte_cpu_s=cpu.byte_s,
+        cores=costs.cores.left(costs.cpu_load),
+    )
     tried = []
-    for work, chosen in _candidates(system, model, fabric):
+    for build, chosen in _candidates(system, fabric):
+        work = build(on_cores(model, build(model), fabric))
         found = iterate(work, fabric, control, weather)
-        tried.append((_mean_s(found), work, chosen, found[len(found) // 2 :]))
+        tried.append((_mean_s(found), work, _size(system, work, chosen), found[len(found) // 2 :]))
     iteration_s, work, chosen, found = min(tried, key=lambda one: one[0])
     words = sum(one.words for one in found) / len(found) if control.fanout else 0.0
     others = fabric.ranks - 1
@@ -111,6 +135,7 @@ def predict(
         ranks=fabric.ranks,
         iteration_s=iteration_s,
         optimum_s=bound_s(model, fabric),
+        calibrated=system.kind in CALIBRATED,
         collectives=len(work.jobs) + len(work.gathers),
         chosen=chosen,
         messages=words * others,
@@ -127,16 +152,41 @@ def _mean_s(found: Sequence[Iteration]) -> float:
     return (found[-1].ended_s - began_s) / (len(found) - half)
 
 
-def _candidates(system: System, model: Model, fabric: Fabric) -> list[tuple[Work, str]]:
-    """What the system may be; the fastest counts."""
+def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:
+    """The model on cores that it shares with this communication, which is taken at full speed."""
+    alone = replace(fabric, cores=math.inf)
+    sent: list[Job | Gather] = [*work.jobs, *work.gathers]
+    cpu_s = sum(alone.cpu_s(one.nbytes, one.share) for one in sent)
+    busiest = cpu_s / sum(alone.occupied_s(one.nbytes, one.share) for one in sent)
+    # What waits for all of backward takes no core from it.
+    early = [job for job in work.jobs if job.layer]
+    early_s = sum(alone.cpu_s(job.nbytes, job.share) for job in early)
+    backward_s = sum(work.backward_s)
+    crosses = len(work.bundles) > 1 or bool(work.gathers)
+    return model.beside(
+        backward=min(busiest, early_s / backward_s) if backward_s else 0.0,
+        afterwards=busiest if crosses else 0.0,
+    )
+
+
+def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], Work], str]]:
+    """What the system may be, of a model, and what was chosen for it; the fastest counts."""
     options = system.options
     if system.kind == "ddp-best":
-        return [(buckets(model, size), f"{size} MB") for size in BUCKETS_MB]
+        return [
+            (partial(buckets, bucket_mb=size, are_views=True), f"{size} MB") for size in BUCKETS_MB
+        ]
     if system.kind == "ddp":
         size = float(options.get("bucket_mb", 25))
-        return [(buckets(model, size), f"{size:g} MB")]
+        are_views = options.get("bucket_view") == "1"
+        return [(partial(buckets, bucket_mb=size, are_views=are_views), f"{size:g} MB")]
     if system.kind == "fsdp2":
-        return [(sharded(model, fabric.ranks), "")]
-    work = (split if system.kind == "split" else scheduled)(model, fabric, options)
-    largest = max(job.nbytes for job in work.jobs)
-    return [(work, f"{largest / 1e6:.2f} MB")]
+        return [(partial(sharded, ranks=fabric.ranks, by_gloo=fabric.overlaps), "")]
+    chunked = split if system.kind == "split" else scheduled
+    return [(partial(chunked, fabric=fabric, options=options), "")]
+
+
+def _size(system: System, work: Work, chosen: str) -> str:
+    if system.kind not in SCHEDULED:
+        return chosen
+    return f"{max(job.nbytes for job in work.jobs) / 1e6:.2f} MB"

@@ -2,38 +2,98 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from bytesched.bench.profile import ELEMENT_BYTES, Profile
+from bytesched.link.cores import Cores
 from bytesched.link.fabric import Fabric
 from bytesched.link.sizes import chosen_sizes, first_bytes
 from bytesched.link.work import Bundle, Gather, Job, Work
 from bytesched.task import CommTask
 from bytesched.values import parse_size
 
-__all__ = ["BUCKETS_MB", "SYSTEMS", "Costs", "Model", "buckets", "scheduled", "sharded", "split"]
+__all__ = [
+    "BUCKETS_MB",
+    "CALIBRATED",
+    "LAB_COSTS",
+    "SCHEDULED",
+    "SYSTEMS",
+    "Costs",
+    "CpuCosts",
+    "Model",
+    "Stretch",
+    "buckets",
+    "scheduled",
+    "sharded",
+    "split",
+]
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched", "split")
+SCHEDULED = ("bytesched", "split")
+#: those whose predictions scripts/sim-referee and scripts/calibrate-sim hold against the lab
+CALIBRATED = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 DEFAULT_BUCKET_MB = 25
 FSDP_UNITS = 12
+#: an all-gather of Gloo's over an all-reduce (docs/method.md)
+_GLOO_GATHER = 0.75
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpuCosts:
+    """CPU time that a system takes on each rank, at full speed."""
+
+    #: of each message of a collective, of which it costs two more by itself
+    message_s: float = 0.0
+    #: of each gradient in backward: its hooks
+    tensor_s: float = 0.0
+    #: of each byte of a collective
+    byte_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a rank's processor takes beside the model's own computation, in seconds."""
+    """What a rank's processor takes beside the model's own computation, and what it has."""
 
     #: bytes of gradients that the optimizer applies per second
     update_bytes_per_s: float
-    #: what each gradient costs backward besides computing it: its hooks, its memory
+    #: of gradients that DDP copies into its buckets, and out of them, where these are no views
+    copy_bytes_per_s: float = math.inf
+    #: what each gradient costs backward besides computing it, whatever the system: its memory
     tensor_s: float = 0.0
     #: CPU time of one all-reduce on each rank, as the warm-up measures it
     collective_cpu_s: float = 0.0
-    #: CPU time of a training step over its time, without communication
+    #: cores that a training step keeps busy without communication: 0 beside an accelerator
     cpu_load: float = 0.0
+    #: of bytesched, and of all others
+    scheduled: CpuCosts = CpuCosts()
+    plain: CpuCosts = CpuCosts()
+    cores: Cores = field(default_factory=Cores)
+
+
+#: as `bytesched sim --measure` found them on the machine of docs/results.md
+LAB_COSTS = Costs(
+    update_bytes_per_s=7.8e9,
+    copy_bytes_per_s=19e9,
+    collective_cpu_s=4e-4,
+    scheduled=CpuCosts(message_s=125e-6, tensor_s=6e-6, byte_s=1.1e-9),
+    plain=CpuCosts(message_s=65e-6, tensor_s=2e-6, byte_s=1.1e-9),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """How many times as long a rank's threads take, as they share cores."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    #: hooks and copies of the backward pass, and updates
+    hooks: float = 1.0
+    update: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,16 +103,31 @@ class Model:
     profile: Profile
     costs: Costs
     clip: bool = False
+    stretch: Stretch = Stretch()
 
     @property
     def forward_s(self) -> tuple[float, ...]:
-        return tuple(layer.forward_ms / 1e3 for layer in self.profile.layers)
+        return tuple(self.stretch.forward * layer.forward_ms / 1e3 for layer in self.profile.layers)
 
     @property
     def backward_s(self) -> tuple[float, ...]:
         return tuple(
-            layer.backward_ms / 1e3 + len(layer.shapes) * self.costs.tensor_s
+            self.stretch.backward * layer.backward_ms / 1e3
+            + self.stretch.hooks * len(layer.shapes) * self.costs.tensor_s
             for layer in self.profile.layers
+        )
+
+    def beside(self, *, backward: float, afterwards: float) -> Model:
+        """The same beside communication that wants so many cores, during and after backward."""
+        cores, load = self.costs.cores, self.costs.cpu_load
+        return replace(
+            self,
+            stretch=Stretch(
+                forward=cores.stretch(load, afterwards),
+                backward=cores.stretch(load, backward),
+                hooks=cores.stretch(1.0, backward),
+                update=cores.stretch(1.0, afterwards),
+            ),
         )
 
     def tensors(self) -> list[tuple[int, int]]:
@@ -65,7 +140,7 @@ class Model:
 
     def update_s(self, nbytes: float) -> float:
         """How long the optimizer takes for gradients of so many bytes."""
-        return nbytes / self.costs.update_bytes_per_s
+        return self.stretch.update * nbytes / self.costs.update_bytes_per_s
 
     def whole(self, jobs: int, *, ranks: int = 1) -> tuple[tuple[Bundle, ...], tuple[int, ...]]:
         """Bundles and gates of a step that waits for everything; each rank updates 1/ranks."""
@@ -73,10 +148,14 @@ class Model:
         return (Bundle(tuple(range(jobs)), update_s),), (0,) * len(self.profile.layers)
 
 
-def buckets(model: Model, bucket_mb: float = DEFAULT_BUCKET_MB) -> Work:
+def buckets(model: Model, bucket_mb: float = DEFAULT_BUCKET_MB, *, are_views: bool = False) -> Work:
     """DistributedDataParallel: buckets as backward fills them, then `step()` for all.
 
     A bucket is closed by the gradient that brings it to its size (torch's reducer.cpp).
+
+    Args:
+        are_views: whether gradients lie in the buckets (gradient_as_bucket_view), else they are
+            copied there and back.
     """
     jobs: list[Job] = []
     nbytes = 0
@@ -86,22 +165,38 @@ def buckets(model: Model, bucket_mb: float = DEFAULT_BUCKET_MB) -> Work:
             jobs.append(Job(nbytes, len(jobs), layer))
             nbytes = 0
     bundles, gates = model.whole(len(jobs))
+    backward_s = model.backward_s
+    if not are_views:
+        [whole] = bundles
+        byte_s = 1.0 / model.costs.copy_bytes_per_s
+        out_s = model.stretch.update * model.profile.nbytes * byte_s
+        bundles = (replace(whole, update_s=whole.update_s + out_s),)
+        backward_s = tuple(
+            each_s + model.stretch.hooks * layer.nbytes * byte_s
+            for each_s, layer in zip(backward_s, model.profile.layers, strict=True)
+        )
     return Work(
         name="ddp",
         forward_s=model.forward_s,
-        backward_s=model.backward_s,
+        backward_s=backward_s,
         jobs=tuple(jobs),
         bundles=bundles,
         bundle_of=gates,
     )
 
 
-def sharded(model: Model, ranks: int) -> Work:
-    """FSDP2 in a dozen units, each gathered while the one before it computes; none twice."""
+def sharded(model: Model, ranks: int, *, by_gloo: bool = False) -> Work:
+    """FSDP2 in a dozen units, each gathered while the one before it computes; none twice.
+
+    Args:
+        by_gloo: whether Gloo carries it. It has no reduce-scatter, for which torch takes a whole
+            all-reduce, its all-gather takes three quarters of one, and on a CPU each blocks.
+    """
     units = list(_units(model.profile))
     sizes = [sum(model.profile.layers[layer].nbytes for layer in unit) for unit in units]
     jobs = [
-        Job(nbytes, number, unit[0], 0.5)
+        # What blocks is as good as sent before anything else goes on: the sum is the same.
+        Job(nbytes, number, 0, 1.0) if by_gloo else Job(nbytes, number, unit[0], 0.5)
         for number, (unit, nbytes) in enumerate(reversed(list(zip(units, sizes, strict=True))))
         if nbytes
     ]
@@ -109,7 +204,11 @@ def sharded(model: Model, ranks: int) -> Work:
     issued_at = -1
     for unit, nbytes in zip(units, sizes, strict=True):
         if nbytes:
-            gathers.append(Gather(nbytes, unit[0], issued_at))
+            gathers.append(
+                Gather(nbytes, 0, -1, _GLOO_GATHER)
+                if by_gloo
+                else Gather(nbytes, unit[0], issued_at)
+            )
         issued_at = unit[0]
     bundles, gates = model.whole(len(jobs), ranks=ranks)
     return Work(
@@ -162,7 +261,7 @@ def split(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
         Job(chunk.nbytes, index + later, -1, 0.5, after=index) for index, chunk in enumerate(chunks)
     ]
     bundles, gates = _own_bundles(model, chunks)
-    norm_s = fabric.start_up_s() if model.clip else 0.0
+    norm_s = fabric.start_up_s(ELEMENT_BYTES) if model.clip else 0.0
     needed = tuple(range(count)) if model.clip else ()
     bundles = tuple(
         Bundle(

@@ -18,10 +18,12 @@ _TITLES = (
 #: what the columns are, for beneath them
 LEGEND = """
 size: of DDP's buckets, or of chunks. x T*: over what no schedule can beat.
-vs best: how many times as fast as the fastest of the systems that are not bytesched's.
+vs best: how many times as fast as the fastest other system whose predictions were calibrated.
+*: not calibrated, that is never held against a measurement, or far from one; no verdict uses it.
 collectives: all-reduces, or their halves, of an iteration.
 words, of rank 0, KB: messages that carry the order of an iteration, those that rank 0 sends, and
-their size. replayed: share of the iterations in which ranks repeat an order and send no words."""
+their size, on average. replayed: share of the iterations in which ranks repeat an order that they
+know and send no words."""
 
 
 def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
@@ -31,17 +33,17 @@ def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
     """
     lines: list[tuple[str, ...]] = [_TITLES]
     for of_ranks in found:
-        _, other = rivals(of_ranks)
+        _, peer = rivals(of_ranks)
         for one in of_ranks:
             led = one.messages or one.replayed
             lines.append(
                 (
                     str(one.ranks),
-                    one.system,
+                    one.system if one.calibrated else f"{one.system} *",
                     one.chosen,
                     f"{1e3 * one.iteration_s:.1f}",
                     f"{one.to_optimum:.3f}",
-                    f"{other.iteration_s / one.iteration_s:.2f}x" if other else "",
+                    f"{peer.iteration_s / one.iteration_s:.2f}x" if peer else "",
                     str(one.collectives),
                     f"{one.messages:.0f}" if led else "",
                     f"{one.busiest_messages:.0f}" if led else "",

@@ -1,17 +1,19 @@
-"""One sentence: does it pay here, and why."""
+"""One sentence: does it pay here, by how much, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from bytesched.sim.curve import Case
 from bytesched.sim.predict import Prediction
+from bytesched.sim.systems import SCHEDULED
 
-__all__ = ["SCHEDULED", "gain", "rivals", "verdict"]
+__all__ = ["gain", "rivals", "verdict"]
 
-SCHEDULED = ("bytesched", "split")
-#: less than that is within the noise of a measurement
-_WORTH_IT = 1.02
+#: how many times as fast as the best peer is a yes, and from where on it is hardly worth it
+_YES: Final = 1.03
+_HARDLY: Final = 1.005
 #: from this multiple of T* on, what is lost is named
 _NEAR = 1.03
 #: where communication takes so many times as long as compute, or such a part of it
@@ -19,42 +21,58 @@ _MUCH, _LITTLE = 2.5, 0.5
 
 
 def rivals(found: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
-    """The fastest of ours, and the fastest of the others; None where there is none."""
+    """The fastest of ours, and the fastest calibrated peer; None where there is none."""
     ours = [one for one in found if one.system.startswith(SCHEDULED)]
-    others = [one for one in found if not one.system.startswith(SCHEDULED)]
-    least = [min(group, key=lambda one: one.iteration_s, default=None) for group in (ours, others)]
-    return least[0], least[1]
+    peers = [one for one in found if one.calibrated and one not in ours]
+    return _fastest(ours), _fastest(peers)
+
+
+def _fastest(found: Iterable[Prediction]) -> Prediction | None:
+    return min(found, key=lambda one: one.iteration_s, default=None)
 
 
 def gain(found: Sequence[Prediction]) -> float:
-    """How many times faster ours is than the best of the others; 1 if one is missing."""
-    ours, other = rivals(found)
-    return other.iteration_s / ours.iteration_s if ours and other else 1.0
+    """How many times as fast as the best calibrated peer ours is; 1 if one is missing."""
+    ours, peer = rivals(found)
+    return peer.iteration_s / ours.iteration_s if ours and peer else 1.0
 
 
 def verdict(case: Case, found: Sequence[Prediction]) -> str:
-    """The sentence about one number of ranks."""
-    fabric = case.fabric
-    ours, other = rivals(found)
-    if ours is None or other is None:
+    """The sentence about one number of ranks; empty if bytesched was not predicted."""
+    ours, peer = rivals(found)
+    if ours is None:
         return ""
-    possible = other.iteration_s / other.optimum_s
-    times = gain(found)
-    head = f"{fabric.ranks} ranks: "
-    if possible < _WORTH_IT:
-        return head + (
-            f"no, {other.system} is within {100 * (possible - 1):.1f} % of what any schedule can "
-            f"reach ({_why(case.ratio)})."
+    head = f"{case.fabric.ranks} ranks: "
+    if peer is None:
+        return (
+            head + "no verdict, as no calibrated system to compare with was predicted (ddp-best)."
         )
-    if times < _WORTH_IT:
+    possible = peer.iteration_s / peer.optimum_s
+    times = gain(found)
+    if possible < _HARDLY:
         return head + (
-            f"no, {ours.system} takes {1 / times:.2f} times as long as {other.system}"
+            f"no, {peer.system} takes {_ms(peer)}, within {100 * (possible - 1):.1f} % of what any "
+            f"schedule can reach ({_why(case.ratio)})."
+        )
+    if times < _HARDLY:
+        compared = "as long as" if times > 1 / _HARDLY else f"{1 / times:.2f} times as long as"
+        return head + (
+            f"no, {ours.system} takes {_ms(ours)}, {compared} {peer.system} ({_ms(peer)})"
             f"{_lost(case, ours)}."
         )
+    answer = "yes" if times >= _YES else "hardly"
     return head + (
-        f"yes, {ours.system} is {times:.2f} times as fast as {other.system}, of "
-        f"{possible:.2f} that are possible: {_why(case.ratio)}{_lost(case, ours)}."
+        f"{answer}, {ours.system} takes {_ms(ours)} and is {times:.2f} times as fast as "
+        f"{peer.system} ({_ms(peer)}), of {possible:.2f} that are possible: {_why(case.ratio)}"
+        f"{_lost(case, ours)}{_CLOSE if answer == 'hardly' else ''}."
     )
+
+
+_CLOSE: Final = "; predictions miss by as much"
+
+
+def _ms(one: Prediction) -> str:
+    return f"{1e3 * one.iteration_s:.1f} ms"
 
 
 def _why(ratio: float) -> str:
@@ -71,14 +89,20 @@ def _lost(case: Case, ours: Prediction) -> str:
         return ""
     fabric = case.fabric
     slowest = case.climate.slowest(fabric.ranks, case.iterations)
+    above = f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as "
     if slowest - 1 > (ours.to_optimum - 1) / 2:
-        return (
-            f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as all wait for the slowest "
-            f"rank, which computes {100 * (slowest - 1):.0f} % longer"
+        return above + (
+            f"all wait for the slowest rank, which computes {100 * (slowest - 1):.0f} % longer"
         )
-    start_up_ms = 1e3 * (fabric.start_up_s() or fabric.occupied_s(0))
-    return (
-        f"; it stays {100 * (ours.to_optimum - 1):.0f} % above T*, as each of its "
-        f"{ours.collectives} collectives among {fabric.ranks} ranks takes {start_up_ms:.3g} ms "
-        "to start"
+    costs = case.model.costs
+    if costs.cores.left(costs.cpu_load) < 1:
+        return above + (
+            f"each of its {ours.collectives} collectives waits for cores, of which a rank has "
+            f"{costs.cores.per_rank:.3g}"
+        )
+    nbytes = case.model.profile.nbytes / ours.collectives
+    start_up_ms = 1e3 * (fabric.start_up_s(nbytes) or fabric.occupied_s(0))
+    return above + (
+        f"each of its {ours.collectives} collectives among {fabric.ranks} ranks takes "
+        f"{start_up_ms:.3g} ms to start"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from bytesched.link.algorithms import ALGORITHMS, LIBRARIES
 from bytesched.link.control import Control, Weather
-from bytesched.link.fabric import ALGORITHMS, Fabric
+from bytesched.link.fabric import Fabric
 from bytesched.link.work import Bundle, Gather, Job, Work
 
 _TIMES_S = st.floats(0.0, 0.1)
@@ -62,7 +63,7 @@ def fabrics(draw: st.DrawFn) -> Fabric:
         ranks=draw(st.integers(2, 9)),
         bytes_per_s=draw(st.sampled_from((1e6, 1e7, 1e8))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
-        algorithm=draw(st.sampled_from(sorted(ALGORITHMS))),
+        algorithm=draw(st.sampled_from(sorted({*ALGORITHMS, *LIBRARIES}))),
         overhead_s=draw(st.sampled_from((0.0, 1e-4))),
         delay_s=draw(st.sampled_from((0.0, 1e-3))),
         overlaps=draw(st.booleans()),
@@ -72,12 +73,13 @@ def fabrics(draw: st.DrawFn) -> Fabric:
 @st.composite
 def controls(draw: st.DrawFn) -> Control:
     """Words that go to all, down a tree, or are known; an order is replayed or foreseen."""
-    kind = draw(st.sampled_from(("led", "replay", "foresight")))
+    kind = draw(st.sampled_from(("led", "replay", "repeat", "foresight")))
     return Control(
         fanout=draw(st.sampled_from((0, 1, 2, 3, 8))),
         send_s=draw(st.sampled_from((0.0, 1e-3))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
         replay=kind == "replay",
+        repeat=kind == "repeat",
         foresight=kind == "foresight",
     )
 

@@ -37,6 +37,10 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--ranks 8 --straggler 4:3% --png map.png", "no such rank among 2"),
         ("--systems split:order=replay", "'order'"),
         ("--latency-us 0", "a positive number"),
+        ("--cores-per-rank 0", "a positive number"),
+        ("--cpu-load -1", "a positive number"),
+        ("--backend auto", "invalid choice"),
+        ("--systems ddp:bucket_view=yes", "bucket_view"),
         ("--bandwidth fast", "for example 1gbit"),
         ("--iterations 0", "at least 1"),
         ("--json nowhere/there.json", "no such folder"),
@@ -60,7 +64,7 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
         f"--ranks 2,16 --bandwidth 950mbit --systems {systems} --json {file}",
         capsys,
     )
-    assert "2 ranks: yes, bytesched is" in text
+    assert "2 ranks: yes, bytesched takes" in text
     assert "assumed: 0.95 Gbit/s" in text
     titles = next(line for line in text.splitlines() if line.lstrip().startswith("ranks  system"))
     explained = text.partition(titles)[2]
@@ -79,6 +83,38 @@ def test_it_does_not_pay_where_communication_is_hidden(capsys: pytest.CaptureFix
     text = said("--profile resnet --ranks 2 --bandwidth 1000gbit --latency-us 1", capsys)
     assert "2 ranks: no, " in text
     assert "hides behind backward" in text
+
+
+def test_few_cores_are_said_and_cost_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ours_s(arguments: str) -> float:
+        file = tmp_path / "found.json"
+        systems = "--profile resnet --systems ddp,bytesched"
+        text = said(f"--ranks 4 --bandwidth 1gbit {systems} --json {file} {arguments}", capsys)
+        assert ("0.5 cores for each rank" in text) == bool(arguments)
+        assert "Infinity" not in file.read_text()
+        content = json.loads(file.read_text())
+        assert bool(content["costs"]["scheduled"]["message_s"]) == bool(arguments)
+        return float(content["predictions"][1]["iteration_s"])
+
+    assert ours_s("--cores-per-rank 0.5") > 1.05 * ours_s("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "halving by size as in MPI"),
+        ("--backend gloo", "ring, which is all that Gloo has"),
+        ("--algorithm tree", "a message; tree, of which the start hides"),
+        ("--backend nccl", "as in NCCL, of which the start does not hide"),
+    ],
+)
+def test_how_all_reduces_run_is_said(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(f"--profile resnet --ranks 32 --systems ddp {arguments}", capsys)
+    assert words in text
 
 
 def test_a_straggler_slows_all_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,11 +99,11 @@ def test_start_up_hides_only_where_collectives_overlap() -> None:
     hidden = Fabric(ranks=4, bytes_per_s=100.0, latency_s=0.5)
     shown = replace(hidden, overlaps=False)
     assert hidden.occupied_s(100) == 1.5
-    assert hidden.start_up_s() == 3.0
+    assert hidden.start_up_s(100) == 3.0
     assert shown.occupied_s(100) == 4.5
-    assert shown.start_up_s() == 0.0
-    assert replace(hidden, ranks=1024, algorithm="tree").start_up_s() == 10.0
-    assert replace(hidden, ranks=1024, algorithm="exchange").start_up_s() == 1.0
+    assert shown.start_up_s(100) == 0.0
+    assert replace(hidden, ranks=1024, algorithm="tree").start_up_s(100) == 10.0
+    assert replace(hidden, ranks=1024, algorithm="exchange").start_up_s(100) == 1.0
 
 
 @pytest.mark.parametrize(

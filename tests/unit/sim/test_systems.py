@@ -50,6 +50,17 @@ def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     assert found == [(6, 3), (4, 1), (1, 0)]
 
 
+def test_gradients_are_copied_into_buckets_that_are_no_views_and_out_of_them() -> None:
+    costs = Costs(update_bytes_per_s=1e9, copy_bytes_per_s=1e10)
+    one = Model(load_profile("vgg"), costs)
+    copied, views = buckets(one, 4), buckets(one, 4, are_views=True)
+    copy_s = one.profile.nbytes / 1e10
+    assert sum(copied.backward_s) - sum(views.backward_s) == pytest.approx(copy_s)
+    [whole], [alone] = copied.bundles, views.bundles
+    assert whole.update_s - alone.update_s == pytest.approx(copy_s)
+    assert copied.jobs == views.jobs
+
+
 def test_a_norm_needs_all_first_halves_and_a_layer_its_own_second() -> None:
     work = split(model(clip=True), FABRIC, {"partition_bytes": "1MiB"})
     count = len(work.jobs) // 2

@@ -1,0 +1,139 @@
+"""Predictions on few cores, and of orders that are repeated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytesched.bench.profile import LayerProfile, Profile, load_profile
+from bytesched.bench.systems import parse_systems
+from bytesched.course import LED_ROUNDS, REPEATED_ROUNDS
+from bytesched.link.cluster import Cluster
+from bytesched.link.control import Control
+from bytesched.link.cores import Cores
+from bytesched.link.fabric import Fabric
+from bytesched.link.work import Work
+from bytesched.sim.curve import Case
+from bytesched.sim.predict import Prediction, on_cores, predict
+from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Model, buckets, scheduled, sharded
+from bytesched.sim.weather import Climate
+
+FABRIC = Fabric(ranks=4, bytes_per_s=1.2e8, latency_s=1e-4)
+KNOWN = Control(fanout=0, send_s=0.0, latency_s=0.0)
+
+
+def on(cores: float, load: float = 0.0, *, profile: Profile | None = None) -> Model:
+    costs = replace(LAB_COSTS, cores=Cores(cores), cpu_load=load)
+    return Model(profile or load_profile("gpt"), costs)
+
+
+def predicted(model: Model, systems: str = "ddp,ddp-best,fsdp2,bytesched") -> list[Prediction]:
+    weather = list(Climate().weather(FABRIC.ranks, 2))
+    return [
+        predict(one, model, FABRIC, weather, send_s=1e-5) for one in parse_systems(systems, SYSTEMS)
+    ]
+
+
+def test_cores_enough_are_as_good_as_any_number() -> None:
+    assert predicted(on(1e6)) == predicted(on(float("inf")))
+    assert predicted(on(1e6, 1.0)) == predicted(on(float("inf"), 1.0))
+    few = "ddp,ddp-best,bytesched"
+    assert predicted(on(4.0, 1.0), few) == predicted(on(float("inf"), 1.0), few)
+
+
+def test_half_a_core_costs_bytesched_more_than_ddp() -> None:
+    """It sends many more messages."""
+    lost = [
+        few.iteration_s / enough.iteration_s
+        for few, enough in zip(predicted(on(0.5)), predicted(on(2.0)), strict=True)
+    ]
+    ddp, _, _, ours = lost
+    assert ours > ddp > 1.0
+
+
+def test_a_model_that_computes_on_the_cores_needs_them_too() -> None:
+    beside, alone = predicted(on(1.0, 1.0)), predicted(on(1.0, 0.0))
+    for one, other in zip(beside, alone, strict=True):
+        assert one.iteration_s > other.iteration_s
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    times_ms = st.floats(0.1, 20.0)
+    sizes = st.lists(st.integers(1, 200_000), max_size=3)
+    layers = [
+        LayerProfile("", draw(times_ms), draw(times_ms), tuple((size,) for size in draw(sizes)))
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+    layers.append(LayerProfile("", 1.0, 1.0, ((100_000,),)))
+    return Profile("any", "", tuple(layers))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    profiles(),
+    st.floats(0.1, 4.0),
+    st.floats(0.1, 4.0),
+    st.sampled_from((0.0, 0.3, 1.0, 2.0)),
+    st.sampled_from(("ddp", "fsdp2", "bytesched")),
+)
+def test_with_fewer_cores_no_iteration_is_shorter(
+    profile: Profile, one: float, other: float, load: float, system: str
+) -> None:
+    """In one order: with another one, which a leader may choose, a slower rank can be lucky."""
+
+    def ended_s(cores: float) -> float:
+        model = on(cores, load, profile=profile)
+        cpu = model.costs.scheduled if system == "bytesched" else model.costs.plain
+        fabric = replace(
+            FABRIC,
+            message_cpu_s=cpu.message_s,
+            byte_cpu_s=cpu.byte_s,
+            cores=model.costs.cores.left(load),
+        )
+
+        def build(model: Model) -> Work:
+            if system == "ddp":
+                return buckets(model, 0.2)
+            return sharded(model, 4) if system == "fsdp2" else scheduled(model, fabric, {})
+
+        work = build(on_cores(model, build(model), fabric))
+        if work.led:
+            order = sorted(range(len(work.jobs)), key=lambda job: -work.jobs[job].layer)
+            work = work.in_order(order)
+        [weather] = Climate().weather(4, 1)
+        return Cluster(work, fabric, KNOWN).iterate(weather).ended_s
+
+    fewer, more = sorted((one, other))
+    assert ended_s(fewer) >= ended_s(more) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("system", "share"),
+    [
+        ("bytesched", LED_ROUNDS / (LED_ROUNDS + REPEATED_ROUNDS)),
+        ("bytesched:order=leader", 1.0),
+        ("bytesched:order=replay", 0.0),
+    ],
+)
+def test_rounds_that_repeat_an_order_send_no_words(system: str, share: float) -> None:
+    case = Case(on(float("inf")), FABRIC, parse_systems(system, SYSTEMS), Climate(), 1)
+    led = Case(
+        on(float("inf")), FABRIC, parse_systems("bytesched:order=leader", SYSTEMS), Climate(), 1
+    )
+    [one], [always] = case.predictions(), led.predictions()
+    assert one.replayed == pytest.approx(1 - share)
+    assert one.messages == pytest.approx(share * always.messages)
+
+
+def test_gloo_has_no_reduce_scatter() -> None:
+    model = on(float("inf"))
+    gloo, native = sharded(model, 4, by_gloo=True), sharded(model, 4)
+    assert gloo.nbytes == pytest.approx(1.75 * native.nbytes)
+    [weather] = Climate().weather(4, 1)
+    ended_s = Cluster(gloo, FABRIC, KNOWN).iterate(weather).ended_s
+    carried_s = 1.75 * model.profile.nbytes / FABRIC.gradient_bytes_per_s
+    assert ended_s >= model.profile.compute_s + carried_s

@@ -1,0 +1,106 @@
+"""The sentence: yes, hardly or no, against what was calibrated alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bytesched.bench.profile import load_profile
+from bytesched.link.cores import Cores
+from bytesched.link.fabric import Fabric
+from bytesched.sim.curve import Case
+from bytesched.sim.predict import Prediction
+from bytesched.sim.systems import Costs, Model
+from bytesched.sim.table import rows
+from bytesched.sim.verdict import gain, verdict
+from bytesched.sim.weather import Climate
+
+CASE = Case(
+    Model(load_profile("gpt"), Costs(update_bytes_per_s=1e9)),
+    Fabric(ranks=2, bytes_per_s=1.2e8, latency_s=1e-4),
+    (),
+    Climate(),
+    1,
+)
+
+
+def found(system: str, ms: float, *, optimum_ms: float = 80.0) -> Prediction:
+    return Prediction(
+        system=system,
+        ranks=2,
+        iteration_s=ms / 1e3,
+        optimum_s=optimum_ms / 1e3,
+        calibrated=not system.startswith("fsdp2"),
+        collectives=10,
+        chosen="",
+        messages=0.0,
+        busiest_messages=0.0,
+        message_bytes=0.0,
+        replayed=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ddp_ms", "ours_ms", "sentence"),
+    [
+        (
+            110.0,
+            100.0,
+            "2 ranks: yes, bytesched takes 100.0 ms and is 1.10 times as fast as ddp (1",
+        ),
+        (103.1, 100.0, "2 ranks: yes, bytesched takes 100.0 ms and is 1.03 times as fast as ddp"),
+        (
+            102.0,
+            100.0,
+            "2 ranks: hardly, bytesched takes 100.0 ms and is 1.02 times as fast as ddp",
+        ),
+        (
+            101.0,
+            100.0,
+            "2 ranks: hardly, bytesched takes 100.0 ms and is 1.01 times as fast as ddp",
+        ),
+        (100.0, 100.0, "2 ranks: no, bytesched takes 100.0 ms, as long as ddp (100.0 ms)"),
+        (
+            100.0,
+            110.0,
+            "2 ranks: no, bytesched takes 110.0 ms, 1.10 times as long as ddp (100.0 ms)",
+        ),
+        (80.1, 80.1, "2 ranks: no, ddp takes 80.1 ms, within 0.1 % of what any schedule can reach"),
+    ],
+)
+def test_thresholds(ddp_ms: float, ours_ms: float, sentence: str) -> None:
+    both = [found("ddp", ddp_ms), found("bytesched", ours_ms)]
+    assert verdict(CASE, both).startswith(sentence)
+    assert gain(both) == pytest.approx(ddp_ms / ours_ms)
+
+
+def test_what_was_not_calibrated_is_shown_and_decides_nothing() -> None:
+    all_three = [found("ddp", 120.0), found("fsdp2", 90.0), found("bytesched", 100.0)]
+    assert "yes, bytesched takes 100.0 ms and is 1.20 times as fast as ddp" in verdict(
+        CASE, all_three
+    )
+    table = {row[1]: row for row in rows([all_three])}
+    assert set(table) == {"system", "ddp", "fsdp2 *", "bytesched"}
+    assert table["bytesched"][5] == "1.20x"
+
+
+def test_what_is_lost_has_a_cause() -> None:
+    both = [found("ddp", 120.0), found("bytesched", 100.0)]
+    assert "; it stays 25 % above T*, as each of its 10 collectives among 2 ranks" in verdict(
+        CASE, both
+    )
+    costs = replace(CASE.model.costs, cores=Cores(0.5))
+    crowded = replace(CASE, model=replace(CASE.model, costs=costs))
+    assert "as each of its 10 collectives waits for cores, of which a rank has 0.5." in verdict(
+        crowded, both
+    )
+
+
+def test_without_a_calibrated_peer_there_is_no_verdict() -> None:
+    said = verdict(CASE, [found("fsdp2", 120.0), found("bytesched", 100.0)])
+    assert said == (
+        "2 ranks: no verdict, as no calibrated system to compare with was predicted (ddp-best)."
+    )
+    assert gain([found("fsdp2", 120.0), found("bytesched", 100.0)]) == 1.0
+    assert verdict(CASE, [found("ddp", 120.0)]) == ""
