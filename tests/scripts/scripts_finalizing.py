@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,6 +137,24 @@ def lazy_buckets(job: Job, **arguments: Any) -> None:
 
 def lazy_views(job: Job) -> None:
     lazy_buckets(job, gradient_as_bucket_view=True)
+
+
+def views_of_dropped_buckets(job: Job) -> None:
+    """Gradients that are views of DDP's buckets when it is wrapped, and are zeroed in place."""
+    model = job.ddp(mlp(), gradient_as_bucket_view=True)
+    optimizer = adamw(model)
+
+    def some_steps() -> None:
+        train(job, model, optimizer, steps=3, zero_grad=partial(optimizer.zero_grad, False))
+        job.record("gradients", [p.grad for p in model.parameters()])
+
+    some_steps()
+    job.wrap(optimizer, model)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    some_steps()
+    job.unwrap(optimizer)
+    some_steps()
+    job.record_state(model, optimizer)
 
 
 def lazy_and_finalized(job: Job) -> None:

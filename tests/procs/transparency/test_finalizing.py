@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     scripts.finalized_once_unwrapped,
     scripts.lazy_buckets,
     scripts.lazy_views,
+    scripts.views_of_dropped_buckets,
     scripts.lazy_and_finalized,
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
