@@ -234,7 +234,7 @@ def test_script_can_be_run(script: str) -> None:
 
 def test_a_python_is_looked_for_that_is_new_enough() -> None:
     def found(*least: str) -> subprocess.CompletedProcess[str]:
-        command = [ROOT / "scripts" / "find-python", *least]
+        command = [str(ROOT / "scripts" / "find-python"), *least]
         environment = {**os.environ, "PYTHON": sys.executable}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
