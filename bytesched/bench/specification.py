@@ -13,6 +13,7 @@ from bytesched.bench.systems import (
     HOROVOD_SYSTEMS,
     KVSTORE_SYSTEMS,
     System,
+    check_ddp,
     check_horovod,
     check_kvstore,
     parse_systems,
@@ -133,6 +134,7 @@ def specification(options: Namespace, view: RankView) -> Specification:
         )
     _check_batches(options.batch, kind, recorded=bool(options.record))
     systems = parse_systems(options.systems)
+    check_ddp(systems)
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
     unclipped = (*KVSTORE_SYSTEMS, "deepspeed")

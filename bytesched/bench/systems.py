@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.lab.mpi import find_mpirun
-from bytesched.values import nearest
+from bytesched.values import nearest, parse_flag, shown
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
-FURTHER_SYSTEMS = ("zero1", "deepspeed")
+FURTHER_SYSTEMS = ("ddp-finalize", "ddp-accelerate", "zero1", "deepspeed")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
-    *("ddp", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
+    *("ddp", "ddp-finalize", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
     *KVSTORE_SYSTEMS,
 )
+DDP_WITH_OPTIONS = ("ddp", "ddp-finalize")
+#: the first torch with `DistributedDataParallel.finalize_backward`
+FINALIZES = (2, 15)
 #: what is swept unless it is given
 SWEPT = ("fusion_mb", "cycle_ms")
 
@@ -60,6 +66,58 @@ def parse_systems(
     if not systems:
         raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
     return tuple(systems)
+
+
+def ddp_arguments(options: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `DistributedDataParallel` for the options of a system.
+
+    Raises `ValueError` for a value that cannot be, and `KeyError` for an option that is none.
+    """
+    arguments: dict[str, Any] = {"bucket_cap_mb": 25.0}
+    for name, value in options.items():
+        argument, parse = _DDP_OPTIONS[name]
+        arguments[argument] = parse(value)
+    return arguments
+
+
+def _megabytes(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e6:
+        raise ValueError("not a size in MB, above 0")
+    return number
+
+
+_DDP_OPTIONS: dict[str, tuple[str, Callable[[str], float | bool]]] = {
+    "bucket_mb": ("bucket_cap_mb", _megabytes),
+    "bucket_view": ("gradient_as_bucket_view", parse_flag),
+    "static_graph": ("static_graph", parse_flag),
+}
+
+
+def check_ddp(systems: Sequence[System]) -> None:
+    """Raises `ConfigError` if DDP's systems have wrong options, or torch is too old for one."""
+    for system in systems:
+        if system.kind not in DDP_WITH_OPTIONS:
+            continue
+        for name, value in system.options.items():
+            if name not in _DDP_OPTIONS:
+                raise ConfigError(
+                    f"--systems: {system.label!r}: {name!r}{nearest(name, _DDP_OPTIONS)}"
+                )
+            try:
+                ddp_arguments({name: value})
+            except ValueError as error:
+                raise ConfigError(
+                    f"--systems: {system.label!r}: {name} = {shown(value)}: {error}"
+                ) from None
+    if _any_of(systems, ("ddp-finalize",)):
+        installed = version("torch")
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
+        if numbers and tuple(map(int, numbers.groups())) < FINALIZES:
+            raise ConfigError(
+                f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
+                f"and {installed} is installed"
+            )
 
 
 def check_horovod(systems: Sequence[System], controller: str | None, launcher: str) -> None:

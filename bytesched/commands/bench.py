@@ -40,9 +40,11 @@ DEFAULT_RATE = "1gbit"
 BUSY_LOAD = 1.0
 TERMINATED = 143
 EPILOG = """\
-Further systems: zero1, deepspeed, horovod, horovod-best (swept), horovod-autotune,
-bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
-A system may have options: ddp:bucket_mb=4, bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
+Further systems: ddp-finalize (torch 2.15), ddp-accelerate, zero1, deepspeed, horovod,
+horovod-best (swept), horovod-autotune, bytesched-horovod; through parameter servers over MPI:
+kv-plain, kv-p3, bytesched-kv.
+A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
+ddp-finalize), bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
 horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
 kv-p3:slice=50000, kv-plain:transfer=one-sided; those of bytesched-horovod and bytesched-kv are
 those of bytesched, and updates=1 of the latter.

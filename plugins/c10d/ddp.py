@@ -6,8 +6,8 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from ..proxies.compiling import has_compiled
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
-from ..routes.groups.opening import open_group, open_part
+from ..routes.groups.opening import kind_of, open_group, open_part
 from ..routes.levels.choosing import open_levels
 from ..routes.levels.sums import TwoLevelSums
 from ..update.delegation import stepping_optimizer
@@ -37,6 +37,7 @@ from ..warmup.agree import statements
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import Joining, joining
+from .shell import finalizes_by_hand, take_over
 from .splitter import ExchangeSplitter
 
 __all__ = [
@@ -156,7 +157,7 @@ def attach(
     base = base_of(model)
     ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
     slots = slots_of(model, optimizer, ignored=ignored)
-    kind = base._get_backend(slots[0].parameter.device).name()
+    kind = kind_of(base, slots[0].parameter.device)
     entry.agree(
         [
             *statements(slots, optimizer, config),
@@ -199,11 +200,12 @@ def attach(
             if buffers is not None:
                 session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
             # Last of all: from here on, gradients are averaged by the session or not at all. DDP
-            # learns a static graph once, as the compiler does its code; and DDP does not compress.
+            # learns a static graph once, as the compiler does its code; DDP does not compress; and
+            # what a script finalizes late must not change hands before.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
-            can_stop = can_stop and config.compression == "none"
+            can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-            session.take_over(partial(_take_over, weak_ddp, reduced), can_stop=can_stop)
+            session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
     return session
 
@@ -266,7 +268,7 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
 def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises PluginError unless each rank can update its part of ``model`` alone."""
     device = next(model.parameters()).device
-    wire = base_of(model)._get_backend(device).name()
+    wire = kind_of(base_of(model), device)
     if wire != "gloo" or device.type != "cpu":
         raise PluginError(
             f"shard=True needs Gloo on CPUs; this model is on {device.type}, its group is of {wire}"
@@ -331,8 +333,7 @@ def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | 
 
 
 def _is_nccl(model: nn.Module) -> bool:
-    backend = base_of(model)._get_backend(next(model.parameters()).device)
-    return bool(backend.name() == "nccl")
+    return kind_of(base_of(model), next(model.parameters()).device) == "nccl"
 
 
 def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
@@ -340,47 +341,6 @@ def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     hook = getattr(ddp, "buffer_hook", None)
     is_known = hook is None or isinstance(hook.buffer_comm_hook, BufferBroadcast)
     return bool(ddp.modules_buffers) and is_known
-
-
-def _take_over(
-    weak_ddp: weakref.ref[DistributedDataParallel], reduced: Set[int]
-) -> Callable[[], None]:
-    """Makes the DDP a shell: it keeps buffers and no_sync, and reduces no gradients.
-
-    Returns what undoes it: then it reduces parameters whose ids are ``reduced``.
-    """
-    ddp = weak_ddp()
-    assert ddp is not None
-    ddp._remove_autograd_hooks()
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = True
-
-    def give_back() -> None:
-        ddp = weak_ddp()
-        if ddp is None:
-            return
-        with _requiring_gradients(ddp, reduced):
-            parameters, expect_sparse = ddp._build_params_for_reducer()
-            names = ddp._build_debug_param_to_name_mapping(parameters)
-            ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
-
-    return give_back
-
-
-@contextmanager
-def _requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
-    """Inside, the parameters with these ``ids`` require gradients, and no others.
-
-    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
-    """
-    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
-    for parameter in changed:
-        parameter.requires_grad_(not parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def broadcast(group: Group, module: nn.Module) -> None:

@@ -38,12 +38,14 @@ _ENTRIES: dict[str, str] = {
 _OF_GROUPS = """
     _allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather
     allgather_coalesced allgather_into_tensor_coalesced alltoall alltoall_base broadcast gather
-    recv recv_anysource scatter send
+    gather_into_tensor gather_single new_window recv recv_anysource scatter send
 """
+#: methods of what ``new_window`` returns, from torch 2.15 on
+_OF_WINDOWS = "put tensor_register"
 #: those that reduce
 _REDUCING = """
-    _reduce_scatter_base allreduce allreduce_coalesced reduce reduce_scatter reduce_scatter_single
-    reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced
+    _reduce_scatter_base allreduce allreduce_coalesced allreduce_sparse reduce reduce_scatter
+    reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced
 """
 
 #: is told of a reduction of the script's: its process group, and how many elements it sends
@@ -65,6 +67,8 @@ def guard_entries() -> None:
     if torch.distributed.is_available():
         for group in ("ProcessGroup", "Backend"):
             entries[f"torch._C._distributed_c10d.{group}"] = _OF_GROUPS + _REDUCING
+        if hasattr(import_module("torch._C._distributed_c10d"), "Window"):
+            entries["torch._C._distributed_c10d.Window"] = _OF_WINDOWS
         # What is sent here goes over its ``Backend``.
         groups = torch.distributed.ProcessGroup
         for name in _REDUCING.split():

@@ -232,6 +232,18 @@ def test_script_can_be_run(script: str) -> None:
     assert "set -euo pipefail" in path.read_text()
 
 
+def test_a_python_is_looked_for_that_is_new_enough() -> None:
+    def found(*least: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ROOT / "scripts" / "find-python"), *least]
+        environment = {**os.environ, "PYTHON": sys.executable}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert found().stdout == found("3.10").stdout == f"{sys.executable}\n"
+    too_new = found("3.99")
+    assert too_new.returncode == 1
+    assert "found no Python 3.99 or newer" in too_new.stderr
+
+
 def test_horovods_compiler_gets_another_standard_and_run_path(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.bench.systems import DDP_WITH_OPTIONS, ddp_arguments
 from bytesched.errors import PluginError
+
+from .finalizing import Finalizing
 
 MIB = 2**20
 FSDP_UNITS = 12
@@ -46,7 +49,8 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
     """The system `kind` around `model`; options are texts as the command line has them.
 
-    DDP takes `bucket_mb` and `bucket_view`, bytesched the fields of its configuration.
+    DDP takes `bucket_mb`, `bucket_view` and `static_graph`, bytesched the fields of its
+    configuration.
     """
     if kind in HOROVOD:
         return _horovod(kind, options, model, optimizer_name)
@@ -55,22 +59,26 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         return Running(model, make_optimizer(optimizer_name, model.parameters()))
     if kind == "deepspeed":
         return _deepspeed(model, optimizer_name)
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(
-            model,
-            bucket_cap_mb=float(options.get("bucket_mb", 25)),
-            gradient_as_bucket_view=options.get("bucket_view") == "1",
-        )
-        return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
+    if kind in DDP_WITH_OPTIONS:
+        wrapped = DistributedDataParallel(model, **ddp_arguments(options))
+        optimizer = make_optimizer(optimizer_name, model.parameters())
+        if kind == "ddp":
+            return Running(wrapped, optimizer)
+        finalizing = Finalizing(optimizer, wrapped)
+        return Running(wrapped, finalizing, finalizing.close)
     wrapped = DistributedDataParallel(model)
+    if kind == "ddp-accelerate":
+        # Accelerate 1.15.0 passes on what differs from the defaults of its
+        # DistributedDataParallelKwargs, which is nothing: the first bucket holds 1 MB.
+        return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer, settings = _optimizer(optimizer_name)
+        inner, settings = _optimizer(optimizer_name)
         return Running(
             wrapped,
-            ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer, **settings),
+            ZeroRedundancyOptimizer(model.parameters(), optimizer_class=inner, **settings),
         )
     return scheduled(make_optimizer(optimizer_name, model.parameters()), wrapped, options)
 

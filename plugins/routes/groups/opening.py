@@ -8,6 +8,7 @@ from datetime import timedelta
 from string import digits
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -17,7 +18,7 @@ from .devices import shared_devices
 from .group import Group
 from .notes import Notes
 
-__all__ = ["closed_on_error", "open_gloo", "open_group", "open_part", "store_of"]
+__all__ = ["closed_on_error", "kind_of", "open_gloo", "open_group", "open_part", "store_of"]
 
 #: purposes of groups that carry little, one thing at a time
 _SHORT: Final = frozenset({"buffers", "control", "messages"})
@@ -43,6 +44,15 @@ def store_of(base: dist.ProcessGroup) -> distributed_c10d.Store:
     if entry is None:
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     return entry[1]
+
+
+def kind_of(base: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries tensors of ``device`` in a user's group: "gloo", "nccl" or another.
+
+    Since 2.15, torch has several engines of NCCL (nccl2, nccl-lazy, nccl-legacy): all are "nccl".
+    """
+    name: str = base._get_backend(device).name()
+    return "nccl" if name.startswith("nccl") else name
 
 
 def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: float) -> Group:

@@ -23,6 +23,7 @@ from ...layout.packing import Packer
 from ...layout.plan import Plan
 from ...layout.slots import Slot
 from ...routes.group_backend import C10dBackend
+from ...routes.groups.opening import kind_of
 from ...routes.streams import streams_for
 from ...warmup.agree import statements
 
@@ -66,7 +67,7 @@ class PerWaveGradients:
         device = self._parameters[0].device
         ddp = find_ddp(model)
         base = ddp.process_group if ddp is not None else dist.distributed_c10d._get_default_group()
-        kind = base._get_backend(device).name()
+        kind = kind_of(base, device)
         with joining(base, f"waves{next(_number)}", config) as ranks:
             data, control = ranks.open("data", kind), ranks.open("control")
             ranks.agree(statements([*self._all()], optimizer, config))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny import TINY
+from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
 from bytesched.bench.profile import load_profile
@@ -62,6 +63,26 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert result["systems"]["bytesched"]["rounds"][0]["stats"]["mode"] == "cross"
     assert load_profile(str(tmp_path / "recorded.json")).nbytes == load_profile(tiny).nbytes
     assert "bytesched" in done.stdout
+
+
+#: DDP's options, and what others make of it
+PEERS = ["ddp", "ddp:static_graph=1+bucket_view=1", "ddp-accelerate"]
+if hasattr(DistributedDataParallel, "finalize_backward"):
+    PEERS += ["ddp-finalize", "ddp-finalize:bucket_mb=0.001+bucket_view=1"]
+
+
+@pytest.mark.parametrize("clip", [[], ["--clip", "0.1"]], ids=["", "clipped"])
+def test_forms_of_ddp_train_the_same(clip: list[str], tiny: str, tmp_path: Path) -> None:
+    systems = ["--systems", ",".join(PEERS), *clip]
+    files = ["--json", "out.json"]
+    done = run_module(
+        "bytesched", "bench", "--emulate", tiny, *QUICK, *systems, *files, folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {name: system["losses"] for name, system in result["systems"].items()} == dict.fromkeys(
+        PEERS, "identical"
+    )
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ import torch
 from tiny import TINY
 from torch import nn
 
+import bytesched.bench.systems
 from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
-from bytesched.bench.systems import System, parse_systems
+from bytesched.bench.systems import System, check_ddp, ddp_arguments, parse_systems
 from bytesched.bench.table import add_figures, table
 from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError
@@ -33,6 +34,10 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--systems ddp,ddp", "there twice"),
         ("--systems fsdp2:bucket_mb=1", "fsdp2 has no options"),
         ("--systems ddp:bucket_mb", "name=value"),
+        ("--systems ddp:bucket=1", "'bucket'; did you mean bucket_mb?"),
+        ("--systems ddp:bucket_mb=0", "not a size in MB"),
+        ("--systems ddp:bucket_view=2", "bucket_view = '2': not a switch"),
+        ("--systems ddp-accelerate:bucket_mb=1", "ddp-accelerate has no options"),
         ("--model gtp", "did you mean gpt"),
         ("--emulate vg", "did you mean vgg"),
         ("--emulate nowhere/file.json", "No such file"),
@@ -84,6 +89,33 @@ def test_systems_and_their_options() -> None:
     first, second = parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+order=leader")
     assert first == System("ddp:bucket_mb=4", "ddp", {"bucket_mb": "4"})
     assert second.options == {"policy": "fifo", "order": "leader"}
+
+
+def test_options_of_ddp_are_arguments_of_it() -> None:
+    (system,) = parse_systems("ddp:bucket_mb=4+bucket_view=1+static_graph=true")
+    arguments = ddp_arguments(system.options)
+    assert arguments == {
+        "bucket_cap_mb": 4.0,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+    }
+    assert ddp_arguments({}) == {"bucket_cap_mb": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_new_enough"),
+    [("2.14.1+cpu", False), ("2.15.0", True), ("2.16.0a0", True), ("3.0.0", True)],
+)
+def test_late_finalization_needs_a_torch_that_has_it(
+    installed: str, is_new_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bytesched.bench.systems, "version", lambda _: installed)
+    systems = parse_systems("ddp,ddp-finalize:bucket_mb=4")
+    if is_new_enough:
+        check_ddp(systems)
+    else:
+        with pytest.raises(ConfigError, match=r"needs torch 2\.15 or newer, and 2\.14\.1\+cpu is"):
+            check_ddp(systems)
 
 
 @pytest.mark.parametrize("name", shipped_profiles())

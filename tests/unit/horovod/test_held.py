@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("horovod.torch")
 
 from bytesched.plugins.horovod.wire import Held
 

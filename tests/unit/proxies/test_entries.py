@@ -12,13 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, HashStore
 
 from bytesched.plugins.proxies import hold
 from bytesched.plugins.proxies.entries import guard_entries, watch_reductions
 
+KINDS = [dist.ProcessGroup, Backend]
+if hasattr(_distributed_c10d, "Window"):
+    KINDS += [_distributed_c10d.Window]
 
-@pytest.mark.parametrize("kind", [dist.ProcessGroup, Backend])
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_method_of_process_groups_that_takes_tensors_waits(kind: type) -> None:
     guard_entries()
     takes = {
@@ -30,7 +35,7 @@ def test_every_method_of_process_groups_that_takes_tensors_waits(kind: type) -> 
             for line in (getattr(inspect.unwrap(method), "__doc__", None) or "").splitlines()
         )
     }
-    assert "allreduce" in takes
+    assert takes & {"allreduce", "put"}
     assert {name for name in takes if not hasattr(getattr(kind, name), "__wrapped__")} == set()
 
 

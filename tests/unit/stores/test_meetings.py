@@ -7,6 +7,9 @@ import math
 import pytest
 
 from bytesched.errors import PeerLost
+
+pytest.importorskip("mpi4py")
+
 from bytesched.plugins.stores.mpi.server.meetings import Meetings
 
 

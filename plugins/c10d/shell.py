@@ -1,0 +1,111 @@
+"""A DistributedDataParallel as a shell: it keeps buffers and no_sync, and reduces no gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.errors import PluginError
+
+__all__ = ["finalizes_by_hand", "take_over"]
+
+
+def take_over(
+    weak_ddp: weakref.ref[DistributedDataParallel], reduced: Set[int]
+) -> Callable[[], None]:
+    """Makes the DDP a shell.
+
+    Returns what undoes it: then it reduces parameters whose ids are ``reduced``.
+    """
+    ddp = weak_ddp()
+    assert ddp is not None
+    if finalizes_by_hand(ddp):
+        _finalize_outstanding(ddp)
+    ddp._remove_autograd_hooks()
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = True
+    if hasattr(ddp, "lazy_bucket_allocation"):
+        _drop_buckets(ddp, reduced)
+    if hasattr(ddp, "finalize_backward"):
+        # The reducer has nothing to finalize, and would raise.
+        vars(ddp)["finalize_backward"] = _finalize_nothing
+
+    def give_back() -> None:
+        ddp = weak_ddp()
+        if ddp is None:
+            return
+        vars(ddp).pop("finalize_backward", None)
+        _make_reducer(ddp, reduced)
+        if finalizes_by_hand(ddp):
+            # The reducer is new and has not been told.
+            told: Any = ddp
+            told.require_manual_backward_finalization = True
+
+    return give_back
+
+
+def finalizes_by_hand(ddp: DistributedDataParallel) -> bool:
+    """Whether the script says when a backward pass is finalized, as it can from torch 2.15 on."""
+    return bool(getattr(ddp, "require_manual_backward_finalization", False))
+
+
+def _finalize_outstanding(ddp: Any) -> None:
+    """Ends a backward pass of DDP's own that the script was about to finalize."""
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError:
+        ddp.finalize_backward()
+
+
+def _finalize_nothing() -> None:
+    """In place of `finalize_backward`: whoever reads a gradient waits for it.
+
+    `should_finalize_after_backward` is True meanwhile, as the reducer has seen no backward pass.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise PluginError(
+            "finalize_backward() inside backward: under bytesched, call it when backward has "
+            "returned, as DDP's should_finalize_after_backward says"
+        )
+
+
+def _drop_buckets(ddp: DistributedDataParallel, reduced: Set[int]) -> None:
+    """Frees DDP's copy of all gradients: a new reducer allocates its buckets in backward."""
+    kept = ddp.lazy_bucket_allocation, ddp.find_unused_parameters
+    shell: Any = ddp
+    # It must not look for parameters that are left out, or it would not wait for its first pass.
+    shell.lazy_bucket_allocation, shell.find_unused_parameters = True, False
+    try:
+        _make_reducer(ddp, reduced)
+    finally:
+        shell.lazy_bucket_allocation, shell.find_unused_parameters = kept
+    ddp._remove_autograd_hooks()
+
+
+def _make_reducer(ddp: DistributedDataParallel, reduced: Set[int]) -> None:
+    with _requiring_gradients(ddp, reduced):
+        parameters, expect_sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+
+
+@contextmanager
+def _requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
+    """Inside, the parameters with these ``ids`` require gradients, and no others.
+
+    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
+    """
+    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)

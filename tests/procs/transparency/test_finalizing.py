@@ -1,0 +1,50 @@
+"""DDP's `finalize_backward` and `lazy_bucket_allocation` under bytesched: from torch 2.15 on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import scripts_finalizing as scripts
+from comparing import check, named
+from ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "finalize_backward"), reason="not in this torch"
+)
+
+
+@named(
+    scripts.finalized,
+    scripts.finalized_views,
+    scripts.finalized_static_graph,
+    scripts.finalized_and_clipped,
+    scripts.finalized_late,
+    scripts.finalized_after_no_sync,
+    scripts.finalized_first,
+    scripts.finalized_once_unwrapped,
+    scripts.lazy_buckets,
+    scripts.lazy_views,
+    scripts.views_of_dropped_buckets,
+    scripts.lazy_and_finalized,
+)
+def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(two_ranks, script)
+
+
+@pytest.mark.parametrize("wrapped_from", [0, 3])
+@pytest.mark.parametrize("looks_for_unused", [False, True])
+def test_a_step_inside_backward(
+    two_ranks: Ranks, wrapped_from: int, looks_for_unused: bool
+) -> None:
+    check(two_ranks, scripts.finalized_in_backward, wrapped_from, looks_for_unused)
+
+
+def test_finalizing_inside_backward_unasked_is_an_error(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(scripts.finalized_unasked):
+        assert "when backward has returned" in message
+
+
+def test_ddps_copy_of_the_gradients_is_freed(two_ranks: Ranks) -> None:
+    assert min(two_ranks.run(scripts.freed_bytes)) > 30e6

@@ -1,0 +1,202 @@
+"""Scripts that finalize DDP's backward pass themselves, and lazy buckets: from torch 2.15 on."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import STEPS, Job, adamw, mlp, sgd, train
+
+from bytesched.errors import PluginError
+from bytesched.plugins.bench.memory import reset_peak as resident_bytes
+from bytesched.plugins.c10d.shell import take_over
+
+
+def by_hand(job: Job, module: nn.Module | None = None, **arguments: Any) -> Any:
+    """A model under DDP that waits for nothing until it is told."""
+    model = job.ddp(module or mlp(), **arguments)
+    model.require_manual_backward_finalization = True
+    return model
+
+
+def finalized(job: Job, **arguments: Any) -> None:
+    model = by_hand(job, **arguments)
+    optimizer = job.wrap(adamw(model), model)
+
+    def finalize(step: int) -> None:
+        model.finalize_backward()
+        job.record("gradients", [p.grad for p in model.parameters()])
+
+    train(job, model, optimizer, before_step=finalize)
+    job.record_state(model, optimizer)
+
+
+def finalized_views(job: Job) -> None:
+    finalized(job, gradient_as_bucket_view=True)
+
+
+def finalized_static_graph(job: Job) -> None:
+    finalized(job, static_graph=True)
+
+
+def finalized_and_clipped(job: Job) -> None:
+    model = by_hand(job)
+    optimizer = job.wrap(sgd(model), model)
+
+    def clip(step: int) -> None:
+        model.finalize_backward()
+        job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+    train(job, model, optimizer, before_step=clip)
+    job.record_state(model, optimizer)
+
+
+def finalized_late(job: Job) -> None:
+    """The step is made when the next iteration begins."""
+    model = by_hand(job)
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS + 1):
+        if step:
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step < STEPS:
+            loss = model(job.inputs(step)).square().mean()
+            loss.backward()
+            job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def finalized_after_no_sync(job: Job) -> None:
+    model = by_hand(job)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(job.inputs(step)).square().mean().backward()
+        model(job.inputs(step + 50)).square().mean().backward()
+        model.finalize_backward()
+        job.record("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def finalized_in_backward(job: Job, wrapped_from: int, looks_for_unused: bool) -> None:
+    """Where DDP lets it, a hook makes the step while backward goes on in front of the model."""
+    front = nn.Linear(8, 8)
+    model = by_hand(job, find_unused_parameters=looks_for_unused)
+    optimizer = adamw(model)
+
+    def end(*_: object) -> None:
+        model.finalize_backward()
+        optimizer.step()
+
+    for step in range(2 * STEPS):
+        if step == wrapped_from:
+            job.wrap(optimizer, model)
+        optimizer.zero_grad()
+        inputs = front(job.inputs(step))
+        loss = model(inputs).square().mean()
+        is_late = model.should_finalize_after_backward
+        if not is_late:
+            inputs.register_hook(end)
+        loss.backward()
+        if is_late:
+            end()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
+
+
+def finalized_once_unwrapped(job: Job) -> None:
+    """DDP does as it was told when it has its gradients back."""
+    model = by_hand(job)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, before_step=lambda _: model.finalize_backward())
+    job.unwrap(optimizer)
+    train(job, model, optimizer, before_step=lambda _: model.finalize_backward())
+    model.require_manual_backward_finalization = False
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+
+
+def lazy_buckets(job: Job, **arguments: Any) -> None:
+    """And again, when DDP has its gradients back."""
+    model = job.ddp(mlp(), lazy_bucket_allocation=True, **arguments)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer)
+    job.unwrap(optimizer)
+    train(job, model, optimizer)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def lazy_views(job: Job) -> None:
+    lazy_buckets(job, gradient_as_bucket_view=True)
+
+
+def views_of_dropped_buckets(job: Job) -> None:
+    """Gradients that are views of DDP's buckets when it is wrapped, and are zeroed in place."""
+    model = job.ddp(mlp(), gradient_as_bucket_view=True)
+    optimizer = adamw(model)
+
+    def some_steps() -> None:
+        train(job, model, optimizer, steps=3, zero_grad=partial(optimizer.zero_grad, False))
+        job.record("gradients", [p.grad for p in model.parameters()])
+
+    some_steps()
+    job.wrap(optimizer, model)
+    job.record("gradients", [p.grad for p in model.parameters()])
+    some_steps()
+    job.unwrap(optimizer)
+    some_steps()
+    job.record_state(model, optimizer)
+
+
+def lazy_and_finalized(job: Job) -> None:
+    finalized(job, lazy_bucket_allocation=True)
+
+
+def finalized_unasked() -> str:
+    """What a hook is told that finalizes inside backward without asking."""
+    with closing(Job(wrapped=True)) as job:
+        model = by_hand(job)
+        job.wrap(adamw(model), model)
+        inputs = job.inputs(0).requires_grad_()
+        inputs.register_hook(lambda _: model.finalize_backward())
+        try:
+            model(inputs).square().mean().backward()
+        except PluginError as error:
+            return str(error)
+    return ""
+
+
+def freed_bytes() -> int:
+    """What is freed when the gradients of a model of 40 MB are no longer DDP's."""
+    module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(10)))
+    model = DistributedDataParallel(module)
+    for _ in range(2):
+        model(torch.ones(1, 1000)).mean().backward()
+        model.zero_grad()
+    before = resident_bytes()
+    take_over(weakref.ref(model), {id(p) for p in model.parameters()})
+    return before - resident_bytes()
+
+
+def finalized_first(job: Job) -> None:
+    """Wrapped between two steps of a script that finalizes late: nothing is lost."""
+    model = by_hand(job)
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        if step == 3:
+            job.wrap(optimizer, model)
+        model.finalize_backward()
+        job.record("gradients", [torch.clone(p.grad) for p in model.parameters()])
+        optimizer.step()
+    job.record_state(model, optimizer)
