@@ -57,7 +57,7 @@ class Change:
 
     def __str__(self) -> str:
         return (
-            f"{self.system}: {self.figure}: {self.old:.4g} was, {self.new:.4g} is "
+            f"{self.system}: {self.figure}: {_shown(self.old)} was, {_shown(self.new)} is "
             f"({100 * self.growth:+.1f} %, allowed are {100 * self.tolerance:g} %)"
         )
 
@@ -125,6 +125,10 @@ def _losses(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Cha
         yield Change(name, figure, 0.0, float(now != _SAME), 0.0)
 
 
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def report(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, list[Change]]:
     """A table of all changes, as text, and those that are regressions.
 
@@ -137,7 +141,7 @@ def report(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, list[Change]]
     for change in found:
         growth = "" if change.growth == 0 else f"{100 * change.growth:+.1f} %"
         verdict = "REGRESSION" if change.is_regression else ""
-        figures = (f"{change.old:.4g}", f"{change.new:.4g}", growth, verdict)
+        figures = (_shown(change.old), _shown(change.new), growth, verdict)
         rows.append([change.system, change.figure, *figures])
     lines = [f"old: {described(old)}", f"new: {described(new)}", "", *aligned(rows, "<<>>><")]
     lines += [

@@ -39,7 +39,7 @@ def setting(options: Namespace, spec: Specification, view: RankView) -> dict[str
         text = json.dumps(content["layers"], sort_keys=True).encode()
         found |= {
             "emulate": content["name"],
-            "layers": hashlib.sha256(text).hexdigest()[:12],
+            "profile": hashlib.sha256(text).hexdigest()[:12],
             "comm_ratio": spec.comm_ratio,
             "compute_scale": spec.compute_scale,
         }
