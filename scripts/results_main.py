@@ -100,7 +100,14 @@ def measure(questions: Sequence[Question], folder: Path, *, is_quick: bool) -> l
         command = arguments_of(case, folder, is_quick=is_quick)
         print(f"\n[{number}/{len(cases)}] {case.file}: {case.command}", flush=True)
         began_s = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT).returncode
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            # It takes its hosts down, and writes what it has, which is not all.
+            process.wait()
+            result.unlink(missing_ok=True)
+            raise
         print(f"{case.file}: {time.monotonic() - began_s:.0f} s", flush=True)
         is_shaped = "--lab" not in command or "links of" in _text(result)
         if code not in (0, MISSES) or not result.exists() or not is_shaped:

@@ -81,7 +81,7 @@ QUESTIONS = (
         (
             Series(
                 f"chrt -r 5 {BENCH} --systems ddp,ddp-best,bytesched --iterations 8 --rounds 2 "
-                "--sweep-iterations 2",
+                "--sweep-iterations 1",
                 _each(hosts="2") + _each(hosts="4"),
             ),
         ),
@@ -90,7 +90,7 @@ QUESTIONS = (
             Column("ddp-best", ("ddp-best",)),
             Column("bytesched", ("bytesched",)),
         ),
-        minutes=10,
+        minutes=11,
         more=("gain", "cpu"),
         has_picture=True,
     ),
@@ -118,7 +118,7 @@ QUESTIONS = (
         (
             Series(
                 "bytesched bench --lab 2 --rate 1gbit --model {model} --systems "
-                "ddp,ddp-best,bytesched --iterations 8 --rounds 2 --sweep-iterations 2",
+                "ddp,ddp-best,bytesched --iterations 8 --rounds 2 --sweep-iterations 1",
                 _each(),
             ),
         ),
@@ -127,7 +127,7 @@ QUESTIONS = (
             Column("ddp-best", ("ddp-best",)),
             Column("bytesched", ("bytesched",)),
         ),
-        minutes=3.5,
+        minutes=4.5,
         more=("gain", "cpu"),
     ),
     Question(
@@ -141,16 +141,15 @@ QUESTIONS = (
                 "--comm-ratio 1 --systems kv-plain,kv-p3,bytesched-kv --iterations 5 --rounds 2 "
                 "--warmup 3",
                 (
-                    *_each(store="mpi", servers="1"),
+                    {"store": "mpi", "servers": "1", "model": "gpt"},
+                    {"store": "mpi", "servers": "1", "model": "vgg"},
                     {"store": "mpi", "servers": "2", "model": "gpt"},
                 ),
             ),
             Series(
                 "$(scripts/mxnet-venv) scripts/measure-mxnet --servers {servers} --emulate {model} "
                 "--systems plain,p3,bytesched --iterations 3 --rounds 2 --warmup 3",
-                tuple(
-                    {"store": "mxnet", "servers": "1", "model": model} for model in ("gpt", "vgg")
-                ),
+                ({"store": "mxnet", "servers": "1", "model": "gpt"},),
             ),
         ),
         (
@@ -158,7 +157,7 @@ QUESTIONS = (
             Column("P3", ("kv-p3", "p3")),
             Column("bytesched", ("bytesched-kv", "bytesched")),
         ),
-        minutes=7,
+        minutes=5.5,
     ),
     Question(
         "horovod",
@@ -172,7 +171,11 @@ QUESTIONS = (
                 "--controller {controller} "
                 "--systems horovod,horovod:fusion_mb=4+cycle_ms=1,bytesched-horovod "
                 "--iterations 6 --rounds 2",
-                (*_each(controller="gloo"), {"controller": "mpi", "model": "gpt"}),
+                (
+                    {"controller": "gloo", "model": "gpt"},
+                    {"controller": "gloo", "model": "vgg"},
+                    {"controller": "mpi", "model": "gpt"},
+                ),
             ),
         ),
         (
@@ -180,7 +183,7 @@ QUESTIONS = (
             Column("horovod, 4 MB", ("horovod:fusion_mb=4+cycle_ms=1",)),
             Column("bytesched", ("bytesched-horovod",)),
         ),
-        minutes=4.5,
+        minutes=4,
         more=("gain", "cpu"),
     ),
     Question(
@@ -195,7 +198,6 @@ QUESTIONS = (
                 f"--systems ddp:bucket_mb=1{VIEWS},zero1,bytesched,bytesched:shard=true "
                 "--iterations 6 --rounds 2",
                 (
-                    {"hosts": "2", "model": "gpt", "clipping": "not clipped"},
                     {"hosts": "2", "model": "vgg", "clipping": "not clipped"},
                     {"hosts": "2", "model": "vgg", "clipping": "clipped"},
                     {"hosts": "4", "model": "gpt", "clipping": "not clipped"},
@@ -208,7 +210,7 @@ QUESTIONS = (
             Column("unsharded", ("bytesched",)),
             Column("sharded", ("bytesched:shard=true",)),
         ),
-        minutes=6,
+        minutes=4.5,
         more=("memory",),
     ),
     Question(
@@ -223,7 +225,7 @@ QUESTIONS = (
                 "chrt -r 5 bytesched bench --lab 2 --ranks-per-host 2 --rate {rate} --emulate "
                 "{model} --comm-ratio 1 --systems ddp-best,bytesched:hierarchy=off,bytesched "
                 "--iterations 6 --rounds 2 --warmup 4 --sweep-iterations 1",
-                tuple({"rate": "1gbit", "model": model} for model in ("gpt", "resnet")),
+                ({"rate": "1gbit", "model": "gpt"},),
             ),
             Series(
                 f"chrt -r 5 bytesched bench --lab 2 --ranks-per-host 2 --rate {{rate}} --emulate "
@@ -238,7 +240,7 @@ QUESTIONS = (
             Column("one level", ("bytesched:hierarchy=off",)),
             Column("bytesched", ("bytesched",)),
         ),
-        minutes=4.5,
+        minutes=3.5,
         more=("cpu",),
     ),
     Question(
@@ -257,10 +259,11 @@ QUESTIONS = (
         (
             Series(
                 f"chrt -r 5 bytesched bench --lab 2 --rate 100gbit --emulate {{model}} "
-                f"{{clip}}--systems ddp,ddp:bucket_mb=4{VIEWS},bytesched --iterations 10 --rounds "
+                f"{{clip}}--systems ddp,ddp:bucket_mb=4{VIEWS},bytesched --iterations 8 --rounds "
                 f"2 --warmup 22",
                 (
-                    *({"model": model, "clipping": "not clipped"} for model in MODELS),
+                    {"model": "gpt", "clipping": "not clipped"},
+                    {"model": "resnet", "clipping": "not clipped"},
                     {"model": "resnet", "clipping": "clipped"},
                 ),
             ),
@@ -270,7 +273,7 @@ QUESTIONS = (
             Column("ddp, 4 MB", (f"ddp:bucket_mb=4{VIEWS}",)),
             Column("bytesched", ("bytesched",)),
         ),
-        minutes=5.5,
+        minutes=4,
         more=("cpu",),
     ),
 )
