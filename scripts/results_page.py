@@ -38,14 +38,12 @@ Results = dict[str, dict[str, Any]]
 
 
 def results_of(questions: Sequence[Question], folder: Path) -> Results:
-    """What was measured, by file; of what was not, nothing."""
-    found: Results = {}
-    for question in questions:
-        for case in question.cases():
-            path = folder / f"{case.file}.json"
-            if path.exists():
-                found[case.file] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    """What was measured, by file; of what was not, or was stopped before its end, nothing."""
+    paths = [folder / f"{case.file}.json" for each in questions for case in each.cases()]
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()
+    }
+    return {file: result for file, result in found.items() if not result.get("stopped")}
 
 
 def page(questions: Sequence[Question], results: Results, files: str, pictures: str) -> str:
@@ -90,7 +88,7 @@ def _section(
     else:
         sentences = [question.sentence]
         table = [line for result in its for line in _predictions(result)]
-    commands = [series.command for series in question.series]
+    commands = [series.command.replace("{clip}", "[--clip 1]") for series in question.series]
     missing = [case.label for case in question.cases() if case.file not in results]
     lines = [*_wrapped(" ".join(sentences)), "", *table, ""]
     if question.has_picture:

@@ -33,8 +33,9 @@ class Series:
         """One for each of the values."""
         for values in self.values:
             file = "-".join([question, *values.values()]).replace(" ", "-")
-            clip = "--clip 1 " if values.get("clipping") == "clipped" else ""
-            yield Case(file, ", ".join(values.values()), self.command.format(clip=clip, **values))
+            clip = "--clip 1" if values.get("clipping") == "clipped" else ""
+            command = self.command.format(clip=clip, **values)
+            yield Case(file, ", ".join(values.values()), " ".join(command.split()))
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ QUESTIONS = (
         "the optimizer's of a rank, *peak* the most memory that training took on one.",
         (
             Series(
-                f"chrt -r 5 {BENCH} " + "{clip}"
+                f"chrt -r 5 {BENCH} " + "{clip} "
                 f"--systems ddp:bucket_mb=1{VIEWS},zero1,bytesched,bytesched:shard=true "
                 "--iterations 6 --rounds 2",
                 (
@@ -259,7 +260,7 @@ QUESTIONS = (
         (
             Series(
                 f"chrt -r 5 bytesched bench --lab 2 --rate 100gbit --emulate {{model}} "
-                f"{{clip}}--systems ddp,ddp:bucket_mb=4{VIEWS},bytesched --iterations 8 --rounds "
+                f"{{clip}} --systems ddp,ddp:bucket_mb=4{VIEWS},bytesched --iterations 8 --rounds "
                 f"2 --warmup 22",
                 (
                     {"model": "gpt", "clipping": "not clipped"},

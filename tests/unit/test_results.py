@@ -112,8 +112,9 @@ def test_the_page_is_checked(
     (tmp_path / "ddp-2-gpt.json").write_text(json.dumps(measured((100.0,))))
     results_main.write([QUESTION], tmp_path)
     assert results_main.check([QUESTION], tmp_path) == 0
-    (tmp_path / "ddp-2-gpt.json").write_text(json.dumps(measured((101.0,))))
-    assert results_main.check([QUESTION], tmp_path) == 1
+    for other in (measured((101.0,)), measured((100.0,), stopped=True)):
+        (tmp_path / "ddp-2-gpt.json").write_text(json.dumps(other))
+        assert results_main.check([QUESTION], tmp_path) == 1
     results_main.write([QUESTION], tmp_path)
     monkeypatch.setattr(results_main, "MOST_LINES", 10)
     assert results_main.check([QUESTION], tmp_path) == 1
