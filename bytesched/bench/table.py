@@ -19,6 +19,8 @@ def add_figures(result: dict[str, Any]) -> None:
         system["figures"] = _figures(name, result)
     for name, system in systems.items():
         system["losses"] = _agreement(name, systems)
+        if counts := _counts(name, system):
+            system["counts"] = counts
 
 
 def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
@@ -59,16 +61,28 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+def _counts(name: str, system: dict[str, Any]) -> dict[str, int]:
+    """What a system that tells it sends; the number of chunks only where their size was given."""
+    stats = system["rounds"][-1]["stats"]
+    if "bytes_per_step" not in stats:
+        return {}
+    counts = {"bytes": stats["bytes_per_step"]}
+    if "partition_bytes=" in name and "chunks" in stats:
+        counts["messages"] = stats["chunks"]
+    return counts
+
+
 def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
     """What a system is compared with: its framework as it is, and at its best; "" if not there.
 
-    Horovod at its best is the fastest of the plain ones that were measured; servers at theirs are
-    what P3 makes of them.
+    Horovod at its best is the fastest of the plain ones that were measured, DDP the fastest of
+    those with a bucket that was given or swept; servers at theirs are what P3 makes of them.
     """
     if name.startswith(("kv-", "bytesched-kv")):
         plain, best = "kv-plain", "kv-p3"
     elif not _uses_horovod(name):
-        plain, best = "ddp", "ddp-best"
+        rivals = [other for other in systems if other.startswith(("ddp-best", "ddp:"))]
+        plain, best = "ddp", min(rivals, key=lambda other: _median(systems[other]), default="")
     else:
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
         plain, best = "horovod", min(rivals, key=lambda other: _median(systems[other]), default="")
@@ -217,6 +231,18 @@ def headline(result: dict[str, Any]) -> str:
         f"{result['workload']}, {compute['model_bytes'] / 1e6:.1f} MB in {compute['tensors']} "
         f"tensors, {ranks}, {result['network']}"
     )
+
+
+def described(result: dict[str, Any]) -> str:
+    """When, of which commit and where a result was measured, in a line."""
+    machine = result.get("machine", {})
+    commit = result.get("commit", "")[:9] or f"version {result.get('version', 'unknown')}"
+    if result.get("dirty"):
+        commit += " with changes"
+    where = f"{machine.get('cores', '?')} x {machine.get('cpu', 'unknown processor')}"
+    stolen = f"{100 * result.get('stolen_share', 0.0):.0f} % stolen"
+    torch = f"torch {machine.get('torch') or 'unknown'}"
+    return ", ".join([result.get("date", "no date"), commit, where, torch, stolen])
 
 
 def notes(result: dict[str, Any]) -> list[str]:

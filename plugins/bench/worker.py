@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bytesched.bench.profile import Profile, parse_profile
 from bytesched.bench.specification import Specification
+from bytesched.bench.stolen import core_times, stolen_share
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
 from bytesched.files import write_text
@@ -29,7 +30,6 @@ from .course import SWEEP_WARMUP, SWEPT_BUCKETS_MB, estimate, first_round
 from .leaving import leave_after
 from .link import Link
 from .memory import reset_peak
-from .stolen import core_times, stolen_share
 from .systems.data_parallel import make_optimizer, set_up
 from .systems.processes import OwnProcesses
 from .workloads.compute import Traffic, measure_compute, measure_update, record_profile

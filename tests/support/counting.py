@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import shlex
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,9 +29,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.bench.provenance import provenance
+from bytesched.files import write_text
+from bytesched.plugins.routes.groups import leader
+from bytesched.plugins.routes.groups.group import Group
 
 #: the same on every machine, as chosen sizes are not
 SIZES: dict[str, Any] = {"partition_bytes": 1 << 17, "credit_bytes": 1 << 19}
+#: unless it is said
+LAYERS = 36
 TENSORS_PER_LAYER = 4
 #: iterations before any is counted: the last ones that learn something are among them
 SETTLING = 12
@@ -36,6 +45,8 @@ SETTLING = 12
 #: machine adds calls to some
 TOGETHER, TIMES = 4, 4
 FORWARD_S, BACKWARD_S = 0.001, 0.002
+#: what puts its argument ``tensor`` on the wire
+SENDS = frozenset({Group.send.__code__, Group.all_reduce.__code__})
 
 
 @dataclass(frozen=True)
@@ -90,12 +101,30 @@ class Layer(nn.Module):
         return _Sleeping.apply(x, self.compute, *parameters)  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What was counted in a time."""
+
+    #: by thread and function
+    calls: Counter[tuple[str, str]]
+    #: messages and all-reduces that were begun, but for words about the order, and their bytes
+    messages: int
+    nbytes: int
+
+
+def _is_word(caller: FrameType | None) -> bool:
+    """Whether it sends a word about the order, whose number depends on when ranks are late."""
+    return caller is not None and caller.f_code.co_filename == leader.__file__
+
+
 class Calls:
     """Python calls of the threads that are made while it watches, and of the one it is made in."""
 
     def __init__(self) -> None:
         #: by thread and code
         self._counts: Counter[tuple[str, CodeType]] = Counter()
+        #: of each message
+        self._sent_bytes: list[int] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -110,24 +139,27 @@ class Calls:
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             self._counts[threading.current_thread().name, frame.f_code] += 1
+            if frame.f_code in SENDS and not _is_word(frame.f_back):
+                self._sent_bytes.append(frame.f_locals["tensor"].nbytes)
 
-    def taken(self) -> Counter[tuple[str, str]]:
-        """Those since the last time, by thread and function."""
+    def taken(self) -> Taken:
+        """What was counted since the last time."""
         counts, self._counts = self._counts, Counter()
+        sent, self._sent_bytes = self._sent_bytes, []
         found: Counter[tuple[str, str]] = Counter()
         for (thread, code), number in counts.items():
             file = "/".join(code.co_filename.split("/")[-3:])
             found[thread, f"{file}:{code.co_firstlineno} {code.co_name}"] += number
-        return found
+        return Taken(found, len(sent), sum(sent))
 
 
-def count(way: str, layers: int) -> list[Counter[tuple[str, str]]]:
-    """On a rank: the calls of some iterations, up to their last update, several times."""
+def count(way: str, layers: int) -> list[Taken]:
+    """On a rank: what some iterations do, up to their last update, several times."""
     fields, calls = WAYS[way].fields, Calls()
     x, step = torch.ones(1, requires_grad=True), 0
     net = nn.Sequential(*(Layer(2_000 + 900 * layer) for layer in range(layers)))
 
-    def train(iterations: int) -> Counter[tuple[str, str]]:
+    def train(iterations: int) -> Taken:
         nonlocal step
         for _ in range(iterations):
             optimizer.zero_grad()
@@ -167,10 +199,13 @@ def count(way: str, layers: int) -> list[Counter[tuple[str, str]]]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Calls of rank 0 for each tensor and iteration."""
+    """What rank 0 does in an iteration."""
 
-    #: by thread and function
+    #: for each tensor, by thread and function
     by_function: dict[tuple[str, str], float]
+    #: messages and all-reduces, and their bytes; of plain DDP, whose own are not seen, 0
+    messages: float
+    nbytes: float
 
     @property
     def total(self) -> float:
@@ -191,28 +226,58 @@ class Counted:
 
 def counted(ranks: Ranks, way: str, layers: int) -> Counted:
     """What rank 0 of ``ranks`` counts where ``layers`` are trained in a ``way``, at the least."""
-    least = min(ranks.run(count, way, layers, timeout_s=100.0)[0], key=Counter.total)
+    found: list[Taken] = ranks.run(count, way, layers, timeout_s=100.0)[0]
+    calls = min((taken.calls for taken in found), key=Counter.total)
     per_tensor = TOGETHER * TENSORS_PER_LAYER * layers
-    return Counted({key: number / per_tensor for key, number in least.items()})
+    return Counted(
+        {key: number / per_tensor for key, number in calls.items()},
+        min(taken.messages for taken in found) / TOGETHER,
+        min(taken.nbytes for taken in found) / TOGETHER,
+    )
+
+
+def figures(found: Mapping[str, Counted]) -> dict[str, Any]:
+    """By way, as `bytesched bench --compare` reads it."""
+    systems = {}
+    for way, its in found.items():
+        counts = {"calls_per_tensor": round(its.total, 1)}
+        if WAYS[way].fields is not None:
+            counts |= {"messages": its.messages, "bytes": its.nbytes}
+        systems[way] = {"counts": counts}
+    return systems
+
+
+def setting(layers: int) -> dict[str, Any]:
+    """What two files must have in common to be compared."""
+    return {"layers": layers, "tensors_per_layer": TENSORS_PER_LAYER, **SIZES}
 
 
 def main(argv: list[str]) -> int:
     """Prints what each way costs."""
     parser = argparse.ArgumentParser(prog="count-calls", description=__doc__)
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=", ".join(WAYS))
-    parser.add_argument("--layers", type=int, default=36, help="of four tensors each")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of four tensors each")
     parser.add_argument("--functions", type=int, default=0, help="to show of each thread")
+    parser.add_argument("--json", type=Path, help="for bytesched bench --compare")
     options = parser.parse_args(argv)
     ranks = Ranks(2)
     print(f"{TENSORS_PER_LAYER * options.layers} tensors; calls for each of them and iteration")
+    found = {}
     for way in options.ways:
-        found = counted(ranks, way, options.layers)
-        print(f"{way:12} {found.total:6.1f}", flush=True)
-        for thread, calls in found.by_thread().items():
+        found[way] = its = counted(ranks, way, options.layers)
+        print(
+            f"{way:12} {its.total:6.1f}   {its.messages:g} messages, {its.nbytes:g} bytes",
+            flush=True,
+        )
+        for thread, calls in its.by_thread().items():
             print(f"    {thread:28} {calls:6.1f}")
-            for function, part in found.most(thread, options.functions):
+            for function, part in its.most(thread, options.functions):
                 print(f"        {part:6.2f}  {function}")
     ranks.close()
+    if options.json:
+        origin = provenance(shlex.join(["scripts/count-calls", *argv]))
+        result = {**origin, "setting": setting(options.layers), "systems": figures(found)}
+        write_text(options.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 

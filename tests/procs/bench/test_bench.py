@@ -54,6 +54,11 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert 0 <= result["stolen_share"] <= 1
     assert result["workload"] == "tiny (emulated compute)"
     assert result["command"].startswith("bytesched bench --emulate")
+    assert result["date"]
+    assert result["machine"]["torch"] == result["torch"]
+    assert result["setting"]["ranks"] == 2
+    ours = result["systems"]["bytesched"]["counts"]
+    assert ours["bytes"] == result["compute"]["model_bytes"]
     assert result["compute"]["optimum_ms"] >= result["compute"]["compute_ms"] == 10.5
     for name, system in result["systems"].items():
         assert [len(turn["iteration_ms"]) for turn in system["rounds"]] == [2, 2]
@@ -83,6 +88,25 @@ def test_forms_of_ddp_train_the_same(clip: list[str], tiny: str, tmp_path: Path)
     assert {name: system["losses"] for name, system in result["systems"].items()} == dict.fromkeys(
         PEERS, "identical"
     )
+
+
+def test_the_same_is_measured_again_and_compared(tiny: str, tmp_path: Path) -> None:
+    sized = "bytesched:partition_bytes=64KiB+credit_bytes=128KiB"
+    first = ["--emulate", tiny, "--systems", f"ddp,{sized}", *QUICK, "--json", "old.json"]
+    assert run_module("bytesched", "bench", *first, folder=tmp_path).returncode == 0
+    again = ["bytesched", "bench", "--compare", "old.json"]
+    refused = run_module(*again, "--clip", "1", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "another setting: clip was 0.0 and is 1.0 now" in refused.stderr
+    done = run_module(*again, "--rounds", "1", "--json", "new.json", folder=tmp_path)
+    # So few iterations may take any time; what is sent is the same.
+    assert done.returncode in (0, 1), done.stderr
+    assert ("no regression" in done.stdout) == (done.returncode == 0)
+    new = json.loads((tmp_path / "new.json").read_text())
+    assert [len(system["rounds"]) for system in new["systems"].values()] == [1, 1]
+    old = json.loads((tmp_path / "old.json").read_text())
+    assert new["systems"][sized]["counts"] == old["systems"][sized]["counts"]
+    assert set(new["systems"][sized]["counts"]) == {"bytes", "messages"}
 
 
 @pytest.mark.slow

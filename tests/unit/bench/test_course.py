@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from bytesched.bench.arguments import bench_parser
 from bytesched.bench.specification import Specification, specification
 from bytesched.bench.systems import SYSTEMS
-from bytesched.commands import bench
 from bytesched.environment import RankView
 from bytesched.plugins.bench.course import estimate, first_round
 
 
 def asked_for(arguments: str) -> Specification:
-    options: argparse.Namespace = bench._parser().parse_args(arguments.split())
+    options: argparse.Namespace = bench_parser().parse_args(arguments.split())
     return specification(options, RankView("none", 0, 0, 1))
 
 

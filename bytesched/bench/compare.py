@@ -1,0 +1,156 @@
+"""Two results of the same measurement: what became slower, dearer or different.
+
+Times of two runs are never compared, as machines differ and drift: a time is a multiple of
+that of a peer in the same run. Counts are compared as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bytesched.bench.setting import difference
+from bytesched.bench.table import described, opponents
+from bytesched.errors import ConfigError
+from bytesched.table import aligned
+
+__all__ = ["COUNTS", "TIME_TOLERANCE", "Change", "changes", "check_same", "load_result", "report"]
+
+#: how much a ratio of times may grow: that of two runs on a quiet machine differs by 1 to 3 %
+TIME_TOLERANCE: Final = 0.05
+#: the counts of a system, and how much each may grow: they depend a little on how often threads
+#: wait for each other, Python calls also on the version of Python
+COUNTS: Final = {
+    "calls_per_tensor": ("Python calls for each tensor", 0.15),
+    "messages": ("messages of an iteration", 0.05),
+    "bytes": ("bytes of an iteration", 0.01),
+}
+_SAME = "identical"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of a system in both results; less is better."""
+
+    system: str
+    figure: str
+    old: float
+    new: float
+    #: by how much it may grow
+    tolerance: float
+
+    @property
+    def growth(self) -> float:
+        """By how much it has grown, as a share of what it was."""
+        if self.old:
+            return self.new / self.old - 1
+        return math.inf if self.new > 0 else 0.0
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether it has grown by more than it may, or cannot be told from that (NaN)."""
+        return not self.growth <= self.tolerance + 1e-9
+
+    def __str__(self) -> str:
+        return (
+            f"{self.system}: {self.figure}: {_shown(self.old)} was, {_shown(self.new)} is "
+            f"({100 * self.growth:+.1f} %, allowed are {100 * self.tolerance:g} %)"
+        )
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """What ``--json`` wrote. Raises `ConfigError` for any other file."""
+    result: Any
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--compare {path}: {error}") from None
+    found: dict[str, Any] = result if isinstance(result, dict) else {}
+    if not all(isinstance(found.get(name), dict) for name in ("systems", "setting")):
+        raise ConfigError(
+            f"--compare {path}: not a result of this version's `bytesched bench --json`, which has "
+            "systems and a setting"
+        )
+    return found
+
+
+def check_same(old: dict[str, Any], setting: dict[str, Any], network: str | None = None) -> None:
+    """Raises `ConfigError` that names what differs from the setting, or network, of ``old``."""
+    found = difference(old["setting"], setting)
+    if not found and network is not None:
+        found = difference({"network": old.get("network")}, {"network": network})
+    if found:
+        raise ConfigError(f"--compare: another setting: {found}")
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """The figures that both results have, by system."""
+    found: list[Change] = []
+    for name in old["systems"]:
+        if name in new["systems"]:
+            found += _times(name, old, new)
+            found += _counts(name, old["systems"][name], new["systems"][name])
+            found += _losses(name, old["systems"][name], new["systems"][name])
+    return found
+
+
+def _times(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
+    """Of a system of ours: its time as a share of its best peer's, else of the plain one's."""
+    if not name.startswith("bytesched"):
+        return
+    plain, best = opponents(name, old["systems"])
+    before, now = (result["systems"][name].get("figures", {}) for result in (old, new))
+    for key, peer in (("speedup_over_best", best), ("speedup_over_plain", plain)):
+        if key in before and key in now:
+            figure = f"time, as a multiple of {peer or 'its plain peer'}'s"
+            yield Change(name, figure, 1 / before[key], 1 / now[key], TIME_TOLERANCE)
+            return
+
+
+def _counts(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
+    before, now = old.get("counts", {}), new.get("counts", {})
+    for key, (figure, tolerance) in COUNTS.items():
+        if key in before and key in now:
+            yield Change(name, figure, before[key], now[key], tolerance)
+
+
+def _losses(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
+    before, now = old.get("losses"), new.get("losses")
+    if before == _SAME and now is not None:
+        figure = "losses and weights that differ from the first system's"
+        yield Change(name, figure, 0.0, float(now != _SAME), 0.0)
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def report(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, list[Change]]:
+    """A table of all changes, as text, and those that are regressions.
+
+    Raises `ConfigError` if the results have no figure in common.
+    """
+    found = changes(old, new)
+    if not found:
+        raise ConfigError("--compare: the two results have no figure of a system in common")
+    rows = [["system", "figure", "old", "new", "change", ""]]
+    for change in found:
+        growth = "" if change.growth == 0 else f"{100 * change.growth:+.1f} %"
+        verdict = "REGRESSION" if change.is_regression else ""
+        figures = (_shown(change.old), _shown(change.new), growth, verdict)
+        rows.append([change.system, change.figure, *figures])
+    lines = [f"old: {described(old)}", f"new: {described(new)}", "", *aligned(rows, "<<>>><")]
+    lines += [
+        f"{name} is in one of them alone"
+        for name in dict.fromkeys([*old["systems"], *new["systems"]])
+        if name not in old["systems"] or name not in new["systems"]
+    ]
+    worse = [change for change in found if change.is_regression]
+    lines += ["", *(f"regression: {change}" for change in worse)]
+    if not worse:
+        lines.append("no regression")
+    return "\n".join(lines), worse

@@ -1,0 +1,91 @@
+"""Where a result comes from: when, which commit, which command, which machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bytesched.version import __version__
+
+__all__ = ["machine", "priority", "provenance", "source"]
+
+_ROOT = Path(__file__).parents[2]
+#: folders whose changes change what is measured
+_SOURCES = ("bytesched", "plugins", "tuning")
+_GIT_S = 10.0
+_CLASSES = {os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """What a reader needs to trust a result, or to measure it again; taken when a run begins."""
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **source(),
+        "machine": machine(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def source(root: Path = _ROOT) -> dict[str, Any]:
+    """Version and commit of the package in ``root``, and whether its sources differ from that.
+
+    The commit is "" where ``root`` is not a checkout of its own.
+    """
+    found: dict[str, Any] = {"version": __version__, "commit": "", "dirty": False}
+    # An installed package may lie in somebody else's repository.
+    if Path(_git(root, "rev-parse", "--show-toplevel") or "/").resolve() == root.resolve():
+        found["commit"] = _git(root, "rev-parse", "HEAD")
+        found["dirty"] = bool(_git(root, "status", "--porcelain", "--", *_SOURCES))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory, kernel, and the installed torch."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return {
+        "cpu": _cpu(Path("/proc/cpuinfo")),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "torch": torch,
+    }
+
+
+def priority() -> str:
+    """The scheduling class and priority that ``chrt`` gave this process, such as "rr 5", or ""."""
+    name = _CLASSES.get(os.sched_getscheduler(0))
+    return f"{name} {os.sched_getparam(0).sched_priority}" if name else ""
+
+
+def _cpu(path: Path) -> str:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says, or "" where it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,170 @@
+"""Two results: what counts as worse, and what cannot be compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytesched.bench.compare import changes, load_result, report
+from bytesched.commands import bench
+from bytesched.errors import ConfigError
+
+
+def a_result(ours_ms: float = 80.0, **counts: float) -> dict[str, Any]:
+    """DDP and bytesched, whose time is a share of DDP's 100 ms."""
+
+    def system(ms: float) -> dict[str, Any]:
+        return {"rounds": [{"iteration_ms": [ms]}], "figures": {}, "losses": "identical"}
+
+    ours = system(ours_ms)
+    ours["figures"] = {"speedup_over_best": 100 / ours_ms, "speedup_over_plain": 120 / ours_ms}
+    if counts:
+        ours["counts"] = counts
+    return {
+        "date": "2026-11-24T00:00:00+00:00",
+        "commit": "0123456789abcdef",
+        "dirty": True,
+        "machine": {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0"},
+        "setting": {"rate": "1gbit", "clip": 0.0},
+        "network": "links of 1 Gbit/s between emulated hosts",
+        "systems": {"ddp": system(120.0), "ddp-best": system(100.0), "bytesched": ours},
+    }
+
+
+def regressions(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [change.figure for change in changes(old, new) if change.is_regression]
+
+
+def test_a_time_is_a_share_of_the_best_peers_in_the_same_run() -> None:
+    old = a_result()
+    assert not regressions(old, a_result(83.9))
+    [figure] = regressions(old, a_result(84.1))
+    assert "ddp-best's" in figure
+    # A machine that is half as fast in all of it is no regression.
+    slower = a_result()
+    for system in slower["systems"].values():
+        system["rounds"][0]["iteration_ms"] = [2 * ms for ms in system["rounds"][0]["iteration_ms"]]
+    assert not regressions(old, slower)
+
+
+def test_a_peer_that_became_slower_is_no_regression() -> None:
+    old, new = a_result(), a_result()
+    for result, ratio in ((old, 1.0), (new, 0.5)):
+        result["systems"]["ddp"]["figures"] = {"speedup_over_best": ratio}
+    assert not regressions(old, new)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "same", "worse"),
+    [
+        ("calls_per_tensor", 60.0, 69.0, 69.1),
+        ("messages", 20, 21, 22),
+        ("bytes", 1000, 1010, 1011),
+        ("messages", 0, 0, 1),
+    ],
+)
+def test_counts_may_grow_a_little(name: str, old: float, same: float, worse: float) -> None:
+    assert not regressions(a_result(**{name: old}), a_result(**{name: same}))
+    assert not regressions(a_result(**{name: old}), a_result(**{name: 0}))
+    assert len(regressions(a_result(**{name: old}), a_result(**{name: worse}))) == 1
+
+
+def test_a_figure_that_is_no_number_is_a_regression() -> None:
+    assert regressions(a_result(messages=3.0), a_result(messages=float("nan")))
+
+
+def test_losses_that_differ_now_are_a_regression() -> None:
+    new = a_result()
+    new["systems"]["bytesched"]["losses"] = "differ by 1.0e-07"
+    [figure] = regressions(a_result(), new)
+    assert figure.startswith("losses and weights")
+    assert not regressions(new, new)
+
+
+def test_the_report_names_runs_systems_and_regressions() -> None:
+    new = a_result(100.0)
+    new["systems"]["fsdp2"] = new["systems"].pop("ddp")
+    text, worse = report(a_result(), new)
+    assert "old: 2026-11-24T00:00:00+00:00, 012345678 with changes, 2 x Some CPU" in text
+    assert "ddp is in one of them alone" in text
+    assert "fsdp2 is in one of them alone" in text
+    assert len(worse) == 1
+    assert (
+        "regression: bytesched: time, as a multiple of ddp-best's: 0.8 was, 1 is (+25.0 %" in text
+    )
+    assert report(a_result(), a_result())[0].endswith("no regression")
+
+
+def test_results_without_a_common_figure_are_refused() -> None:
+    other = a_result()
+    other["systems"] = {"horovod": {}}
+    with pytest.raises(ConfigError, match="no figure of a system in common"):
+        report(a_result(), other)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    for path in (old, new):
+        path.write_text(json.dumps(a_result()))
+    return old, new
+
+
+def test_the_command_compares_two_files(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = files
+    assert bench.main(["--compare", str(old), str(new)]) == 0
+    assert "no regression" in capsys.readouterr().out
+    new.write_text(json.dumps(a_result(90.0)))
+    assert bench.main(["--compare", str(old), str(new)]) == 1
+    assert "regression: bytesched: time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"setting": {"rate": "1gbit", "clip": 1.0}}, "clip was 0.0 and is 1.0 now"),
+        ({"setting": {"rate": "1gbit"}}, "clip was 0.0 and is not set now"),
+        ({"network": "loopback"}, "network was links of 1 Gbit/s between emulated hosts and is"),
+        ({"systems": 3}, "not a result"),
+    ],
+)
+def test_the_command_refuses_another_setting(
+    changed: dict[str, Any],
+    message: str,
+    files: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old, new = files
+    new.write_text(json.dumps(copy.deepcopy(a_result()) | changed))
+    with pytest.raises(SystemExit) as exit_info:
+        bench.main(["--compare", str(old), str(new)])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), ("{", "Expecting property name"), ("[]", "not a result")],
+)
+def test_files_of_another_kind_are_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_result(path)
+
+
+def test_three_files_are_too_many(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--compare", *map(str, files), "third.json"])
+    assert "takes one file, or two" in capsys.readouterr().err
