@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
+pytestmark = pytest.mark.needs("horovod")
 
 
 @pytest.fixture(autouse=True)

@@ -111,6 +111,7 @@ def test_ddp_spawn(python: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize("kind", ["gloo", "mpi"])
 def test_horovod_mnist(kind: Kind) -> None:
     if reason := why_missing(kind):
