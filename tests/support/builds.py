@@ -54,7 +54,7 @@ def _found(step: str) -> tuple[str, str]:
         [ROOT / "scripts" / f"{step}-venv", "--find", sys.executable],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     return found.stdout.strip(), found.stderr.strip()

@@ -131,7 +131,7 @@ def run_fresh_horovod(
     what: Path | Callable[..., object],
     kind: Kind = "gloo",
     world_size: int = 2,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     env: Mapping[str, str] | None = None,
     args: tuple[object, ...] = (),
     launcher_args: Sequence[str] = (),

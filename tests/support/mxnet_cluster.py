@@ -56,7 +56,7 @@ class Cluster:
                 process.kill()
             process.communicate()
 
-    def wait(self, timeout_s: float = 60.0) -> list[Ended]:
+    def wait(self, timeout_s: float = 150.0) -> list[Ended]:
         """How the workers ended; a code of None means that one had not, in this time."""
         deadline = monotonic() + timeout_s
         ended = []

@@ -50,7 +50,7 @@ def run(folder: Path, *arguments: str, setup: str = BUILDS) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
     )
     return ended.stdout

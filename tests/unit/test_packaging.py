@@ -43,7 +43,7 @@ def test_link_points_home(name: str) -> None:
 
 def _run(*command: Path | str, **options: Any) -> None:
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, **options
+        command, capture_output=True, text=True, timeout=250, check=False, **options
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -126,7 +126,7 @@ def imported(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             env={**os.environ, "PYTHONPATH": str(built[kind])},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
         return dict(line.split() for line in run.stdout.splitlines()), run.stderr
@@ -175,7 +175,7 @@ def _release(*arguments: str) -> subprocess.CompletedProcess[str]:
         [ROOT / "scripts" / "release", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
 
@@ -211,7 +211,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert run.returncode == 1
@@ -238,7 +238,7 @@ def test_second_copy_of_a_package_is_refused(name: str) -> None:
 def test_script_can_be_run(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=250)
     assert "set -euo pipefail" in path.read_text()
 
 
@@ -252,7 +252,7 @@ def test_horovods_compiler_gets_another_standard_and_run_path(tmp_path: Path) ->
         env={**os.environ, "HOROVOD_CXX": str(compiler)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=True,
     )
     run_path = "-Wl,-rpath,$ORIGIN/../../../..:$ORIGIN/../../torch/lib"
@@ -265,7 +265,7 @@ def _horovod_wheel(python: Path | str, cache: Path) -> subprocess.CompletedProce
         env={**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": "no-such-compiler"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
 
@@ -295,7 +295,7 @@ def test_an_environment_is_only_looked_for_if_asked_so(
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (run.returncode, run.stdout) == (1, "")

@@ -48,7 +48,7 @@ def alone(updates: str, optimizer: str) -> dict[str, Any]:
         env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def example(**variables: str) -> list[str]:
         env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 250.0
 PRELUDE = """
 import atexit, threading
 from bytesched.plugins.horovod.retrying import retry_in_background
