@@ -218,7 +218,7 @@ def _launch_of(
         rank=-1,  # the launcher's to say
         world_size=world_size,
         store_port=store_port,
-        timeout_s=30.0,
+        timeout_s=100.0,
         output="",
         import_path=sys.path,
         address=address,

@@ -169,7 +169,7 @@ class Ranks:
                     rank=rank,
                     world_size=self.world_size,
                     store_port=self._store.port,
-                    timeout_s=30.0,
+                    timeout_s=100.0,
                     output=str(folder / f"rank{rank}"),
                     import_path=sys.path,
                     horovod=self._horovod(rank),

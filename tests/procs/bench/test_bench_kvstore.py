@@ -28,7 +28,7 @@ def test_all_systems_through_one_server(tmp_path: Path) -> None:
     command = [warm_python(), "-m", "bytesched", "bench", "--emulate", "tiny.json"]
     quick = ["--iterations", "2", "--rounds", "1", "--warmup", "2", "--json", "out.json"]
     # Less than this test's own limit, so that a block that hangs is named and its output is here.
-    quick += ["--timeout-s", "100"]
+    quick += ["--timeout-s", "200"]
     try:
         done = subprocess.run(
             [*command, "--systems", ",".join([*KVSTORE_SYSTEMS, "bytesched-kv:updates=1"]), *quick],
