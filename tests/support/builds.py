@@ -67,8 +67,7 @@ class Build:
         self._step = step
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it runs
         self._process = subprocess.Popen(
-            # The tests that do not wait for it come first.
-            ["nice", ROOT / "scripts" / "setup", step],
+            [ROOT / "scripts" / "setup", step],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
