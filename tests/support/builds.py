@@ -65,7 +65,7 @@ class Build:
 
     def __init__(self, step: str) -> None:
         self._step = step
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it runs
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
         self._process = subprocess.Popen(
             [ROOT / "scripts" / "setup", step],
             stdin=subprocess.DEVNULL,
@@ -85,7 +85,9 @@ class Build:
             return f"./scripts/setup {self._step} has not ended in {LIMIT_S:g} s:\n{self._said()}"
         # This process may have looked in vain before.
         importlib.invalidate_caches()
-        return f"./scripts/setup {self._step} has failed:\n{self._said()}" if code else ""
+        said = self._said()
+        self._log.close()
+        return f"./scripts/setup {self._step} has failed:\n{said}" if code else ""
 
     def _said(self) -> str:
         self._log.seek(0)
