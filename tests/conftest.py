@@ -29,10 +29,17 @@ SLOW = tuple(
         *("mxnet", "run", "wave"),
     )
 )
+#: what minutes are spent on before they can run: see `builds`
+NEEDS = {
+    Path("unit/horovod"): "horovod",
+    Path("procs/horovod"): "horovod",
+    Path("procs/mxnet"): "mxnet",
+    Path("procs/integrations"): "trainers",
+}
 #: files of single tests that any process may take
 SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
 
-pytest_plugins = ["rank_pools"]
+pytest_plugins = ["builds", "rank_pools"]
 
 faulthandler.enable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,10 +55,15 @@ def group_of(path: Path) -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    from builds import needs
+
     # Not when all are collected: pytest-xdist has read the groups by then.
     path = item.path.relative_to(HERE)
+    for folder in NEEDS.keys() & set(path.parents):
+        item.add_marker(pytest.mark.needs(NEEDS[folder]))
     if (group := group_of(path)) is not None:
-        item.add_marker(pytest.mark.xdist_group(group))
+        # What waits for a build shall not come as early as the others of its file.
+        item.add_marker(pytest.mark.xdist_group("-".join([group, *needs(item)])))
     if path.parts[0] == "procs":
         item.add_marker("procs")
     if any(folder in path.parents for folder in SLOW):

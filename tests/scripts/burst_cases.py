@@ -30,7 +30,7 @@ CLASSES = 5
 DIED = 7
 SHARED_STEPS = 16
 # Small pieces, so that each group of ranks has several.
-SETTINGS: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 4096, "timeout_s": 20.0}
+SETTINGS: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 4096, "timeout_s": 100.0}
 
 ONE, TWO, FOUR = Place(0, 1), Place(0, 2), Place(0, 4)
 

@@ -146,7 +146,7 @@ def _train(model: Net, rank: int, wrapped: bool, steps: int) -> None:
     ddp = DistributedDataParallel(model)
     optimizer = sgd(model)
     if wrapped:
-        bytesched.wrap(optimizer, ddp, partition_bytes=256, credit_bytes=512, timeout_s=20.0)
+        bytesched.wrap(optimizer, ddp, partition_bytes=256, credit_bytes=512, timeout_s=100.0)
     for step in range(steps):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(1000 * rank + step)

@@ -37,6 +37,8 @@ from bytesched.testing import PluginContract, TrainingRun, TransportContract
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
 
+#: of waits that something else has to end: beyond the limit of a case
+NO_TIMEOUT_S = 300.0
 #: transports made so far; the same on all ranks
 _made = itertools.count()
 
@@ -139,7 +141,7 @@ def cpu_of_python_s() -> float:
 
 def cpu_while_waiting(how: str, seconds: float) -> float:
     """CPU seconds that rank 0 burns while it waits `seconds` for rank 1's backward pass."""
-    job = HorovodJob(wrapped=True, timeout_s=30)
+    job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     model = job.ddp(Words() if how == "sparse" else mlp())
     inputs = tokens if how == "sparse" else job.inputs
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
@@ -172,7 +174,7 @@ def cpu_while_waiting(how: str, seconds: float) -> float:
 
 def gave_up_waiting_for_sparse(who: int) -> dict[str, Any]:
     """The other rank has reduced all but its sparse gradient, which it keeps from rank `who`."""
-    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else 25)
+    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
     model = Words()
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
     train(job, model, optimizer, steps=3, inputs=tokens)
@@ -201,7 +203,7 @@ def refusal(do: Callable[[], object]) -> dict[str, Any]:
 
 def different_on_rank_1(kind: str) -> dict[str, Any]:
     """`wrap` of a model or with settings that are not the same everywhere."""
-    job = HorovodJob(wrapped=True, timeout_s=20)
+    job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     horovod: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     model: nn.Module = mlp()
@@ -246,7 +248,7 @@ class Hidden(nn.Module):
 
 def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
     """The gradients of ranks `who` turn out sparse in one step."""
-    job = HorovodJob(wrapped=True, timeout_s=20)
+    job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     model = Hidden()
     optimizer = job.wrap(sgd(model, momentum=0.0), model)
 
@@ -262,9 +264,9 @@ def unannounced_sparse(who: tuple[int, ...], in_step: int) -> dict[str, Any]:
 def job_to_fail(*, tuned: bool) -> HorovodJob:
     """A wrapped job; tuned, rank 0 has a word before every step, and it is another cut."""
     if not tuned:
-        return HorovodJob(wrapped=True, timeout_s=20)
+        return HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     turns = [(Setting(256 << step % 2, 1024), 1) for step in range(10)]
-    return ScriptedHorovodJob(wrapped=True, timeout_s=20, turns=turns)
+    return ScriptedHorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S, turns=turns)
 
 
 def wait_until_nothing_is_sent(model: nn.Module) -> None:
@@ -326,7 +328,7 @@ def failed_update(who: int, tuned: bool) -> dict[str, Any]:
 
 def gave_up_waiting(who: int, after_steps: int) -> dict[str, Any]:
     """Rank `who` waits for the other one, but not long enough; it has announced everything."""
-    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else 25)
+    job = HorovodJob(wrapped=True, timeout_s=4 if hvd.rank() == who else NO_TIMEOUT_S)
     model = mlp()
     optimizer = job.wrap(sgd(model), model, credit_bytes=1 << 20)
     train(job, model, optimizer, steps=after_steps)
@@ -418,7 +420,7 @@ def left_as_it_was(kind: str) -> dict[str, Any]:
 
 def joined_in_the_first_step(early: int) -> dict[str, Any]:
     """Rank `early` has no batch at all."""
-    job = HorovodJob(wrapped=True, timeout_s=20)
+    job = HorovodJob(wrapped=True, timeout_s=NO_TIMEOUT_S)
     model = mlp()
     optimizer = job.wrap(sgd(model), model)
     told: dict[str, Any] = {}

@@ -91,7 +91,7 @@ def train_until_fault(victim: int, moment: str, fault: str, timeout_s: float) ->
 def announce_until_shut_down() -> None:
     """Rank 1 shuts Horovod down while rank 0 announces one tensor after another."""
     peers = HorovodBackend(
-        hvd.global_process_set, average=False, predivide=1.0, name="many", timeout_s=30.0
+        hvd.global_process_set, average=False, predivide=1.0, name="many", timeout_s=100.0
     )
     peers.wait(peers.sum(torch.zeros(1), "go"))
     if hvd.rank() == 1:
@@ -122,10 +122,10 @@ def leave(how: str, store_port: int) -> None:
 
     # After our own handler, which is registered later, and before Horovod's.
     atexit.register(compare)
-    scripts.append(Script(lambda _: None, 30.0, wrapped=False))
+    scripts.append(Script(lambda _: None, 100.0, wrapped=False))
     scripts[0].train()
     launch = {"rank": hvd.rank(), "world_size": hvd.size(), "store_port": store_port}
-    signals = Signals(Launch(**launch, timeout_s=30.0, output="", import_path=[]))
+    signals = Signals(Launch(**launch, timeout_s=100.0, output="", import_path=[]))
 
     def at(moment: str) -> None:
         if moment == "before_last_gradients" and hvd.rank() == 1:

@@ -31,7 +31,7 @@ from bytesched.plugins.stores.mpi.server.service import Answers
 from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 
 #: what one case leaves for the next
 saved: dict[str, Any] = {}

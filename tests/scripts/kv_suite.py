@@ -23,9 +23,9 @@ class Suite(KVStoreContract):
         self.scheduled = scheduled
 
     def store(self) -> KVStore:
-        kv = open_store(timeout_s=60, **self.options)
+        kv = open_store(timeout_s=100, **self.options)
         if self.scheduled:
-            return ScheduledKVStore(kv, Config(timeout_s=60, partition_bytes=16))
+            return ScheduledKVStore(kv, Config(timeout_s=100, partition_bytes=16))
         return kv
 
     def array(self, numbers: list[float]) -> Any:

@@ -67,11 +67,11 @@ def alone(kind: str, workers: int) -> dict[str, Any]:
 def run(kind: str, options: dict[str, Any]) -> None:
     given = {"partition_bytes": 2048, "credit_bytes": 4096}
     sizes: dict[str, Any] = {} if options.pop("measured", False) else given
-    kv = open_store(timeout_s=20, **options)
+    kv = open_store(timeout_s=100, **options)
     # Worker 0's parameters hold for all.
     model = model_of(kv.rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    config = Config(timeout_s=20, **sizes)
+    config = Config(timeout_s=100, **sizes)
     session = kvstore_training.attach(optimizer, model, kv, config)
     train(model, optimizer, batches(kv.rank))
     session.flush()
@@ -88,7 +88,7 @@ def run(kind: str, options: dict[str, Any]) -> None:
         assert not optimizer.state, "the workers have no state of their own"
     session.close()
     if not sizes and not kv.updates:
-        again = StoreBackend(kv, name="again", timeout_s=20)
+        again = StoreBackend(kv, name="again", timeout_s=100)
         assert all(push_bytes_per_s(again, kv.num_servers) > 0 for _ in range(3))
     kv.close()
 

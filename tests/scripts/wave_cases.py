@@ -22,7 +22,7 @@ CLASSES = 5
 STEPS = 6
 #: some steps have larger gradients
 CLIPPED_AT = 0.3
-SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512, "timeout_s": 20.0}
+SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512, "timeout_s": 100.0}
 
 Batch = tuple[Tensor, Tensor]
 

@@ -27,7 +27,7 @@ STEPS = 4
 #: some steps have larger gradients
 MOST_NORM = 0.2
 # Far below the size of a layer, so that every stage travels in many chunks.
-SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 20.0}
+SMALL: dict[str, Any] = {"partition_bytes": 256, "timeout_s": 100.0}
 
 
 def chain(layers: int = 9) -> nn.Sequential:

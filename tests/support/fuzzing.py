@@ -168,7 +168,7 @@ class Run:
         self._kept: list[tuple[str, Any]] = []
         if self.loopback is not None:
             self._session = self.loopback.wrap(
-                self._model, self._optimizer, partition_bytes=256, credit_bytes=512, timeout_s=20.0
+                self._model, self._optimizer, partition_bytes=256, credit_bytes=512, timeout_s=100.0
             )
 
     def train(self) -> None:
@@ -261,7 +261,7 @@ def fuzzed(seed: int, unknown_share: float = UNKNOWN_SHARE) -> list[str]:
     unknown = choose.choice(sorted(UNKNOWN)) if choose.random() < unknown_share else ""
     plain = Run(seed, None, unknown)
     plain.train()
-    loopback = Loopback(timeout_s=20.0)
+    loopback = Loopback(timeout_s=100.0)
     ours = Run(seed, loopback, unknown)
     try:
         ours.train()

@@ -64,7 +64,7 @@ class HorovodRanks(Ranks):
 def run_forked(
     case: Callable[..., object],
     world_size: int = 2,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     env: Mapping[str, str] | None = None,
     args: tuple[object, ...] = (),
 ) -> list[ExitedRank]:

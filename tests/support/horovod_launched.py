@@ -131,7 +131,7 @@ def run_fresh_horovod(
     what: Path | Callable[..., object],
     kind: Kind = "gloo",
     world_size: int = 2,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     env: Mapping[str, str] | None = None,
     args: tuple[object, ...] = (),
     launcher_args: Sequence[str] = (),
@@ -218,7 +218,7 @@ def _launch_of(
         rank=-1,  # the launcher's to say
         world_size=world_size,
         store_port=store_port,
-        timeout_s=30.0,
+        timeout_s=100.0,
         output="",
         import_path=sys.path,
         address=address,

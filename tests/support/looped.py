@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from bytesched.testing import Loopback
 
 #: of every wait; none is ever waited out
-TIMEOUT_S = 30.0
+TIMEOUT_S = 100.0
 #: far below the size of one layer, so that every layer is cut
 SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
 

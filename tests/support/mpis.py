@@ -16,7 +16,7 @@ import pytest
 from paths import SCRIPTS
 from warm_python import warm_python
 
-LIMIT_S = 110.0
+LIMIT_S = 200.0
 #: how long a launcher may go on after its last rank; Open MPI's now and then never ends when it
 #: was to outlive one
 ALONE_S = 5.0

@@ -6,22 +6,13 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from time import monotonic
 
+from builds import python_with
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
-
-
-def find_python() -> tuple[str, str]:
-    """The Python that has MXNet, or nothing and the reason."""
-    script = ROOT / "scripts" / "mxnet-venv"
-    found = subprocess.run(
-        [script, "--find", sys.executable], capture_output=True, text=True, timeout=60, check=False
-    )
-    return found.stdout.strip(), found.stderr.strip()
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Ended:
 class Cluster:
     """Two workers run cases of `mxnet_cases.py`, beside a scheduler and servers."""
 
-    def __init__(self, python: str, *cases: str, servers: int = 1) -> None:
+    def __init__(self, *cases: str, servers: int = 1) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -48,7 +39,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
-        self._python = python
+        self._python = python_with("mxnet")
         self._processes: list[subprocess.Popen[str]] = []
         idle = ["-c", "import mxnet"]
         self._start("scheduler", idle)
@@ -65,7 +56,7 @@ class Cluster:
                 process.kill()
             process.communicate()
 
-    def wait(self, timeout_s: float = 60.0) -> list[Ended]:
+    def wait(self, timeout_s: float = 150.0) -> list[Ended]:
         """How the workers ended; a code of None means that one had not, in this time."""
         deadline = monotonic() + timeout_s
         ended = []

@@ -117,7 +117,7 @@ class Ranks:
         self._connections: dict[int, Connection] = {}
         self._store: TCPStore | None = None
 
-    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 40.0) -> list[T]:
+    def run(self, case: Callable[..., T], *args: object, timeout_s: float = 150.0) -> list[T]:
         """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
         if self.rests:
             self._signal(signal.SIGCONT)
@@ -169,7 +169,7 @@ class Ranks:
                     rank=rank,
                     world_size=self.world_size,
                     store_port=self._store.port,
-                    timeout_s=30.0,
+                    timeout_s=100.0,
                     output=str(folder / f"rank{rank}"),
                     import_path=sys.path,
                     horovod=self._horovod(rank),
@@ -216,7 +216,7 @@ class Ranks:
 def run_fresh(
     case: Callable[..., object],
     world_size: int = 2,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     env: Mapping[str, str] | None = None,
     args: tuple[object, ...] = (),
     horovod: Sequence[dict[str, str]] = (),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 def together(work: Callable[[int], Any], workers: int = 2) -> list[Any]:

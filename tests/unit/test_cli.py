@@ -116,7 +116,7 @@ def test_reader_that_has_enough_is_code_141() -> None:
         run.stdout.readline()
         run.stdout.close()
         assert run.stderr.read() == ""
-        assert run.wait(timeout=60) == 141
+        assert run.wait(timeout=250) == 141
 
 
 def test_module_runs_as_the_command() -> None:
@@ -124,7 +124,7 @@ def test_module_runs_as_the_command() -> None:
         [sys.executable, "-m", "bytesched", "--version"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=True,
     )
     assert run.stdout == f"bytesched {bytesched.__version__}\n"

@@ -15,7 +15,7 @@ import pytest
 
 from bytesched.plugins import dropped
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 250.0
 
 #: an end that outlives the patience with it; the interpreter would not wait for its thread
 SLOW = """

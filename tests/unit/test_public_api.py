@@ -62,6 +62,6 @@ def test_without_torch_the_message_says_what_to_install() -> None:
         "    print(error)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True
     )
     assert "pip install 'bytesched[torch]'" in run.stdout

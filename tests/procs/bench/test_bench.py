@@ -38,7 +38,7 @@ def tiny(tmp_path: Path) -> str:
 
 def run_module(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [warm_python(), "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=170
+        [warm_python(), "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=250
     )
 
 
@@ -157,7 +157,7 @@ def test_when_it_is_stopped_its_table_stays_and_nothing_else(
         assert lines.readline().startswith("bucket sweep")
         process.send_signal(number)
         rest = lines.read()
-        assert process.wait(timeout=20) == code
+        assert process.wait(timeout=100) == code
     assert "stopped before the end; what was measured until then:" in rest
     rows = {line.split()[0]: line for line in rest.splitlines() if line.endswith("identical")}
     assert {"ddp", "bytesched"} <= set(rows)
@@ -181,7 +181,6 @@ def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_demo(tmp_path: Path) -> None:
     done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr

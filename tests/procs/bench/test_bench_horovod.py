@@ -19,8 +19,8 @@ from bytesched.lab.hosts import Lab
 needs_gloo, needs_mpi = map(pytest.mark.usefixtures, ("gloo", "mpi"))
 
 #: below the limit of a test
-TIMEOUT_S = 290.0
-pytestmark = pytest.mark.timeout(300)
+TIMEOUT_S = 250.0
+pytestmark = pytest.mark.needs("horovod")
 QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "3", "--sweep-iterations", "1"]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from bytesched.environment import child_environment
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.procs
 
-TIMEOUT_S = 150
+TIMEOUT_S = 250.0
 
 SCRIPT = """\
 import sys

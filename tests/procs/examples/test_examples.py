@@ -23,7 +23,7 @@ from bytesched.environment import child_environment
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 RUN = ["-m", "bytesched", "run"]
-TIMEOUT_S = 110.0
+TIMEOUT_S = 250.0
 
 # Makes plain DDP end reliably.
 PLAIN_TORCH = str(SUPPORT / "plain_torch")
@@ -111,6 +111,7 @@ def test_ddp_spawn(python: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("horovod")
 @pytest.mark.parametrize("kind", ["gloo", "mpi"])
 def test_horovod_mnist(kind: Kind) -> None:
     if reason := why_missing(kind):

@@ -203,7 +203,7 @@ def test_unwrapped_objects_are_let_go(two_ranks: Ranks) -> None:
 
 def test_step_skipped_on_one_rank() -> None:
     """DDP hangs here. Who waits for what the other never sends is told so, in time."""
-    ranks = run_fresh(endings.skipped_on_one_rank, args=(2.0,), timeout_s=30.0)
+    ranks = run_fresh(endings.skipped_on_one_rank, args=(2.0,))
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert any(rank.stdout for rank in ranks), ranks
 

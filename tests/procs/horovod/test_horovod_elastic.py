@@ -31,7 +31,6 @@ def trained_alone(steps: int) -> torch.Tensor:
 
 @pytest.mark.procs
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_dies_and_another_comes(hvd_gloo: Callable[[int], Any], tmp_path: Path) -> None:
     from horovod_launched import run_fresh_horovod
 

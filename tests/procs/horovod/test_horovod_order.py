@@ -85,7 +85,6 @@ def test_order_without_horovods_cache(kind: Kind, capacity: int, tmp_path: Path)
 
 def test_no_two_chunks_have_the_same_factors() -> None:
     """Horovod fuses what has; the numbers stay those of the factor that was asked for."""
-    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     import torch
 
     from bytesched.plugins.horovod.wire import _unfused

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import pytest
-
-pytest.importorskip("horovod.torch")
-
 import horovod_scripts as scripts
+import pytest
 import scripts_gradients as gradients
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 from ranks import address_of
-from restless_horovod import RestlessHorovodJob
 from training import compare
 
 if TYPE_CHECKING:
@@ -39,6 +35,8 @@ Pools = Callable[[int], "Ranks"]
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_script(hvd_gloo: Pools, script: Callable[..., None], args: tuple[object, ...]) -> None:
+    from restless_horovod import RestlessHorovodJob
+
     outcomes = hvd_gloo(2).run(compare, address_of(script), args, {}, 0.0, RestlessHorovodJob)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])

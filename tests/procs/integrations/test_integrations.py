@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builds import python_with
 from paths import ROOT, SCRIPTS
 
 from bytesched.lab.hosts import Lab
@@ -31,31 +31,17 @@ CLIPPED = ["clipping", "by norm", "accumulating by norm", "logging norms", "Adaf
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """The Python that has the trainers."""
-    script = ROOT / "scripts" / "trainers-venv"
-    found = subprocess.run(
-        [script, "--find", sys.executable], capture_output=True, text=True, timeout=60, check=False
-    )
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
-    return found.stdout.strip()
-
-
-@pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(2, RATE) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    python: str, lab: Lab, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def outcomes(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What came of every way, in one pair of interpreters: their imports take longest."""
     folder = tmp_path_factory.mktemp("trainers")
     port = str(lab.free_port())
-    ranks = [_start(lab, python, rank, port, folder) for rank in range(2)]
+    ranks = [_start(lab, rank, port, folder) for rank in range(2)]
     try:
         codes = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
     finally:
@@ -69,7 +55,7 @@ def outcomes(
     return [json.loads(line) for line in lines if line.startswith('{"trainer"')]
 
 
-def _start(lab: Lab, python: str, rank: int, port: str, folder: Path) -> subprocess.Popen[str]:
+def _start(lab: Lab, rank: int, port: str, folder: Path) -> subprocess.Popen[str]:
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -86,7 +72,7 @@ def _start(lab: Lab, python: str, rank: int, port: str, folder: Path) -> subproc
         "HF_HUB_OFFLINE": "1",
     }
     with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as err:
-        command = [python, str(SCRIPTS / "trainer_cases.py")]
+        command = [python_with("trainers"), str(SCRIPTS / "trainer_cases.py")]
         return lab.launch(rank, command, environment, stdout=out, stderr=err)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
+from builds import python_with
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
@@ -17,17 +17,8 @@ pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(320)]
 
 def test_each_has_the_bits_of_plain_training_and_is_deferred() -> None:
     """All of them in one interpreter, whose imports take longest."""
-    found = subprocess.run(
-        [ROOT / "scripts" / "trainers-venv", "--find", sys.executable],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
     trained = subprocess.run(
-        [found.stdout.strip(), str(SCRIPTS / "known_optimizers.py")],
+        [python_with("trainers"), str(SCRIPTS / "known_optimizers.py")],
         env=child_environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}),
         capture_output=True,
         text=True,

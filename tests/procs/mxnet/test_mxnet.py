@@ -8,14 +8,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-from mxnet_cluster import Cluster, find_python
+from builds import python_with
+from mxnet_cluster import Cluster
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
 
-PYTHON, WHY_NOT = find_python()
-
-pytestmark = [pytest.mark.procs, pytest.mark.skipif(not PYTHON, reason=WHY_NOT)]
+pytestmark = pytest.mark.procs
 
 
 #: what one cluster can do after another; each starts several processes
@@ -27,7 +26,7 @@ CASES = (
 
 def answers(*cases: str, servers: int = 1) -> dict[str, list[dict[str, Any]]]:
     """What both workers say, by case and rank."""
-    with Cluster(PYTHON, *cases, servers=servers) as cluster:
+    with Cluster(*cases, servers=servers) as cluster:
         ended = cluster.wait()
     assert [worker.code for worker in ended] == [0, 0], "\n".join(one.output for one in ended)
     lines = [line for one in ended for line in one.output.splitlines() if line.startswith("{")]
@@ -45,11 +44,11 @@ def alone(updates: str, optimizer: str) -> dict[str, Any]:
     """What the same training comes to in one process."""
     script = SCRIPTS / "mxnet_cases.py"
     done = subprocess.run(
-        [PYTHON, script, f"training:alone:{updates}:{optimizer}"],
+        [python_with("mxnet"), script, f"training:alone:{updates}:{optimizer}"],
         env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -74,11 +73,11 @@ def test_training_is_that_of_one_process(
 def example(**variables: str) -> list[str]:
     """The lines that the example prints."""
     ended = subprocess.run(
-        [PYTHON, ROOT / "examples" / "kvstore_mxnet.py"],
+        [python_with("mxnet"), ROOT / "examples" / "kvstore_mxnet.py"],
         env=child_environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -132,7 +131,7 @@ def test_workers_with_different_orders_do_not_wait_for_ever(
 
 
 def test_a_lost_server_is_an_error_within_the_timeout() -> None:
-    with Cluster(PYTHON, "server_lost") as cluster:
+    with Cluster("server_lost") as cluster:
         for worker in cluster.workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "training\n"
@@ -145,7 +144,7 @@ def test_a_lost_server_is_an_error_within_the_timeout() -> None:
 
 def test_a_server_lost_before_the_first_use_is_an_error_within_the_timeout() -> None:
     """MXNet makes keys behind a barrier of its own, which has no limit."""
-    with Cluster(PYTHON, "server_lost_early") as cluster:
+    with Cluster("server_lost_early") as cluster:
         for worker in cluster.workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "made\n"

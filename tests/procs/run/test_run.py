@@ -14,7 +14,7 @@ import pytest
 from bytesched.environment import child_environment
 
 OURS = ["-m", "bytesched", "run"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 250.0
 
 Ended = tuple[int, str, str]
 

@@ -6,7 +6,7 @@ import pytest
 from horovod_launched import why_missing
 from run_outcomes import SMALL, Outcomes, left, outcomes
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.needs("horovod")]
 
 MODES = {
     "usual": ["cross"],

@@ -15,9 +15,7 @@ HOSTS = [2, 2]
 
 def check(ranks: Ranks, script: Callable[..., None], rtol: float, **options: Any) -> set[Any]:
     """How many levels the ranks say they have, after their weights were found equal."""
-    outcomes = ranks.run(
-        scripts.on_hosts, HOSTS, address_of(script), (), options, rtol, timeout_s=60.0
-    )
+    outcomes = ranks.run(scripts.on_hosts, HOSTS, address_of(script), (), options, rtol)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
     return {stats["levels"] for _, stats in outcomes}
@@ -47,7 +45,7 @@ def test_uneven_hosts_are_refused_by_name(three_ranks: Ranks) -> None:
 
 
 def test_a_death_is_told_on_all_hosts() -> None:
-    ranks = run_fresh(scripts.rank_3_dies, world_size=4, timeout_s=60.0)
+    ranks = run_fresh(scripts.rank_3_dies, world_size=4)
     for rank in ranks[:3]:
         assert rank.code == 1, rank
         assert json.loads(rank.stdout.splitlines()[0])["error"] == "PeerLost", rank

@@ -13,9 +13,7 @@ from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab import mpi as lab_mpi
 
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"
-)
+needs_horovod = pytest.mark.needs("horovod")
 LOG_HEAD = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
     "cycle_time_ms,tensor_fusion_threshold,score\n"

@@ -137,7 +137,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
     plain = torch.optim.SGD(reference.parameters(), lr=1e-2, momentum=0.9, fused=True)
     store = _Held()
     options = {"slice": "10"}
-    running = set_up_store("kv-p3", options, model, "sgd", store, servers=1, timeout_s=20.0)
+    running = set_up_store("kv-p3", options, model, "sgd", store, servers=1, timeout_s=100.0)
     for _ in range(2):
         running.optimizer.zero_grad()
         model(inputs).square().sum().backward()
@@ -164,7 +164,7 @@ def test_p3_sends_one_slice_at_a_time_first_layer_first_and_updates_as_sgd_does(
 def test_p3_tells_whoever_waits_what_went_wrong() -> None:
     model, inputs = a_chain()
     store = _Held()
-    running = set_up_store("kv-p3", {}, model, "sgd", store, servers=1, timeout_s=20.0)
+    running = set_up_store("kv-p3", {}, model, "sgd", store, servers=1, timeout_s=100.0)
     model(inputs).sum().backward()
     running.optimizer.step()
     store.pushes.pop()[1](RuntimeError("no server"))

@@ -17,7 +17,7 @@ from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.zero1.lockstep import Place
 from bytesched.plugins.zero1.requests import Requests
 
-_LIMIT_S = 20.0
+_LIMIT_S = 100.0
 
 
 class _Work:

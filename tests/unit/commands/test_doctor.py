@@ -99,7 +99,7 @@ def test_emulated_hosts_are_an_extra_that_may_be_absent(monkeypatch: pytest.Monk
 
 def test_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "WORKER", "no_such_module")
-    check = only(trials.backends(timeout_s=30), "backends")
+    check = only(trials.backends(timeout_s=200), "backends")
     assert check.status == "fail"
     assert "No module named no_such_module" in check.detail
 

@@ -245,7 +245,7 @@ def test_what_is_known_is_shown_without_what_a_search_needs(cache: Path) -> None
         [sys.executable, "-c", only_the_standard_library],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert shown.returncode == 0, shown.stderr

@@ -53,7 +53,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def loopback() -> Iterator[Loopback]:
-    loopback = Loopback(timeout_s=10.0)
+    loopback = Loopback(timeout_s=100.0)
     yield loopback
     loopback.close()
 
@@ -79,7 +79,7 @@ def test_one_rank_has_the_bits_of_plain_training(
 
 def test_several_ranks_have_the_bits_of_their_mean() -> None:
     """With two ranks the mean is exact in any order."""
-    loopback = Loopback(2, timeout_s=10.0)
+    loopback = Loopback(2, timeout_s=100.0)
 
     def on_rank(rank: int) -> list[Tensor]:
         model = models[rank]
@@ -159,7 +159,7 @@ def test_a_chunk_that_does_not_come_back_is_a_timeout() -> None:
 
 
 def test_a_rank_that_gives_up_ends_the_others() -> None:
-    loopback = Loopback(2, timeout_s=10.0)
+    loopback = Loopback(2, timeout_s=100.0)
     models = [mlp(), mlp()]
 
     def on_rank(rank: int) -> str:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-
-pytest.importorskip("horovod.torch")
-
-from bytesched.plugins.horovod.wire import Held
 
 
 def owners(tensor: Any) -> int:
@@ -19,6 +14,8 @@ def owners(tensor: Any) -> int:
 
 
 def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
+    from bytesched.plugins.horovod.wire import Held
+
     held = Held()
     arena = torch.zeros(8)
     for tensor in (arena[2:5], torch.zeros(1, 1, 2, dtype=torch.int64)):
@@ -30,6 +27,8 @@ def test_letting_go_of_what_is_held_is_no_affair_of_python() -> None:
 
 
 def test_the_latest_under_a_key_is_held() -> None:
+    from bytesched.plugins.horovod.wire import Held
+
     held = Held()
     first, second = torch.zeros(2), torch.zeros(2)
     alone = owners(first)

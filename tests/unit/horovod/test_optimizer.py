@@ -10,7 +10,6 @@ from bytesched.errors import PluginError
 
 
 def test_scheduled_optimizer_is_for_optimizers_of_horovod() -> None:
-    pytest.importorskip("horovod.torch")
     from bytesched.plugins.horovod import ScheduledOptimizer
 
     model = nn.Linear(2, 1)

@@ -35,7 +35,7 @@ def two_layers(led: bool = True, credit_bytes: int = 1 << 40) -> Work:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_vectors_are_the_same_as_a_core_on_every_rank(data: st.DataObject) -> None:
     """The same times, bit for bit, the same order and as many words, in every iteration."""

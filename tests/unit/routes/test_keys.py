@@ -12,7 +12,7 @@ from bytesched.errors import PeerLost, TransportError
 from bytesched.plugins.routes.groups import keys as store_keys
 from bytesched.plugins.routes.groups.keys import await_keys
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 250.0
 
 
 class Answers:

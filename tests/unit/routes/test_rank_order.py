@@ -120,7 +120,7 @@ class Rank:
         self.carrier.submit(chunk)
 
     def _wait(self) -> None:
-        assert self._left.acquire(timeout=30.0), (self._errors, self.carrier.story())
+        assert self._left.acquire(timeout=250.0), (self._errors, self.carrier.story())
 
     def change(self, chunks: int) -> None:
         self.chunks[:] = chunks_of(chunks)
@@ -145,11 +145,11 @@ def ranks(request: pytest.FixtureRequest) -> Any:
     store, meeting = HashStore(), Meeting()
 
     def connected(number: int) -> Rank:
-        limit = timedelta(seconds=60)
+        limit = timedelta(seconds=100)
         backend = dist.ProcessGroupGloo(PrefixStore("control", store), number, RANKS, limit)
         notes = Notes(PrefixStore("notes", store), number)
         counting = Counting(backend)
-        group = Group(counting, store, notes, name="s/control", timeout_s=60.0)
+        group = Group(counting, store, notes, name="s/control", timeout_s=100.0)
         return Rank(number, group, meeting, request.param)
 
     found = together(connected, RANKS)

@@ -14,7 +14,7 @@ from bytesched.task import CommTask
 from bytesched.transport import Done
 from bytesched.tunable import Setting
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 100.0
 
 
 class Slow:

@@ -78,7 +78,7 @@ def test_a_script_of_ones_own_is_told(tune: str, tmp_path: Path) -> None:
         env=child_environment({"BYTESCHED_TUNE": tune}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

@@ -67,7 +67,7 @@ sizes = {
 }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(job=jobs, merge=st.booleans(), **sizes)
 def test_the_schedule_keeps_the_bound(
     job: Job, merge: bool, partition_bytes: int, credit_bytes: int, overhead_s: float
@@ -94,7 +94,7 @@ def test_the_schedule_keeps_the_bound(
     assert took.step_s >= job.fluid_optimum_s - 1e-9
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(job=jobs)
 def test_tiny_chunks_without_overhead_reach_the_optimum(job: Job) -> None:
     took = job.simulate(Priority(), partition_bytes=4, credit_bytes=1)

@@ -131,7 +131,7 @@ buffers = st.builds(
 ).map(CommTask.merge)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(buffers, st.integers(1, 1000))
 def test_parts_cover_the_task_exactly(task: CommTask, size: int) -> None:
     parts = task.partition(size)
@@ -143,7 +143,7 @@ def test_parts_cover_the_task_exactly(task: CommTask, size: int) -> None:
     assert {part.itemsize for part in parts} == {task.itemsize}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(buffers, st.integers(1, 1000))
 def test_a_part_waits_for_every_source_that_it_overlaps_and_no_other(
     task: CommTask, size: int
@@ -160,7 +160,7 @@ def test_a_part_waits_for_every_source_that_it_overlaps_and_no_other(
         assert part.priority == min(source.priority for source in overlapping)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(buffers, st.integers(1, 1000))
 def test_no_part_is_much_larger_or_smaller_than_asked(task: CommTask, size: int) -> None:
     step = max(1, size // task.itemsize)
@@ -171,7 +171,7 @@ def test_no_part_is_much_larger_or_smaller_than_asked(task: CommTask, size: int)
         assert elements >= step / 2 or parts == (task,)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(buffers)
 def test_any_element_can_be_cut(task: CommTask) -> None:
     parts = task.partition(1)

@@ -161,6 +161,6 @@ def test_a_configuration_that_does_not_name_us_leaves_us_enabled(is_shown_before
         "logger.error('disabled by the script')\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True
     )
     assert ended.stderr == "bytesched: started\n"

@@ -83,7 +83,7 @@ jobs = {
 }
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(**jobs)
 def test_followers_issue_what_the_leader_issues_and_all_drain(
     sizes: list[int], credits: list[int], seed: int
@@ -97,7 +97,7 @@ def test_followers_issue_what_the_leader_issues_and_all_drain(
     assert sorted(ranks.issued[0]) == sorted(list(range(len(sizes))) * 3)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(**jobs)
 def test_a_replayed_order_needs_no_messages_and_drains(
     sizes: list[int], credits: list[int], seed: int

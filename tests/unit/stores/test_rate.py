@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ PAGE_BYTES = 4096
 
 
 def sizes(
-    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, servers: int = 1, **settings: int
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_s: float,
+    servers: int = 1,
+    width: int = 512,
+    **settings: int,
 ) -> tuple[int, int]:
     """``(partition_bytes, credit_bytes)`` of a session over so fast a store."""
 
@@ -31,11 +36,11 @@ def sizes(
         return bytes_per_s
 
     monkeypatch.setattr(kvstore_training, "push_bytes_per_s", rate)
-    model = torch.nn.Linear(512, 512)
+    model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = Config(timeout_s=TIMEOUT_S, **settings)  # type: ignore[arg-type]
     session = kvstore_training.attach(optimizer, model, Spread(), config)
-    model(torch.ones(1, 512)).sum().backward()
+    model(torch.ones(1, width)).sum().backward()
     optimizer.step()
     session.flush()
     stats = session.stats()
@@ -64,10 +69,11 @@ def test_chunks_of_any_store_have_a_sensible_size(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sizes(monkeypatch, 0.0, partition_bytes=8192) == (8192, 2 * 8192)
-    assert sizes(monkeypatch, 1e9, credit_bytes=8192) == (8192, 8192)
-    assert sizes(monkeypatch, 1e9, credit_bytes=9000) == (8192, 9000)
-    assert sizes(monkeypatch, 1e9, credit_bytes=900) == (900, 900)
+    small = partial(sizes, monkeypatch, width=64)  # or there would be a thousand chunks
+    assert small(0.0, partition_bytes=8192) == (8192, 2 * 8192)
+    assert small(1e9, credit_bytes=8192) == (8192, 8192)
+    assert small(1e9, credit_bytes=9000) == (8192, 9000)
+    assert small(1e9, credit_bytes=900) == (900, 900)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

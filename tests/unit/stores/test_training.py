@@ -16,7 +16,7 @@ from bytesched.kvstore import Key, LocalKVStore
 from bytesched.plugins.stores.training import begin as kvstore_training
 
 STEPS = 5
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 SMALL = Config(partition_bytes=256, credit_bytes=512, timeout_s=TIMEOUT_S)
 
 

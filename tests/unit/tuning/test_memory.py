@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paths import SUPPORT
 from tuning_files import DONE, FINGERPRINT, RUNNING, TUNED, UNTUNED
@@ -176,7 +176,6 @@ def test_a_damaged_file_of_the_cache_is_replaced(
     assert found is not None
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
     content = DONE.to_json()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,7 +16,6 @@ from bytesched.plugins.wave.stages.stage import Stage
 
 
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
-@settings(deadline=None)
 def test_cut_is_as_even_as_can_be(costs: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     bounds = balanced(len(costs), parts, lambda start, stop: float(sum(costs[start:stop])))

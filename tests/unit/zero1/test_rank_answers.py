@@ -14,7 +14,7 @@ from bytesched.plugins.zero1.rank_answers import Answering, Reply
 from bytesched.plugins.zero1.rank_calls import gathered, packed, packed_error, unpacked
 from bytesched.testing import Loopback
 
-_LIMIT_S = 20.0
+_LIMIT_S = 100.0
 
 
 class _Rank:

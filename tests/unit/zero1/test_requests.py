@@ -17,7 +17,7 @@ from bytesched.plugins.zero1.requests import Requests
 
 RANKS = 5
 _T = TypeVar("_T")
-_LIMIT_S = 20.0
+_LIMIT_S = 100.0
 #: more than a connection holds
 LARGE = 8 << 20
 
