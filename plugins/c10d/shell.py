@@ -34,7 +34,7 @@ def take_over(
         _drop_buckets(ddp, reduced)
     if hasattr(ddp, "finalize_backward"):
         # The reducer has nothing to finalize, and would raise.
-        vars(ddp)["finalize_backward"] = _finalize_nothing
+        vars(ddp)["finalize_backward"] = _FinalizeNothing(weak_ddp)
 
     def give_back() -> None:
         ddp = weak_ddp()
@@ -42,6 +42,11 @@ def take_over(
             return
         vars(ddp).pop("finalize_backward", None)
         _make_reducer(ddp, reduced)
+        if ddp.static_graph:
+            # As DDP does for the reducer of a copy.
+            ddp.reducer._set_static_graph()
+            if ddp.logger is not None:
+                ddp.logger._set_static_graph()
         if finalizes_by_hand(ddp):
             # The reducer is new and has not been told.
             told: Any = ddp
@@ -63,16 +68,26 @@ def _finalize_outstanding(ddp: Any) -> None:
         ddp.finalize_backward()
 
 
-def _finalize_nothing() -> None:
+class _FinalizeNothing:
     """In place of `finalize_backward`: whoever reads a gradient waits for it.
 
     `should_finalize_after_backward` is True meanwhile, as the reducer has seen no backward pass.
+    A copy of the DDP, or what is loaded from a file, has DDP's own method.
     """
-    if torch._C._current_graph_task_id() != -1:
-        raise PluginError(
-            "finalize_backward() inside backward: under bytesched, call it when backward has "
-            "returned, as DDP's should_finalize_after_backward says"
-        )
+
+    def __init__(self, weak_ddp: weakref.ref[DistributedDataParallel]) -> None:
+        self._weak_ddp = weak_ddp
+
+    def __call__(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise PluginError(
+                "finalize_backward() inside backward: under bytesched, call it when backward has "
+                "returned, as DDP's should_finalize_after_backward says"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of a copy, whose class it is looked up in.
+        return getattr, (self._weak_ddp(), "finalize_backward")
 
 
 def _drop_buckets(ddp: DistributedDataParallel, reduced: Set[int]) -> None:

@@ -177,13 +177,17 @@ class Splitting:
 
         Nothing may be outstanding.
         """
-        self._setting = setting
+        before, self._setting = self._setting, setting
         if self._split is None:
             self._parts.cut_whole(setting)
             self._changed()
             return
-        self._end(self._split)
-        self._enter()
+        # Policy and order are those of whole all-reduces.
+        sizes = setting.partition_bytes, setting.credit_bytes
+        if sizes != (before.partition_bytes, before.credit_bytes):
+            self._was_asked_before = self._was_asked_before or self._split.was_asked
+            self._end(self._split)
+            self._enter()
 
     def close(self) -> None:
         """Ends what carries split rounds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import weakref
 from contextlib import closing
 from functools import partial
@@ -200,3 +202,18 @@ def finalized_first(job: Job) -> None:
         job.record("gradients", [torch.clone(p.grad) for p in model.parameters()])
         optimizer.step()
     job.record_state(model, optimizer)
+
+
+def copied_and_saved(job: Job) -> None:
+    """Copies of a wrapped model are DDP's own, and finalize what they have reduced."""
+    model = by_hand(job)
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, before_step=lambda step: model.finalize_backward())
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"bytesched" not in file.getvalue()
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        twin(job.inputs(100)).square().mean().backward()
+        twin.finalize_backward()
+        job.record("gradients of a copy", [p.grad for p in twin.parameters()])

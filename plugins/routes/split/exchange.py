@@ -349,6 +349,7 @@ class Exchange:
         self._gathers.close()
         self._waiters.join()
         self._submits.join(PATIENCE_S)
+        self._learned.close()
 
     # -- hops, see transport.Transport -------------------------------------------------
 

@@ -82,6 +82,10 @@ class LearnedOrder:
         finally:
             self._arrived.set()
 
+    def close(self) -> None:
+        """Lets go of what was sent, which holds the connections."""
+        self._sends = []
+
     def __repr__(self) -> str:
         state = "nothing" if self._order is None else "an order"
         return f"<LearnedOrder {state} on its way>"

@@ -94,6 +94,8 @@ class Sums:
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE_S)
+        # What refers to this may live on for a while; its memory need not.
+        self._free.clear()
 
     # -- the thread --------------------------------------------------------------------
 

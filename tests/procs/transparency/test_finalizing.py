@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     scripts.finalized_late,
     scripts.finalized_after_no_sync,
     scripts.finalized_first,
+    scripts.copied_and_saved,
     scripts.finalized_once_unwrapped,
     scripts.lazy_buckets,
     scripts.lazy_views,
