@@ -137,7 +137,7 @@ def _times(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Chan
             return
     if best or plain:
         raise ConfigError(
-            f"--compare: cannot compare the time of {name}: the results have no peer of it in common"
+            f"--compare: cannot compare the time of {name}: they have no peer of it in common"
         )
 
 

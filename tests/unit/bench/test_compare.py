@@ -104,7 +104,7 @@ def test_times_are_compared_beside_the_same_peer() -> None:
     [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
     assert change.figure == "time, as a multiple of ddp's"
     del old["systems"]["ddp"]
-    with pytest.raises(ConfigError, match="time of bytesched: the results have no peer of it in"):
+    with pytest.raises(ConfigError, match="time of bytesched: they have no peer of it in"):
         changes(old, new)
 
 
