@@ -51,7 +51,23 @@ def same_again(command: str, arguments: Sequence[str]) -> list[str]:
             is_kept = argument.partition("=")[0] not in _OUTPUTS
         if is_kept:
             kept.append(argument)
+    if "--record" in {argument.partition("=")[0] for argument in recorded}:
+        kept = _largest_batch(kept)
     return [*kept, *arguments]
+
+
+def _largest_batch(arguments: Sequence[str]) -> list[str]:
+    """The same with the largest batch of a list, which is what systems get."""
+    found: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name == "--batch" and equals:
+            found.append(f"{name}={max(_batches(value))}")
+        elif found and found[-1] == "--batch":
+            found.append(str(max(_batches(argument))))
+        else:
+            found.append(argument)
+    return found
 
 
 def _batches(text: str) -> list[int]:

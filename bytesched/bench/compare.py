@@ -1,24 +1,34 @@
 """Two results of the same measurement: what became slower, dearer or different.
 
 Times of two runs are never compared, as machines differ and drift: a time is a multiple of
-that of a peer in the same run. Counts are compared as they are.
+that of a peer in the same run, which is the same peer in both. Counts are compared as they are.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.setting import difference
-from bytesched.bench.table import described, opponents
+from bytesched.bench.table import described, opponents, round_medians
 from bytesched.errors import ConfigError
 from bytesched.table import aligned
 
-__all__ = ["COUNTS", "TIME_TOLERANCE", "Change", "changes", "check_same", "load_result", "report"]
+__all__ = [
+    "COUNTS",
+    "TIME_TOLERANCE",
+    "Change",
+    "changes",
+    "check_same",
+    "check_systems",
+    "load_result",
+    "report",
+]
 
 #: how much a ratio of times may grow: that of two runs on a quiet machine differs by 1 to 3 %
 TIME_TOLERANCE: Final = 0.05
@@ -63,7 +73,7 @@ class Change:
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """What ``--json`` wrote. Raises `ConfigError` for any other file."""
+    """What ``--json`` wrote at the end. Raises `ConfigError` for any other file."""
     result: Any
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -75,6 +85,8 @@ def load_result(path: Path) -> dict[str, Any]:
             f"--compare {path}: not a result of this version's `bytesched bench --json`, which has "
             "systems and a setting"
         )
+    if found.get("stopped"):
+        raise ConfigError(f"--compare {path}: this bench was stopped before its end")
     return found
 
 
@@ -87,8 +99,18 @@ def check_same(old: dict[str, Any], setting: dict[str, Any], network: str | None
         raise ConfigError(f"--compare: another setting: {found}")
 
 
+def check_systems(old: dict[str, Any], names: Container[str]) -> None:
+    """Raises `ConfigError` if a system of ours of ``old`` is not among ``names``."""
+    for name in old["systems"]:
+        if _is_ours(name) and name not in names:
+            raise ConfigError(f"--compare: cannot compare {name}: only the old result has it")
+
+
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """The figures that both results have, by system."""
+    """The figures that both results have, by system.
+
+    Raises `ConfigError` if the new one lacks a figure of a system of ours that it has.
+    """
     found: list[Change] = []
     for name in old["systems"]:
         if name in new["systems"]:
@@ -99,16 +121,33 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 
 def _times(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
-    """Of a system of ours: its time as a share of its best peer's, else of the plain one's."""
-    if not name.startswith("bytesched"):
+    """Of a system of ours: its time as a share of that of a peer that both results have.
+
+    Of its best peer in the old one, else in the new one, else of the plain one.
+    """
+    if not _is_ours(name) or "rounds" not in old["systems"][name]:
         return
-    plain, best = opponents(name, old["systems"])
-    before, now = (result["systems"][name].get("figures", {}) for result in (old, new))
-    for key, peer in (("speedup_over_best", best), ("speedup_over_plain", plain)):
-        if key in before and key in now:
-            figure = f"time, as a multiple of {peer or 'its plain peer'}'s"
-            yield Change(name, figure, 1 / before[key], 1 / now[key], TIME_TOLERANCE)
+    systems = old["systems"], new["systems"]
+    (plain, best), (_, best_now) = (opponents(name, its) for its in systems)
+    peers = list(filter(None, (best, best_now, plain)))
+    for peer in peers:
+        if all(peer in its for its in systems):
+            before, now = (_multiple(its[name], its[peer]) for its in systems)
+            yield Change(name, f"time, as a multiple of {peer}'s", before, now, TIME_TOLERANCE)
             return
+    if best or plain:
+        raise ConfigError(
+            f"--compare: cannot compare the time of {name}: they have no peer of it in common"
+        )
+
+
+def _multiple(system: dict[str, Any], peer: dict[str, Any]) -> float:
+    pairs = zip(round_medians(peer), round_medians(system), strict=False)
+    return 1 / statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("bytesched")
 
 
 def _counts(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
@@ -116,6 +155,8 @@ def _counts(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Cha
     for key, (figure, tolerance) in COUNTS.items():
         if key in before and key in now:
             yield Change(name, figure, before[key], now[key], tolerance)
+        elif key in before:
+            _refuse_lost(name, figure)
 
 
 def _losses(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
@@ -123,6 +164,16 @@ def _losses(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Cha
     if before == _SAME and now is not None:
         figure = "losses and weights that differ from the first system's"
         yield Change(name, figure, 0.0, float(now != _SAME), 0.0)
+    elif before is not None and now is None:
+        _refuse_lost(name, "losses and weights")
+
+
+def _refuse_lost(name: str, figure: str) -> None:
+    """Raises `ConfigError` for a figure that only the old result has, of a system of ours."""
+    if _is_ours(name):
+        raise ConfigError(
+            f"--compare: cannot compare the {figure} of {name}: only the old result has them"
+        )
 
 
 def _shown(value: float) -> str:
@@ -132,8 +183,9 @@ def _shown(value: float) -> str:
 def report(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, list[Change]]:
     """A table of all changes, as text, and those that are regressions.
 
-    Raises `ConfigError` if the results have no figure in common.
+    Raises `ConfigError` if the results have no figure in common, or the new one lacks one of ours.
     """
+    check_systems(old, new["systems"])
     found = changes(old, new)
     if not found:
         raise ConfigError("--compare: the two results have no figure of a system in common")

@@ -25,7 +25,7 @@ def add_figures(result: dict[str, Any]) -> None:
 
 def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     systems, compute = result["systems"], result["compute"]
-    medians = _round_medians(systems[name])
+    medians = round_medians(systems[name])
     every = [ms for turn in systems[name]["rounds"] for ms in turn["iteration_ms"]]
     first, median, third = quartiles(every)
     optimum_ms = compute["optimum_ms"]
@@ -50,10 +50,10 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     for key, other in (("plain", plain), ("best", best)):
         if other:
             # Of a bench that was stopped, the one may have been measured in more rounds.
-            pairs = zip(_round_medians(systems[other]), medians, strict=False)
+            pairs = zip(round_medians(systems[other]), medians, strict=False)
             figures[f"speedup_over_{key}"] = statistics.median(a / b for a, b in pairs)
     if best and not _is_plain(name):
-        theirs = _round_medians(systems[best])
+        theirs = round_medians(systems[best])
         possible_ms = statistics.median(theirs) - optimum_ms
         gain_ms = statistics.median(a - b for a, b in zip(theirs, medians, strict=False))
         if possible_ms > 0:
@@ -107,7 +107,8 @@ def _median(system: dict[str, Any]) -> float:
     return statistics.median(every)
 
 
-def _round_medians(system: dict[str, Any]) -> list[float]:
+def round_medians(system: dict[str, Any]) -> list[float]:
+    """The median time of an iteration in each round, in ms."""
     return [statistics.median(turn["iteration_ms"]) for turn in system["rounds"]]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.arguments import CONTROLLERS, bench_parser, same_again
-from bytesched.bench.compare import check_same, load_result, report
+from bytesched.bench.compare import check_same, check_systems, load_result, report
 from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import priority, provenance
@@ -37,7 +37,10 @@ TERMINATED = 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when every system was measured, 1 if ``--compare`` finds a regression."""
+    """Run the command; 0 when every system was measured, 1 if ``--compare`` finds a regression.
+
+    2 if it cannot compare.
+    """
     parser = bench_parser()
     arguments = list(sys.argv[2:] if argv is None else argv)
     options = parser.parse_args(arguments)
@@ -55,12 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         its_setting = setting(options, spec, view)
         if old is not None:
             check_same(old, its_setting)
+            check_systems(old, {system.label for system in spec.systems})
     except ConfigError as error:
         parser.error(str(error))
     result = _measured(spec, options, view, provenance(_command(arguments)), its_setting)
     if result is None or old is None:
         return 0
-    return _compared(old, result)
+    try:
+        return _compared(old, result)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _command(arguments: Sequence[str]) -> str:

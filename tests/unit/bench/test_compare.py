@@ -85,6 +85,42 @@ def test_losses_that_differ_now_are_a_regression() -> None:
     assert not regressions(new, new)
 
 
+def test_times_are_compared_beside_the_same_peer() -> None:
+    """A peer whose bucket is the best one now is not the one of the old result."""
+    old, new = a_result(), a_result()
+    for result, four_ms in ((old, 90.0), (new, 200.0)):
+        systems = result["systems"]
+        systems["ddp:bucket_mb=4"] = copy.deepcopy(systems["ddp"])
+        systems["ddp:bucket_mb=4"]["rounds"][0]["iteration_ms"] = [four_ms]
+        systems["ddp:bucket_mb=1"] = systems.pop("ddp-best")
+    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
+    assert "ddp:bucket_mb=4's" in change.figure
+    assert (change.old, change.new) == pytest.approx((80 / 90, 80 / 200))
+    del new["systems"]["ddp:bucket_mb=4"]
+    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
+    assert "ddp:bucket_mb=1's" in change.figure
+    assert (change.old, change.new) == pytest.approx((0.8, 0.8))
+    new["systems"]["ddp:bucket_mb=2"] = new["systems"].pop("ddp:bucket_mb=1")
+    [change] = [change for change in changes(old, new) if change.figure.startswith("time")]
+    assert change.figure == "time, as a multiple of ddp's"
+    del old["systems"]["ddp"]
+    with pytest.raises(ConfigError, match="time of bytesched: they have no peer of it in"):
+        changes(old, new)
+
+
+def test_what_only_the_old_result_has_is_not_compared() -> None:
+    old = a_result(messages=3)
+    with pytest.raises(ConfigError, match="cannot compare the messages of an iteration of bytes"):
+        report(old, a_result())
+    without_losses = a_result(messages=3)
+    del without_losses["systems"]["bytesched"]["losses"]
+    with pytest.raises(ConfigError, match="cannot compare the losses and weights of bytesched"):
+        report(old, without_losses)
+    del without_losses["systems"]["bytesched"]
+    with pytest.raises(ConfigError, match="cannot compare bytesched: only the old result has it"):
+        report(old, without_losses)
+
+
 def test_the_report_names_runs_systems_and_regressions() -> None:
     new = a_result(100.0)
     new["systems"]["fsdp2"] = new["systems"].pop("ddp")
@@ -103,7 +139,7 @@ def test_results_without_a_common_figure_are_refused() -> None:
     other = a_result()
     other["systems"] = {"horovod": {}}
     with pytest.raises(ConfigError, match="no figure of a system in common"):
-        report(a_result(), other)
+        report(other, a_result())
 
 
 @pytest.fixture
@@ -132,6 +168,7 @@ def test_the_command_compares_two_files(
         ({"setting": {"rate": "1gbit"}}, "clip was 0.0 and is not set now"),
         ({"network": "loopback"}, "network was links of 1 Gbit/s between emulated hosts and is"),
         ({"systems": 3}, "not a result"),
+        ({"systems": {}}, "cannot compare bytesched"),
     ],
 )
 def test_the_command_refuses_another_setting(
@@ -145,6 +182,42 @@ def test_the_command_refuses_another_setting(
     with pytest.raises(SystemExit) as exit_info:
         bench.main(["--compare", str(old), str(new)])
     assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["old", "new"])
+def test_the_command_refuses_a_bench_that_was_stopped(
+    stopped: int, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[stopped].write_text(json.dumps(a_result() | {"stopped": True}))
+    with pytest.raises(SystemExit) as exit_info:
+        bench.main(["--compare", *map(str, files)])
+    assert exit_info.value.code == 2
+    assert f"{files[stopped]}: this bench was stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("systems", ["ddp", "ddp,bytesched"])
+def test_what_cannot_be_compared_after_it_was_measured_is_no_regression(
+    systems: str,
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of systems that are not asked for, that is known before."""
+    measured: list[dict[str, Any]] = []
+
+    def measure(*_: Any) -> dict[str, Any]:
+        measured.append(a_result() | {"network": "loopback"})
+        return measured[0]
+
+    monkeypatch.setattr(bench, "setting", lambda *_: a_result()["setting"])
+    monkeypatch.setattr(bench, "_measured", measure)
+    with pytest.raises(SystemExit) as exit_info:
+        bench.main(["--compare", str(files[0]), "--systems", systems])
+    assert exit_info.value.code == 2
+    is_measured = systems != "ddp"
+    assert bool(measured) == is_measured
+    message = "network was links" if is_measured else "cannot compare bytesched"
     assert message in capsys.readouterr().err
 
 
