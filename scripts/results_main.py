@@ -72,6 +72,9 @@ def arguments_of(case: Case, folder: Path, *, is_quick: bool) -> list[str]:
     name = next(word for word in words if word in QUICK or word.startswith("scripts/"))
     if is_quick:
         words += shlex.split(QUICK.get(name, ""))
+    # As a result names it: no path of the machine stands in it.
+    folder = folder.resolve()
+    folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     words += ["--json", str(folder / f"{case.file}.json")]
     if "MXNET" in words:
         venv = subprocess.run([MXNET_VENV], stdout=subprocess.PIPE, text=True)

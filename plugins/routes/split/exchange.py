@@ -148,11 +148,11 @@ class Exchange:
         self._foreign = [c for c in self._order if plan.owners[c.index] != group.rank]
         #: owners tell measurers in this round
         self._tells = False
-        #: of this round: chunks that were submitted, which the user's thread counts, those whose
-        #: sums are not here, and those whose routes have not ended
-        self._submitted = self._unsummed = self._left = 0
-        #: every chunk of the round that began last was submitted
-        self._is_complete = True
+        #: of this round: chunks that were submitted, which the user's thread counts; before the
+        #: first one, no rank waits for any
+        self._submitted = len(plan.chunks)
+        #: of this round: chunks whose sums are not here, and those whose routes have not ended
+        self._unsummed = self._left = 0
         #: of each chunk, the hops to or from this rank that have not ended
         self._hops_left: list[int] = []
         self._started_ns: dict[int, int] = {}
@@ -270,7 +270,7 @@ class Exchange:
             self._learned.begin(self._seen or [chunk.index for chunk in self._order])
         self._rounds += 1
         self._seen = []
-        self._is_complete = False
+        self._submitted = 0
 
     def _use_order(self, indices: list[int]) -> None:
         self._order = [self._plan.chunks[index] for index in indices]
@@ -286,18 +286,16 @@ class Exchange:
         now_ns = perf_counter_ns()
         if self._observers:
             self._observers.on_flow("s", chunk.index, "backward", now_ns)
-        count = len(self._plan.chunks)
-        is_first = self._submitted % count == 0
+        is_first = self._submitted == 0
         if is_first:
             # Nothing of the last round is under way.
-            self._submitted = 0
             self._count_round()
             # Before this thread can expect parameters, which may come after these alone.
             if receives := self._receives():
                 self._gathers.begin(partial(self._receive_all, receives))
         self._submitted += 1
         self._seen.append(chunk.index)
-        is_last = self._is_complete = self._submitted == count
+        is_last = self._submitted == len(self._plan.chunks)
         event = partial(self._submit, chunk, now_ns, first=is_first, last=is_last)
         # Not here: a hop that starts is packed, which would hold up backward.
         self._submits.put(self.scheduler.act, event)
@@ -329,7 +327,7 @@ class Exchange:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way, and no rank waits for the rest of a round."""
-        return self._is_complete and not self._left
+        return self._submitted == len(self._plan.chunks) and not self._left
 
     def close(self, *, is_idle: bool = True) -> None:
         """Ends threads; what is under way fails. Idempotent.
