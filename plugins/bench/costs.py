@@ -21,7 +21,7 @@ __all__ = ["copy_bytes_per_s", "cpu_costs", "update_bytes_per_s"]
 
 _WARMUP, _ITERATIONS = 3, 6
 _OPTIMIZER: Final = "adamw"
-_TENSORS, _MANY_TENSORS = 32, 160
+_LAYERS, _TENSORS, _MANY_TENSORS = 8, 32, 160
 _PIECES, _MANY_PIECES = 4, 32
 _TRIES: Final = 5
 
@@ -96,9 +96,6 @@ def _profile(shape: _Shape) -> Profile:
     # No profile may take no time at all.
     last = LayerProfile("last", 1e-3, 0.0, ())
     return Profile("costs", "", (*(layer,) * _LAYERS, last))
-
-
-_LAYERS: Final = 8
 
 
 def _options(kind: str, shape: _Shape) -> dict[str, str]:
