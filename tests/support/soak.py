@@ -8,11 +8,9 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
@@ -28,11 +26,8 @@ from scripts_optimizers import SPLITTABLE
 
 #: after so many turns all that is made once per process is there
 _SETTLED = 8
-#: growth of one rank that is none
-_GROWTH_KIB = 48 * 1024
-#: of all turns, whose levels are compared one with the next, and a difference that is none
-_PARTS = 6
-_NOISE_KIB = 2 * 1024
+#: growth of one rank, from the end of the first quarter on, that is none
+_GROWTH_KIB = 16 * 1024
 #: a turn takes seconds: one that takes longer than this hangs, however busy the machine is
 _HANGS_S = 300.0
 
@@ -49,18 +44,6 @@ _KINDS = {
     "ended": 0.5,
     "killed": 0.1,
 }
-
-
-def steady_growth(resident: Sequence[int]) -> int:
-    """By how much memory has grown again and again; 0 if it went up and down, or up once.
-
-    One turn may be the first to need a large block, which malloc keeps.
-    """
-    count = min(_PARTS, len(resident))
-    bounds = [len(resident) * part // count for part in range(count + 1)]
-    levels = [int(median(resident[low:high])) for low, high in pairwise(bounds)]
-    grown = sum(after > before + _NOISE_KIB for before, after in pairwise(levels))
-    return levels[-1] - levels[0] if grown > count // 2 else 0
 
 
 @dataclass
@@ -181,7 +164,10 @@ class Soak:
             for what, numbers in (("threads", threads), ("descriptors", descriptors)):
                 if numbers[-1] > numbers[0]:
                     found.append(f"rank {rank}: {what} {numbers[0]} -> {numbers[-1]}")
-            if (growth := steady_growth(resident)) > _GROWTH_KIB:
+            # It goes up and down with what a turn happened to draw.
+            quarter = max(1, len(resident) // 4)
+            growth = min(resident[-quarter:]) - max(resident[: 2 * quarter])
+            if growth > _GROWTH_KIB:
                 found.append(f"rank {rank}: {growth} KiB more")
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import soak_cases
 from ranks import Ranks
-from soak import Soak, steady_growth
+from soak import Soak
 
 TURNS = 30
 
@@ -51,17 +51,3 @@ def test_others_hear_of_a_backward_pass_that_ended_before_a_chunk_was_complete(
     options = {"partition_bytes": 1 << 20, "credit_bytes": 1 << 20, "split": "on"}
     raised = two_ranks.run(soak_cases.faulty, turn, (0, 2, "backward"), options)
     assert raised == ["Fault", "PeerLost"]
-
-
-@pytest.mark.parametrize(
-    ("resident", "grows"),
-    [
-        ([400_000 + 4_000 * turn for turn in range(24)], True),
-        ([400_000] * 13 + [520_000] * 11, False),
-        ([400_000, 520_000] * 12, False),
-        ([400_000] * 12 + [400_000 + 9_000 * turn for turn in range(12)], False),
-        ([400_000] * 8 + [400_000 + 9_000 * turn for turn in range(16)], True),
-    ],
-)
-def test_memory_that_grows_again_and_again(resident: list[int], grows: bool) -> None:
-    assert (steady_growth(resident) > 48 * 1024) is grows
