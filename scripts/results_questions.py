@@ -77,7 +77,7 @@ QUESTIONS = (
         "ddp",
         "DDP on a slow link",
         "How much faster does a DDP script become where communication takes as long as compute? "
-        "With DDP and buckets of 25 MB an iteration takes {0} times as long as with bytesched, "
+        "With DDP as it comes an iteration takes {0} times as long as with bytesched, "
         "with its best bucket and bucket views {1} times as long; compute is emulated.",
         (
             Series(
@@ -87,7 +87,7 @@ QUESTIONS = (
             ),
         ),
         (
-            Column("ddp, 25 MB", ("ddp",)),
+            Column("ddp", ("ddp",)),
             Column("ddp-best", ("ddp-best",)),
             Column("bytesched", ("bytesched",)),
         ),
@@ -124,7 +124,7 @@ QUESTIONS = (
             ),
         ),
         (
-            Column("ddp, 25 MB", ("ddp",)),
+            Column("ddp", ("ddp",)),
             Column("ddp-best", ("ddp-best",)),
             Column("bytesched", ("bytesched",)),
         ),
@@ -270,7 +270,7 @@ QUESTIONS = (
             ),
         ),
         (
-            Column("ddp, 25 MB", ("ddp",)),
+            Column("ddp", ("ddp",)),
             Column("ddp, 4 MB", (f"ddp:bucket_mb=4{VIEWS}",)),
             Column("bytesched", ("bytesched",)),
         ),

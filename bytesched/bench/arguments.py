@@ -18,9 +18,9 @@ CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
 #: what `same_again` leaves out
 _OUTPUTS: Final = frozenset({"--json", "--png", "--record", "--compare"})
 EPILOG: Final = """\
-Further systems: ddp-finalize (torch 2.15), ddp-accelerate, zero1, deepspeed, horovod,
-horovod-best (swept), horovod-autotune, bytesched-horovod; through parameter servers over MPI:
-kv-plain, kv-p3, bytesched-kv.
+Further systems: ddp-finalize (torch 2.15), zero1, deepspeed, horovod, horovod-best (swept),
+horovod-autotune, bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3,
+bytesched-kv.
 A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
 ddp-finalize), bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
 horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),

@@ -15,7 +15,7 @@ from bytesched.values import nearest, parse_flag, shown
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
-FURTHER_SYSTEMS = ("ddp-finalize", "ddp-accelerate", "zero1", "deepspeed")
+FURTHER_SYSTEMS = ("ddp-finalize", "zero1", "deepspeed")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
@@ -73,11 +73,8 @@ def ddp_arguments(options: Mapping[str, str]) -> dict[str, Any]:
 
     Raises `ValueError` for a value that cannot be, and `KeyError` for an option that is none.
     """
-    arguments: dict[str, Any] = {"bucket_cap_mb": 25.0}
-    for name, value in options.items():
-        argument, parse = _DDP_OPTIONS[name]
-        arguments[argument] = parse(value)
-    return arguments
+    found = [(*_DDP_OPTIONS[name], value) for name, value in options.items()]
+    return {argument: parse(value) for argument, parse, value in found}
 
 
 def _megabytes(text: str) -> float:

@@ -21,6 +21,7 @@ from bytesched.link.work import Gather, Job, Work
 from bytesched.sim.systems import (
     BUCKETS_MB,
     CALIBRATED,
+    DEFAULT_BUCKET_MB,
     SCHEDULED,
     Model,
     buckets,
@@ -177,9 +178,10 @@ def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], 
             (partial(buckets, bucket_mb=size, are_views=True), f"{size} MB") for size in BUCKETS_MB
         ]
     if system.kind == "ddp":
-        size = float(options.get("bucket_mb", 25))
+        size = float(options["bucket_mb"]) if "bucket_mb" in options else None
         are_views = options.get("bucket_view") == "1"
-        return [(partial(buckets, bucket_mb=size, are_views=are_views), f"{size:g} MB")]
+        chosen = f"{size or DEFAULT_BUCKET_MB:g} MB"
+        return [(partial(buckets, bucket_mb=size, are_views=are_views), chosen)]
     if system.kind == "fsdp2":
         return [(partial(sharded, ranks=fabric.ranks, by_gloo=fabric.overlaps), "")]
     chunked = split if system.kind == "split" else scheduled

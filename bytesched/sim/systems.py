@@ -18,6 +18,7 @@ from bytesched.values import parse_size
 __all__ = [
     "BUCKETS_MB",
     "CALIBRATED",
+    "DEFAULT_BUCKET_MB",
     "LAB_COSTS",
     "SCHEDULED",
     "SYSTEMS",
@@ -36,6 +37,8 @@ SCHEDULED = ("bytesched", "split")
 #: those whose predictions scripts/sim-referee and scripts/calibrate-sim hold against the lab
 CALIBRATED = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
+#: of DDP without arguments: its first bucket, and all others
+FIRST_BUCKET_MB = 1
 DEFAULT_BUCKET_MB = 25
 FSDP_UNITS = 12
 #: an all-gather of Gloo's over an all-reduce (docs/method.md)
@@ -148,22 +151,25 @@ class Model:
         return (Bundle(tuple(range(jobs)), update_s),), (0,) * len(self.profile.layers)
 
 
-def buckets(model: Model, bucket_mb: float = DEFAULT_BUCKET_MB, *, are_views: bool = False) -> Work:
+def buckets(model: Model, bucket_mb: float | None = None, *, are_views: bool = False) -> Work:
     """DistributedDataParallel: buckets as backward fills them, then `step()` for all.
 
     A bucket is closed by the gradient that brings it to its size (torch's reducer.cpp).
 
     Args:
+        bucket_mb: its ``bucket_cap_mb``; without one, the first bucket is smaller than the others.
         are_views: whether gradients lie in the buckets (gradient_as_bucket_view), else they are
             copied there and back.
     """
     jobs: list[Job] = []
     nbytes = 0
+    size_mb = FIRST_BUCKET_MB if bucket_mb is None else bucket_mb
     for number, (layer, size) in reversed(list(enumerate(model.tensors()))):
         nbytes += size
-        if nbytes >= bucket_mb * MIB or not number:
+        if nbytes >= size_mb * MIB or not number:
             jobs.append(Job(nbytes, len(jobs), layer))
             nbytes = 0
+            size_mb = DEFAULT_BUCKET_MB if bucket_mb is None else bucket_mb
     bundles, gates = model.whole(len(jobs))
     backward_s = model.backward_s
     if not are_views:

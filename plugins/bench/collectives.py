@@ -65,7 +65,7 @@ def _measured(probes: Probes) -> Measured:
         ranks=ranks,
         sizes_bytes=probes.sizes_bytes,
         seconds=tuple(seconds),
-        cores_per_rank=len(os.sched_getaffinity(0)) / _ranks_here(),
+        cores_per_rank=_cores_per_rank(),
         update_bytes_per_s=update,
         copy_bytes_per_s=copied,
         collective_cpu_s=cpu_s,
@@ -80,12 +80,13 @@ def _collective_cpu_s(tries: int) -> float:
     return (time.process_time() - began_s) / (2 * tries + 1)
 
 
-def _ranks_here() -> int:
-    """How many ranks are on this machine."""
+def _cores_per_rank() -> float:
+    """Of the ranks on this machine, each of which may be bound to cores of its own."""
     here = _BOOT.read_text() if _BOOT.exists() else socket.gethostname()
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, here)
-    return machines.count(here)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (here, os.sched_getaffinity(0)))
+    of_ranks = [cores for machine, cores in found if machine == here]
+    return len(frozenset().union(*of_ranks)) / len(of_ranks)
 
 
 def _mean_costs(costs: CpuCosts) -> CpuCosts:

@@ -19,6 +19,7 @@ from ..figures.meter import Meter
 from ..layout.packing import Packer
 from ..layout.plan import Ownership, Plan
 from ..queries.answers import Answers
+from ..queries.expressions import Asked
 from ..queries.gradient_queries import GradientQueries
 from ..queries.parts import EXACT_PARTS, Places
 from ..routes.carrier import Traffic
@@ -265,8 +266,8 @@ class ExchangeCarrier:
         return self._exchange.traffic
 
     @property
-    def was_asked(self) -> bool:
-        return self.queries.was_asked
+    def asked(self) -> Asked:
+        return self.queries.asked
 
     def begin_round(self) -> None:
         try:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, Memory
+from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, GradientState, Memory
 
 from ..figures.meter import Meter
 from ..layout.memory import lies_over
@@ -177,8 +177,17 @@ class Synchronizing:
             slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
-        self._progress.refuse_in_update(f"{slot.name}.grad")
         bundle = slot.bundle
+        if (
+            slot.is_read
+            and slot.state is GradientState.SUMMED
+            and bundle.state is BundleState.FREE
+            and self._elsewhere is None
+            and not (slot.changes or slot.looks)
+        ):
+            # It was read in this round, and is what it was then.
+            return
+        self._progress.refuse_in_update(f"{slot.name}.grad")
         if bundle.state is not BundleState.FREE:
             # Held alone costs no wait of the host, but a write must come after the update.
             self.synchronize(bundle, f"{slot.name}.grad")
@@ -194,7 +203,7 @@ class Synchronizing:
             self._meter.causes.read(slot.name, waited_ns)
         if self._elsewhere is not None:
             self._elsewhere.complete(slot)
-        if slot.state not in TAKEN:
+        if (slot.changes or slot.looks) and slot.state not in TAKEN:
             slot.change()
         slot.is_read = True
 

@@ -8,7 +8,7 @@ first use synchronizes it and gives the class back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -419,12 +419,16 @@ def ready(values: Any) -> None:
             ready(value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors among ``value``, which may be nested."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            # Most lists have nothing else: no call for each of them.
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            else:
+                found += _tensors(item)
+    return found

@@ -17,6 +17,7 @@ import torch
 
 from bytesched.round import UNTAKEN, Use
 
+from ..dependency.progress import Progress
 from ..layout.memory import lies_over
 from ..layout.slots import Slot
 from ..proxies.pending import LazyGrad, alias_of, free, plain
@@ -137,16 +138,18 @@ class Asked:
         slots: those of the model.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], progress: Progress) -> None:
         self._all = slots
+        self._progress = progress
         self._asked: set[Slot] = set()
-        #: of all gradients of the round
-        self._nbytes = 0
+        #: of all gradients of the round, and of those that had not come when it asked first
+        self._nbytes = self._late_bytes = 0
 
     def add(self, slots: Iterable[Slot]) -> None:
         """Something was asked of these; no optimizer has stepped when the first are added."""
         if not self._asked:
             self._nbytes = sum(slot.view.nbytes for slot in self._all if slot.state in UNTAKEN)
+            self._late_bytes = self._progress.outstanding_bytes
         self._asked.update(slots)
 
     def clear(self) -> None:
@@ -158,6 +161,11 @@ class Asked:
         """Whether they are most of all bytes: for fewer, a wait for themselves is shorter."""
         nbytes = sum(slot.view.nbytes for slot in self._asked)
         return nbytes > 0 and nbytes >= _MOST * self._nbytes
+
+    @property
+    def late_share(self) -> float:
+        """Of all bytes, the share that had not come when the script asked first."""
+        return self._late_bytes / max(self._nbytes, 1)
 
 
 def _is_elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

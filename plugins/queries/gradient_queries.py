@@ -95,7 +95,7 @@ class GradientQueries:
         #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
         #: what the script has asked about or changed in this round
-        self._asked = Asked(plan.slots)
+        self._asked = Asked(plan.slots, progress)
         #: the backward pass of this round has not ended: hooks see gradients of the last one
         self._is_backward = False
 
@@ -110,9 +110,9 @@ class GradientQueries:
         self._answers.begin_round()
 
     @property
-    def was_asked(self) -> bool:
-        """Whether the script has asked about most gradients of this round, or changed them."""
-        return self._asked.are_most
+    def asked(self) -> Asked:
+        """What the script has asked about or changed in this round."""
+        return self._asked
 
     def backward_ends(self) -> None:
         """All gradients of the round are those that are asked about."""

@@ -23,6 +23,7 @@ from ..routes.carrier import Carrier, Traffic
 from .expressions import Asked, derived, slots_in
 from .operations import ASKING
 from .vote import Vote
+from .worth import Worth
 
 __all__ = ["SplitCarrier", "Splitter", "Splitting"]
 
@@ -43,8 +44,8 @@ class SplitCarrier(Carrier, Protocol):
         """What answers."""
 
     @property
-    def was_asked(self) -> bool:
-        """Whether the script has asked about most gradients of the round, or changed them."""
+    def asked(self) -> Asked:
+        """What the script has asked about or changed in the round."""
 
     def begin_round(self) -> None:
         """A new backward pass begins: what was asked of the last one is over."""
@@ -110,16 +111,16 @@ class Splitting:
         self._device = parts.plan.slots[0].view.device
         self._mode = mode
         self._reduced = reduced
-        self._has_said = False
+        self._said: set[str] = set()
         #: rounds that have begun
         self._rounds = 0
         #: what was carried by carriers that are closed
         self._past = Traffic()
         self._split: SplitCarrier | None = None
-        #: most gradients were asked about or changed since the last vote, in rounds that are over
-        self._was_asked_before = False
-        #: those of this round, while nothing is split
-        self._asked = Asked(parts.plan.slots)
+        #: of rounds that are over, since the last vote
+        self._worth = Worth()
+        #: what was asked in this round, while nothing is split
+        self._asked = Asked(parts.plan.slots, context.progress)
         #: the backward pass of this round has not ended
         self._is_backward = False
         self._ballot = Vote(context, _VOTE, self._device)
@@ -131,11 +132,9 @@ class Splitting:
         Collective where the ranks change, as all of them came to the end of the same vote.
         """
         self._rounds += 1
-        is_split = self._split is not None
-        asked = self._asked.are_most if self._split is None else self._split.was_asked
-        self._was_asked_before = self._was_asked_before or asked
+        self._note()
         if self._mode == "on":
-            if not is_split:
+            if self._split is None:
                 self._change(wanted=True)
         elif (wanted := self._ballot.outcome()) is not None:
             self._change(wanted=wanted)
@@ -148,8 +147,7 @@ class Splitting:
         if self._split is not None:
             self._split.begin_round()
         if self._mode == "auto" and Vote.is_due(self._rounds):
-            self._ballot.cast(yes=self._was_asked_before)
-            self._was_asked_before = False
+            self._ballot.cast(yes=self._worth.take(is_split=self._split is not None))
 
     def backward_ends(self) -> None:
         """Every gradient of the round is there."""
@@ -185,7 +183,7 @@ class Splitting:
         # Policy and order are those of whole all-reduces.
         sizes = setting.partition_bytes, setting.credit_bytes
         if sizes != (before.partition_bytes, before.credit_bytes):
-            self._was_asked_before = self._was_asked_before or self._split.was_asked
+            self._note()
             self._end(self._split)
             self._enter()
 
@@ -195,6 +193,12 @@ class Splitting:
         if self._split is not None:
             self._split.close()
 
+    def _note(self) -> None:
+        """A round is over in which most gradients were asked about or changed, or were not."""
+        asked = self._asked if self._split is None else self._split.asked
+        if asked.are_most:
+            self._worth.note(asked.late_share)
+
     def _change(self, *, wanted: bool) -> None:
         if wanted == (self._split is not None):
             return
@@ -202,10 +206,14 @@ class Splitting:
         self._parts.synchronizing.synchronize_all()
         if self._split is None:
             self._enter()
-        else:
-            self._end(self._split)
-            self._parts.cut_whole(self._setting)
-            self._changed()
+            return
+        self._end(self._split)
+        self._parts.cut_whole(self._setting)
+        self._changed()
+        self._say(
+            "all-reduces are whole again: gradients are here when the script asks for norms of "
+            "them, or it asks no more"
+        )
 
     def _enter(self) -> None:
         try:
@@ -234,13 +242,16 @@ class Splitting:
         context.progress.story = split.story
         context.progress.look = split.lost
         self._use_queries(split.queries)
-        if context.backend.rank == 0 and not self._has_said:
-            log.info(
-                "the script asks for norms of its gradients, or scales them, before step(): "
-                "every all-reduce is split into two halves"
-            )
-        self._has_said = True
+        self._say(
+            "the script asks for norms of its gradients, or scales them, before step(): every "
+            "all-reduce is split into two halves"
+        )
         return split
+
+    def _say(self, what: str) -> None:
+        if self._context.backend.rank == 0 and what not in self._said:
+            log.info(what)
+        self._said.add(what)
 
     def _end(self, split: SplitCarrier) -> None:
         progress = self._context.progress

@@ -68,6 +68,7 @@ WAYS = {
     "crossing": Way({}, is_late=True),
     "ddp-clipped": Way(clips=True),
     "clipped": Way({"split": "on"}, clips=True, plain="ddp-clipped"),
+    "clipped-whole": Way({"split": "off"}, clips=True, plain="ddp-clipped"),
     "sharded": Way({"shard": True}),
     "sharded-crossing": Way({"shard": True}, is_late=True),
 }

@@ -67,10 +67,6 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
         finalizing = Finalizing(optimizer, wrapped)
         return Running(wrapped, finalizing, finalizing.close)
     wrapped = DistributedDataParallel(model)
-    if kind == "ddp-accelerate":
-        # Accelerate 1.15.0 passes on what differs from the defaults of its
-        # DistributedDataParallelKwargs, which is nothing: the first bucket holds 1 MB.
-        return Running(wrapped, make_optimizer(optimizer_name, model.parameters()))
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer

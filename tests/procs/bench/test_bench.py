@@ -70,8 +70,8 @@ def test_all_systems_on_two_ranks(tiny: str, tmp_path: Path) -> None:
     assert "bytesched" in done.stdout
 
 
-#: DDP's options, and what others make of it
-PEERS = ["ddp", "ddp:static_graph=1+bucket_view=1", "ddp-accelerate"]
+#: as it comes, with options, and finalized late
+PEERS = ["ddp", "ddp:static_graph=1+bucket_view=1"]
 if hasattr(DistributedDataParallel, "finalize_backward"):
     PEERS += ["ddp-finalize", "ddp-finalize:bucket_mb=0.001+bucket_view=1"]
 

@@ -37,7 +37,6 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--systems ddp:bucket=1", "'bucket'; did you mean bucket_mb?"),
         ("--systems ddp:bucket_mb=0", "not a size in MB"),
         ("--systems ddp:bucket_view=2", "bucket_view = '2': not a switch"),
-        ("--systems ddp-accelerate:bucket_mb=1", "ddp-accelerate has no options"),
         ("--model gtp", "did you mean gpt"),
         ("--emulate vg", "did you mean vgg"),
         ("--emulate nowhere/file.json", "No such file"),
@@ -99,7 +98,7 @@ def test_options_of_ddp_are_arguments_of_it() -> None:
         "gradient_as_bucket_view": True,
         "static_graph": True,
     }
-    assert ddp_arguments({}) == {"bucket_cap_mb": 25.0}
+    assert ddp_arguments({}) == {}
 
 
 @pytest.mark.parametrize(

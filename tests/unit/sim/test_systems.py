@@ -48,6 +48,8 @@ def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     one = Model(Profile("five", "", layers), Costs(update_bytes_per_s=1e9))
     found = [(job.nbytes >> 20, job.layer) for job in buckets(one, 4).jobs]
     assert found == [(6, 3), (4, 1), (1, 0)]
+    as_it_comes = [(job.nbytes >> 20, job.layer) for job in buckets(one).jobs]
+    assert as_it_comes == [(3, 4), (8, 0)]
 
 
 def test_gradients_are_copied_into_buckets_that_are_no_views_and_out_of_them() -> None:
