@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from results_page import PICTURE, page, results_of
 from results_questions import QUESTIONS, Case, Question
 
 from bytesched.bench.picture import draw_bench
+from bytesched.environment import child_environment
 from bytesched.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,9 +30,8 @@ QUICK = {
     "bytesched": "--iterations 2 --rounds 1 --warmup 2 --sweep-iterations 1",
     "scripts/measure-mxnet": "--iterations 2 --rounds 1 --warmup 2",
 }
-#: the Python with MXNet, as a command says it, and what makes it and prints its path
-MXNET = "$(scripts/mxnet-venv)"
-MXNET_VENV = str(ROOT / "scripts" / "mxnet-venv")
+#: in a command: what makes another Python and prints its path
+PYTHON = re.compile(r"\$\((scripts/[^)]+)\)")
 #: of `scripts/calibrate-sim`, where a prediction misses
 MISSES = 1
 
@@ -68,7 +69,7 @@ def check(questions: Sequence[Question], folder: Path) -> int:
 
 def arguments_of(case: Case, folder: Path, *, is_quick: bool) -> list[str]:
     """The command of a case, as it can be run here."""
-    words = shlex.split(case.command.replace(MXNET, "MXNET"))
+    words = shlex.split(PYTHON.sub(_python, case.command))
     name = next(word for word in words if word in QUICK or word.startswith("scripts/"))
     if is_quick:
         words += shlex.split(QUICK.get(name, ""))
@@ -76,11 +77,8 @@ def arguments_of(case: Case, folder: Path, *, is_quick: bool) -> list[str]:
     folder = folder.resolve()
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     words += ["--json", str(folder / f"{case.file}.json")]
-    if "MXNET" in words:
-        venv = subprocess.run([MXNET_VENV], stdout=subprocess.PIPE, text=True)
-        words[words.index("MXNET")] = venv.stdout.strip() or "false"
     at = words.index(name)
-    if name == "bytesched":
+    if name == "bytesched" and words[at - 1] != "-m":
         words[at : at + 1] = [sys.executable, "-m", "bytesched"]
     elif at == 0:
         words[:1] = [sys.executable, str(ROOT / name)]
@@ -91,10 +89,17 @@ def arguments_of(case: Case, folder: Path, *, is_quick: bool) -> list[str]:
     ]
 
 
+def _python(named: re.Match[str]) -> str:
+    """Its path; where it cannot be made, what fails in its place."""
+    made = subprocess.run(shlex.split(named[1]), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return made.stdout.strip() or "false"
+
+
 def measure(questions: Sequence[Question], folder: Path, *, is_quick: bool) -> list[str]:
     """Run the commands of these questions; the names of those that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     cases = [(question, case) for question in questions for case in question.cases()]
+    environment = child_environment({"PYTHONPATH": str(ROOT)})
     failed = []
     for number, (_, case) in enumerate(cases, start=1):
         result = folder / f"{case.file}.json"
@@ -103,7 +108,7 @@ def measure(questions: Sequence[Question], folder: Path, *, is_quick: bool) -> l
         command = arguments_of(case, folder, is_quick=is_quick)
         print(f"\n[{number}/{len(cases)}] {case.file}: {case.command}", flush=True)
         began_s = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             code = process.wait()
         except KeyboardInterrupt:

@@ -68,13 +68,17 @@ def page(questions: Sequence[Question], results: Results, files: str, pictures: 
 
 def _machine(results: Results) -> list[str]:
     """Where all of it was measured; a line for each machine, as there should be one."""
-    found = {
-        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"kernel {machine['kernel']}": machine["torch"]
-        for machine in (result["machine"] for result in results.values())
-        if machine["torch"]
-    }
-    return [f"Measured on {where}, torch {torch}, no GPU." for where, torch in found.items()]
+    found: dict[str, set[str]] = {}
+    for machine in (result["machine"] for result in results.values()):
+        memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
+        where = (
+            f"{machine['cores']} cores of {machine['cpu']}, {memory}, kernel {machine['kernel']}"
+        )
+        found.setdefault(where, set()).update(filter(None, [machine["torch"]]))
+    return [
+        f"Measured on {where}, torch {' and '.join(sorted(its))}, no GPU."
+        for where, its in found.items()
+    ]
 
 
 def _section(

@@ -72,6 +72,10 @@ def _each(**fixed: str) -> tuple[dict[str, str], ...]:
     return tuple({**fixed, "model": model} for model in MODELS)
 
 
+def _of_best_buckets(title: str, kind: str, more: str = "") -> Column:
+    return Column(title, tuple(f"{kind}:bucket_mb={mb}{VIEWS}{more}" for mb in (1, 4)))
+
+
 QUESTIONS = (
     Question(
         "ddp",
@@ -94,6 +98,35 @@ QUESTIONS = (
         minutes=11,
         more=("gain", "cpu"),
         has_picture=True,
+    ),
+    Question(
+        "forms",
+        "Other forms of DDP",
+        "How much of that does DDP bring by itself in torch 2.15? With the bucket size that was "
+        "best above, and views, it takes {0} times as long, with `static_graph` as well {1} times, "
+        "and where it finalizes late, so that backward returns while all-reduces run, {2} times. "
+        "What Accelerate makes of a model is `ddp` in the table above.",
+        (
+            Series(
+                "chrt -r 5 $(scripts/test-torch newest --python) -m "
+                + BENCH
+                + f" --systems ddp:bucket_mb={{MB}}{VIEWS},"
+                f"ddp:bucket_mb={{MB}}{VIEWS}+static_graph=1,"
+                f"ddp-finalize:bucket_mb={{MB}}{VIEWS},bytesched --iterations 8 --rounds 2",
+                (
+                    {"hosts": "2", "model": "gpt", "MB": "1"},
+                    {"hosts": "2", "model": "resnet", "MB": "4"},
+                ),
+            ),
+        ),
+        (
+            _of_best_buckets("ddp-best", "ddp"),
+            _of_best_buckets("static", "ddp", "+static_graph=1"),
+            _of_best_buckets("late", "ddp-finalize"),
+            Column("bytesched", ("bytesched",)),
+        ),
+        minutes=2.5,
+        more=("cpu",),
     ),
     Question(
         "clipped",
