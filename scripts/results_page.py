@@ -70,11 +70,13 @@ def _machine(results: Results) -> list[str]:
     """Where all of it was measured; a line for each machine, as there should be one."""
     found: dict[str, set[str]] = {}
     for machine in (result["machine"] for result in results.values()):
+        if not machine["torch"]:
+            continue
         memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
         where = (
             f"{machine['cores']} cores of {machine['cpu']}, {memory}, kernel {machine['kernel']}"
         )
-        found.setdefault(where, set()).update(filter(None, [machine["torch"]]))
+        found.setdefault(where, set()).add(machine["torch"])
     return [
         f"Measured on {where}, torch {' and '.join(sorted(its))}, no GPU."
         for where, its in found.items()

@@ -177,6 +177,7 @@ class Synchronizing:
             slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
+        self._progress.refuse_in_update(f"{slot.name}.grad")
         bundle = slot.bundle
         if (
             slot.is_read
@@ -187,7 +188,6 @@ class Synchronizing:
         ):
             # It was read in this round, and is what it was then.
             return
-        self._progress.refuse_in_update(f"{slot.name}.grad")
         if bundle.state is not BundleState.FREE:
             # Held alone costs no wait of the host, but a write must come after the update.
             self.synchronize(bundle, f"{slot.name}.grad")

@@ -176,6 +176,7 @@ class WarmingUp:
                     context,
                     setting,
                     mode=self._config.split,
+                    is_tuned=self._decisions is not None,
                     reduced=completions.reduced,
                 )
 

@@ -27,6 +27,8 @@ _WORTH_IT = 0.02
 _MUCH = 0.5
 #: From this share on, what is left of communication is not worth a word.
 _NEARLY_ALL = 0.9
+#: From this share on, whoever waits for it is not worth one either.
+_ALL = 0.95
 
 _HIDDEN = "communication is hidden behind backward already, there is little to gain"
 _ARRIVED = "the rest had arrived before step()"
@@ -182,7 +184,10 @@ class Meter:
             return ""
         if self._whole_steps.total() > self._measured_steps / 2:
             return self._whole_steps.most_common(1)[0][0]
-        return self.causes.worst or (_HIDDEN if self._overlap >= _NEARLY_ALL else _ARRIVED)
+        worst = self.causes.worst
+        if self._overlap >= (_ALL if worst else _NEARLY_ALL):
+            return _HIDDEN
+        return worst or _ARRIVED
 
     def step_ends(self) -> None:
         """``optimizer.step()`` returns."""

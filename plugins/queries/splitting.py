@@ -92,6 +92,8 @@ class Splitting:
 
     Args:
         mode: "auto", or "on": from the first round on, and for good.
+        is_tuned: sizes change while it trains, and are compared by how long steps take: whether
+            gradients are late is not, as a split that ends would be taken for what a size brings.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Splitting:
         setting: Setting,
         *,
         mode: str,
+        is_tuned: bool,
         reduced: Callable[[CommTask], None],
     ) -> None:
         self._splitter = splitter
@@ -118,7 +121,7 @@ class Splitting:
         self._past = Traffic()
         self._split: SplitCarrier | None = None
         #: of rounds that are over, since the last vote
-        self._worth = Worth()
+        self._worth = Worth(is_judged=not is_tuned)
         #: what was asked in this round, while nothing is split
         self._asked = Asked(parts.plan.slots, context.progress)
         #: the backward pass of this round has not ended
@@ -273,6 +276,7 @@ class Splitting:
         if self._is_backward:
             return NotImplemented
         if func in ASKING:
-            self._asked.add(slots_in(args))
+            if slots := list(slots_in(args)):
+                self._asked.add(slots)
             return NotImplemented
         return derived(func, args, kwargs)

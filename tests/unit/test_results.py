@@ -147,6 +147,7 @@ def test_every_command_is_understood(
     words = results_main.arguments_of(case, tmp_path, is_quick=is_quick)
     assert words[-2:] == ["--json", str(tmp_path / f"{case.file}.json")]
     if "bench" in words:
+        assert words.count("-m") == 1
         options = bench_parser().parse_args(words[words.index("bench") + 1 :])
         assert (options.iterations * options.rounds >= 4) is not is_quick
         systems = {system.label for system in parse_systems(options.systems)}

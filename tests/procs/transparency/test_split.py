@@ -132,6 +132,11 @@ def test_not_entered_where_one_rank_asks_or_none(
     assert {stats["order"] for stats in figures} <= WHOLE
 
 
+def test_left_when_gradients_are_here_when_they_are_asked_about(two_ranks: Ranks) -> None:
+    figures = check(two_ranks, split.clipped_without_a_wait, 40, split="auto")
+    assert {stats["order"] for stats in figures} <= WHOLE
+
+
 def test_left_when_nothing_is_asked_any_more(two_ranks: Ranks) -> None:
     figures = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto")
     assert {stats["order"] for stats in figures} <= WHOLE

@@ -91,6 +91,17 @@ def test_what_arrives_before_step_is_called_hidden_only_if_it_is() -> None:
     assert ours.figures(Traffic())["reason"] == "the rest had arrived before step()"
 
 
+def test_who_waits_for_next_to_nothing_is_not_blamed() -> None:
+    busy_ns = [0]
+    ours = train(meter(busy_ns), 1, 0)
+    busy_ns[0] = 100 * MS
+    for waited_ms, reason in ((3, "is hidden behind backward"), (4, "reads all gradients")):
+        began = ours.moment()
+        ours.waited("weight", Moment(began.at_ns - waited_ms * MS, began.busy_ns - 50 * MS), None)
+        ours.causes.read("weight", waited_ms * MS)
+        assert reason in str(ours.figures(Traffic())["reason"])
+
+
 def test_time_under_way_is_counted_once() -> None:
     busy = Busy()
     busy.begins(100)

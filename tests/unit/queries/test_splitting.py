@@ -101,7 +101,9 @@ def splitting(ranks: Ranks, failed: list[BaseException]) -> tuple[Splitting, Any
     )
     splitter: Any = SimpleNamespace(cut=nothing, carrier=lambda *_, **__: Split(progress))
     setting = Setting(partition_bytes=16, credit_bytes=16)
-    made = Splitting(splitter, parts, context, setting, mode="auto", reduced=lambda _: None)
+    made = Splitting(
+        splitter, parts, context, setting, mode="auto", is_tuned=False, reduced=lambda _: None
+    )
     return made, SimpleNamespace(ask=handlers[0], slot=slot, progress=progress)
 
 
@@ -160,11 +162,29 @@ def test_all_reduces_are_split_while_scripts_wait_for_late_gradients(
 def test_a_split_is_worth_its_messages_where_much_is_late(
     late_share: float, begins: bool, goes_on: bool
 ) -> None:
-    worth = Worth()
+    worth = Worth(is_judged=True)
     for is_split, expected in ((False, begins), (True, goes_on)):
         for _ in range(8):
             worth.note(late_share)
         assert worth.take(is_split=is_split) == expected
-    worth.note(late_share)
-    assert worth.take(is_split=False), "a few rounds say nothing"
     assert not worth.take(is_split=False), "no round has asked"
+
+
+def test_a_few_rounds_say_nothing_until_they_are_enough() -> None:
+    worth = Worth(is_judged=True)
+    found = []
+    for _ in range(3):
+        for _ in range(3):
+            worth.note(0.0)
+        found.append(worth.take(is_split=True))
+    assert found == [True, True, False]
+    worth.note(0.0)
+    assert worth.take(is_split=False)
+
+
+def test_while_sizes_are_tuned_whoever_asks_is_split() -> None:
+    worth = Worth(is_judged=False)
+    for _ in range(20):
+        worth.note(0.0)
+    assert worth.take(is_split=True)
+    assert not worth.take(is_split=True), "no round has asked"
