@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from looped import TIMEOUT_S, Training
 from torch import nn
 
+from bytesched.plugins.figures.meter import Moment
 from bytesched.testing import Loopback
 
 STEPS = 4
@@ -27,17 +30,29 @@ def reason(loopback: Loopback, before_step: Callable[[Training], object], **fiel
     """What the figures say of a training whose gradients are late."""
     training = Training(loopback, **fields)
     assert training.session is not None
+    meter = training.session._meter
+    moment = meter.moment
+
+    def begins_to_wait(releases: list[threading.Timer], began_s: float) -> Moment:
+        found = moment()
+        if not releases:
+            # However slow the machine is, as much is left to wait for as was hidden.
+            late_s = max(0.02, perf_counter() - began_s)
+            releases.append(threading.Timer(late_s, loopback.release))
+            releases[0].start()
+        return found
+
     training.train()
     for _ in range(STEPS):
         loopback.hold()
         began_s = perf_counter()
         training.backward()
-        # However slow the machine is, as much is left to wait for as was hidden.
-        release = threading.Timer(max(0.02, perf_counter() - began_s), loopback.release)
-        release.start()
-        before_step(training)
-        training.optimizer.step()
-        release.join()
+        releases: list[threading.Timer] = []
+        with patch.object(meter, "moment", partial(begins_to_wait, releases, began_s)):
+            before_step(training)
+            training.optimizer.step()
+        begins_to_wait(releases, began_s)
+        releases[0].join()
     training.flush()
     said = str(training.session.stats()["reason"])
     training.session.close()
