@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import sys
 from typing import Any
@@ -16,6 +17,8 @@ from bytesched.plugins.mpi_kvstore import open_store
 from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
 from bytesched.testing import KVStoreContract
 
+TIMEOUT_S = 100
+
 
 class Suite(KVStoreContract):
     def __init__(self, options: dict[str, Any], *, scheduled: bool) -> None:
@@ -23,9 +26,9 @@ class Suite(KVStoreContract):
         self.scheduled = scheduled
 
     def store(self) -> KVStore:
-        kv = open_store(timeout_s=100, **self.options)
+        kv = open_store(timeout_s=TIMEOUT_S, **self.options)
         if self.scheduled:
-            return ScheduledKVStore(kv, Config(timeout_s=100, partition_bytes=16))
+            return ScheduledKVStore(kv, Config(timeout_s=TIMEOUT_S, partition_bytes=16))
         return kv
 
     def array(self, numbers: list[float]) -> Any:
@@ -44,9 +47,12 @@ def main() -> None:
     for options in json.loads(sys.argv[1]):
         scheduled = options.pop("scheduled", False)
         for name in names:
+            # Before a call's limit: a rank that is silent for so long shows where it is.
+            faulthandler.dump_traceback_later(TIMEOUT_S - 10)
             # A server ends with it.
             with contextlib.suppress(SystemExit):
                 getattr(Suite(options, scheduled=scheduled), name)()
+            faulthandler.cancel_dump_traceback_later()
     print(f"rank {MPI.COMM_WORLD.rank}: {len(names)} passed", flush=True)
 
 
