@@ -113,7 +113,8 @@ class AnyEvents(RuleBasedStateMachine):
             hop = lane.queue.peek()
             if hop is None or (self.held and hop.priority > lane.front) or lane.in_flight_bytes:
                 continue
-            assert lane.name == "spreads" and self.core.lanes[SUMS].has_next, f"{lane} stalls"
+            waits = lane.name == "spreads" and self.core.lanes[SUMS].has_next
+            assert waits, f"{lane} stalls"
 
     @invariant()
     def what_is_held_back_is_known(self) -> None:
