@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,9 @@ STEPS = 30
 _WIDTH = 64
 
 #: no hold ends by itself: a rank that needs what another one holds would wait for ever
-never_released = patch.object(URGENCY, "_limits_s", (1e6, 1e6))
+_NEVER = (1e6, 1e6)
+#: long beside a section, and short beside a test
+_SOON = (0.2, 0.2)
 
 
 class _Mean(torch.autograd.Function):
@@ -67,20 +68,26 @@ def _inputs(job: Job) -> Callable[[int], Tensor]:
     return lambda step: job.inputs(step, 4, _WIDTH)
 
 
-def _train(job: Job, before_step: Callable[[Any], object], **layer: bool) -> None:
+def _train(
+    job: Job,
+    before_step: Callable[[Any], object],
+    limits_s: tuple[float, float] = _NEVER,
+    **layer: bool,
+) -> None:
     group = dist.new_group()
     model = job.ddp(nn.Sequential(*(Layer(group, **layer) for _ in range(6))))
     optimizer = job.wrap(adamw(model), model)
-    train(
-        job,
-        model,
-        optimizer,
-        steps=STEPS,
-        inputs=_inputs(job),
-        before_step=lambda _: before_step(model),
-    )
-    job.record_state(model, optimizer)
-    job.close()
+    with patch.object(URGENCY, "_limits_s", limits_s):
+        train(
+            job,
+            model,
+            optimizer,
+            steps=STEPS,
+            inputs=_inputs(job),
+            before_step=lambda _: before_step(model),
+        )
+        job.record_state(model, optimizer)
+        job.close()
     dist.destroy_process_group(group)
 
 
@@ -88,22 +95,18 @@ def _nothing(model: nn.Module) -> None:
     pass
 
 
-@never_released
 def mixed_by_collectives(job: Job) -> None:
     _train(job, _nothing)
 
 
-@never_released
 def gates_inside_sections(job: Job) -> None:
     _train(job, _nothing, gates_inside=True)
 
 
-@never_released
 def mixed_and_clipped(job: Job) -> None:
     _train(job, lambda model: clip_grad_norm_(model.parameters(), 0.05))
 
 
-@never_released
 def mean_loss_before_step(job: Job) -> None:
     """Gradients are read on all ranks, and a metric is summed before they are taken."""
     group = dist.new_group()
@@ -130,7 +133,7 @@ def read_by_rank_0_alone(job: Job) -> None:
             )
         job.record("metric", _mean(torch.ones(1), group))
 
-    with patch.object(URGENCY, "_limits_s", (0.2, 0.2)):
+    with patch.object(URGENCY, "_limits_s", _SOON):
         train(job, model, optimizer, steps=6, inputs=_inputs(job), after_step=read)
         job.record_state(model, optimizer)
         job.close()
@@ -150,8 +153,7 @@ def entered_by_rank_0_alone(job: Job) -> None:
         if kept is not None:
             kept.end()
 
-    with patch.object(URGENCY, "_limits_s", (0.2, 0.2)):
-        _train(job, sections)
+    _train(job, sections, _SOON)
     dist.destroy_process_group(group)
 
 
@@ -165,4 +167,4 @@ def raises_inside(job: Job) -> None:
         except RuntimeError:
             assert not URGENCY.is_held
 
-    never_released(functools.partial(_train, job, broken))()
+    _train(job, broken)
