@@ -61,7 +61,8 @@ class Layer(nn.Module):
 
     def _mixed(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.linear(x))
-        return x + 0.1 * _Mean.apply(x, self._group)
+        mean: Tensor = _Mean.apply(x, self._group)  # type: ignore[no-untyped-call]
+        return x + 0.1 * mean
 
 
 def _inputs(job: Job) -> Callable[[int], Tensor]:

@@ -32,8 +32,8 @@ scripts = named(
 @scripts
 def test_two_ranks(two_ranks: Ranks, script: Callable[..., None], way: str) -> None:
     for stats in check(two_ranks, script, **WAYS[way]):
-        assert stats["urgent_sections"] > 0
-        assert stats["held_s"] <= stats["urgent_s"]
+        assert float(stats["urgent_sections"]) > 0
+        assert float(stats["held_s"]) <= float(stats["urgent_s"])
 
 
 @ways
