@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.urgency import URGENCY
 
 # A stopped peer is noticed after that.
 TIMEOUT_S = 4.0
@@ -275,3 +276,21 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
     signals().set("an answer fails")
     # Its script goes on, and waits for gradients of the one that asks.
     told(lambda: script.train(2))
+
+
+def fails_in_a_section(victim: int, fault: str, timeout_s: float) -> None:
+    """`fault` befalls rank `victim` inside an urgent section, in which the others wait for it."""
+    script = Script()
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s)
+    script.train(3)
+
+    def section() -> None:
+        with bytesched.urgent():
+            if dist.get_rank() == victim:
+                FAULTS[fault]()
+            script.train(2)
+
+    try:
+        told(section)
+    finally:
+        assert not URGENCY.is_held
