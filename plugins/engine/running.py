@@ -15,7 +15,7 @@ from bytesched.tunable import Setting
 from ..dependency.context import Context, PlanParts
 from ..dependency.forked import disown
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
-from ..layout.partition import from_cells, to_cells
+from ..layout.flags import from_cells, to_cells
 from ..layout.slots import Slot
 from ..proxies.pending import is_held, keep_apart, move_apart, release
 from ..queries.splitting import Splitting

@@ -11,7 +11,8 @@ import torch
 from bytesched.link.sizes import first_bytes
 from bytesched.task import CommTask
 
-from .partition import Partition, cell_count
+from .flags import cell_count
+from .partition import Partition
 from .slots import Bundle, Slice, Slot
 
 __all__ = ["Ownership", "Plan", "Share"]
@@ -59,7 +60,7 @@ class Plan:
         self, slots: Sequence[Slot], *, partition_bytes: int, find_unused: bool = False
     ) -> None:
         self.slots = list(slots)
-        #: which slots got a gradient, summed over the ranks (see partition); the most urgent chunk
+        #: which slots got a gradient, summed over the ranks (see flags); the most urgent chunk
         self.used_flags: torch.Tensor | None = None
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False

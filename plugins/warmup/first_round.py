@@ -20,8 +20,8 @@ from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
 from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
+from ..layout.flags import from_cells, to_cells
 from ..layout.packing import Packer
-from ..layout.partition import from_cells, to_cells
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..routes.backend import Backend, from_leader
