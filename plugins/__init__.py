@@ -35,7 +35,7 @@ def wrap(
 ) -> Any:
     """See :func:`bytesched.wrap`."""
     announce(optimizer, model)
-    return wrap_found(optimizer, model, kvstore, groups, **fields)
+    return wrap_found(optimizer, model, kvstore, groups or {}, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:
@@ -86,7 +86,7 @@ def wrap_found(
                     "shard = True needs the ranks of torch.distributed: it is not there for "
                     "Horovod, MXNet and parameter stores"
                 )
-            if groups or (model is not None and _has_groups(model)):
+            if model is not None and _has_groups(model, groups):
                 raise PluginError(
                     "parameters that only some ranks reduce need torch.distributed: there are no "
                     "such groups for Horovod, MXNet and parameter stores"
@@ -148,10 +148,10 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
         log.debug("the other ranks do not know of the error", exc_info=True)
 
 
-def _has_groups(model: Any) -> bool:
+def _has_groups(model: Any, groups: Any) -> bool:
     from .c10d.grouping import has_groups
 
-    return has_groups(model)
+    return has_groups(model, groups)
 
 
 def _is_horovods(optimizer: Any) -> bool:

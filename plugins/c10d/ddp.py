@@ -112,7 +112,8 @@ def begin(
     """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
-        groups: over which ranks parameters are reduced, where that is not all (see grouping).
+        groups: over which ranks parameters are reduced, beside what layers say (see grouping);
+            None: all parameters over all ranks.
         is_configured: whether settings were given with this optimizer.
 
     Raises `PluginError` for what cannot be wrapped, and `MismatchError` if the ranks differ.
@@ -124,7 +125,7 @@ def begin(
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, Session)]
     if stays_plain(why):
-        is_lost = base_of(model).size() > 1 and (groups or has_groups(model))
+        is_lost = base_of(model).size() > 1 and has_groups(model, groups)
         if is_lost:
             why = f"nothing would reduce the gradients of parameters in groups: {why}"
         if not known:

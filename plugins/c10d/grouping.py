@@ -84,9 +84,13 @@ class _AllBut:
         return key not in self._left
 
 
-def has_groups(model: nn.Module) -> bool:
-    """Whether a layer of ``model`` says over which ranks it is reduced."""
-    return any(getattr(module, ATTRIBUTE, _NONE) is not _NONE for module in model.modules())
+def has_groups(model: nn.Module, groups: Mapping[Any, Any] | None) -> bool:
+    """Whether a layer of ``model``, or ``groups``, says over which ranks it is reduced."""
+    if groups is None:
+        return False
+    return bool(groups) or any(
+        getattr(module, ATTRIBUTE, _NONE) is not _NONE for module in model.modules()
+    )
 
 
 def grouping_of(
@@ -94,9 +98,14 @@ def grouping_of(
 ) -> Grouping:
     """What layers of ``model`` say, and ``groups``, which has a group, or None, by what it is of.
 
+    Without ``groups`` nobody has asked: a script of others may use the layers' attribute for
+    what it reduces itself.
+
     Raises `PluginError` for what is no part of the model, a group that this rank is not in, and
     parameters that are in two groups.
     """
+    if groups is None:
+        return Grouping(base.size())
     names: dict[int, str] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         names[id(tensor)] = name
@@ -116,7 +125,7 @@ def grouping_of(
             for tensor in chain(module.parameters(), module.buffers()):
                 add(tensor, ranks)
     modules = set(map(id, model.modules()))
-    for key, group in (groups or {}).items():
+    for key, group in groups.items():
         if isinstance(key, nn.Module) and id(key) in modules:
             ranks = _ranks(group, base, f"groups[{type(key).__name__}]")
             for tensor in chain(key.parameters(), key.buffers()):
