@@ -9,11 +9,19 @@ from typing import Any
 import groups_scripts as scripts
 import pytest
 from ranks import Ranks, address_of, run_fresh
-from training import compare
+from restless import RestlessJob
+from training import Job, compare
 
 
-def check(ranks: Ranks, script: Callable[..., None], *args: object, **options: Any) -> None:
-    for rank, (found, _) in enumerate(ranks.run(compare, address_of(script), args, options)):
+def check(
+    ranks: Ranks,
+    script: Callable[..., None],
+    *args: object,
+    kind: type[Job] = Job,
+    **options: Any,
+) -> None:
+    outcomes = ranks.run(compare, address_of(script), args, options, 0.0, kind)
+    for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
 
 
@@ -66,6 +74,11 @@ def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ways", [2, 4])
 def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> None:
     check(four_ranks, script, ways)
+
+
+@pytest.mark.parametrize("script", [scripts.unused, scripts.clipped])
+def test_sizes_change(four_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(four_ranks, script, 2, kind=RestlessJob)
 
 
 @pytest.mark.parametrize("how", ["attribute", "modules"])
