@@ -8,7 +8,8 @@ Importing this package imports no framework; `wrap` does, when it is called.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from bytesched import tunable
 from bytesched.config import Config
@@ -82,6 +83,7 @@ def wrap(
     model: object,
     *,
     kvstore: KVStore | None = None,
+    groups: Mapping[Any, Any] | None = None,
     **fields: Unpack[ConfigFields],
 ) -> OptimizerT: ...
 
@@ -95,6 +97,7 @@ def wrap(
     model: object = None,
     *,
     kvstore: KVStore | None = None,
+    groups: Mapping[Any, Any] | None = None,
     **fields: Unpack[ConfigFields],
 ) -> object:
     """Schedule the gradients of an optimizer, or the pushes and pulls of a store.
@@ -104,6 +107,10 @@ def wrap(
     Returns the very same optimizer. With `kvstore`, the gradients of a plain module travel through
     that store.
 
+    With `groups`, gradients of some parameters are reduced over some ranks only: it maps a
+    parameter, or a module for all parameters below it, to a process group, or to None for no other
+    rank. A module's attribute `data_parallel_group` says the same.
+
     A store alone is returned as a `ScheduledKVStore` around it; MXNet's own store gets one with the
     calls of MXNet. A `gluon.Trainer` of MXNet is returned itself.
 
@@ -111,7 +118,7 @@ def wrap(
     """
     from bytesched import plugins
 
-    return plugins.wrap(optimizer, model, kvstore, **fields)
+    return plugins.wrap(optimizer, model, kvstore, groups, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:

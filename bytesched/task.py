@@ -64,6 +64,7 @@ class CommTask:
 
     __slots__ = (
         "followers",
+        "group",
         "index",
         "is_part",
         "itemsize",
@@ -107,6 +108,8 @@ class CommTask:
         self.is_part = False
         #: number of the lane that carries it
         self.lane = 0
+        #: which of its groups of ranks reduces it; 0: all ranks
+        self.group = 0
         #: the hops that its end is a source of
         self.followers: tuple[CommTask, ...] = ()
         self.parts: tuple[CommTask, ...] = ()

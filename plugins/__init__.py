@@ -30,10 +30,12 @@ ClassT = TypeVar("ClassT", bound=type)
 log = logging.getLogger("bytesched")
 
 
-def wrap(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
+def wrap(
+    optimizer: Any, model: Any = None, kvstore: Any = None, groups: Any = None, **fields: Any
+) -> Any:
     """See :func:`bytesched.wrap`."""
     announce(optimizer, model)
-    return wrap_found(optimizer, model, kvstore, **fields)
+    return wrap_found(optimizer, model, kvstore, groups or {}, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:
@@ -68,7 +70,9 @@ def sharded_state(optimizer: Any) -> ShardedState:
     return session.sharded_state(optimizer)
 
 
-def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields: Any) -> Any:
+def wrap_found(
+    optimizer: Any, model: Any = None, kvstore: Any = None, groups: Any = None, **fields: Any
+) -> Any:
     """As :func:`wrap`, for what was found in a script that does not call it."""
     is_mxnet = model is None and type(optimizer).__module__.split(".")[0] == "mxnet"
     is_store = model is None and all(hasattr(optimizer, n) for n in ("init", "push", "pull"))
@@ -76,13 +80,17 @@ def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields:
         config = settings(fields)
         if not is_mxnet and not is_store:
             check(optimizer, model)
-        if config.shard and (
-            is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer)
-        ):
-            raise PluginError(
-                "shard = True needs the ranks of torch.distributed: it is not there for Horovod, "
-                "MXNet and parameter stores"
-            )
+        if is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer):
+            if config.shard:
+                raise PluginError(
+                    "shard = True needs the ranks of torch.distributed: it is not there for "
+                    "Horovod, MXNet and parameter stores"
+                )
+            if model is not None and _has_groups(model, groups):
+                raise PluginError(
+                    "parameters that only some ranks reduce need torch.distributed: there are no "
+                    "such groups for Horovod, MXNet and parameter stores"
+                )
     except BytesschedError as error:
         if kvstore is None:
             _decline(optimizer, model, error)
@@ -95,12 +103,18 @@ def wrap_found(optimizer: Any, model: Any = None, kvstore: Any = None, **fields:
         from .stores.scheduled.begin import begin as wrap_store
 
         return wrap_store(optimizer, config)
-    begin = partial(_begin, kvstore=kvstore, is_configured=bool(fields))
+    begin = partial(_begin, kvstore=kvstore, groups=groups, is_configured=bool(fields))
     return wrap_optimizer(optimizer, model, config, begin)
 
 
 def _begin(
-    optimizer: Any, model: Any, config: Config, *, kvstore: Any, is_configured: bool
+    optimizer: Any,
+    model: Any,
+    config: Config,
+    *,
+    kvstore: Any,
+    groups: Any,
+    is_configured: bool,
 ) -> Wrapped | None:
     """The session behind an optimizer, over what carries its gradients; collective."""
     if kvstore is not None:
@@ -113,7 +127,7 @@ def _begin(
         return begin_over_horovod(optimizer, model, config)
     from .c10d.ddp import begin as begin_over_c10d
 
-    return begin_over_c10d(optimizer, model, config, is_configured=is_configured)
+    return begin_over_c10d(optimizer, model, config, groups, is_configured=is_configured)
 
 
 def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
@@ -132,6 +146,12 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
         decline_over_c10d(model, in_one_line(error))
     except Exception:
         log.debug("the other ranks do not know of the error", exc_info=True)
+
+
+def _has_groups(model: Any, groups: Any) -> bool:
+    from .c10d.grouping import has_groups
+
+    return has_groups(model, groups)
 
 
 def _is_horovods(optimizer: Any) -> bool:

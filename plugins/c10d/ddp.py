@@ -6,9 +6,10 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,17 @@ from ..update.separable import why_not_sharded
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast
 from .entry import Entry
+from .grouping import (
+    grouping_of,
+    has_groups,
+    open_parts,
+    partition_slots,
+    refuse_other_groups,
+    refuse_other_values,
+    refuse_reduced,
+    refuse_settings,
+)
+from .grouping import statements as group_statements
 from .joining import Joining, joining
 from .shell import finalizes_by_hand, take_over
 from .splitter import ExchangeSplitter
@@ -94,12 +106,15 @@ def begin(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     config: Config,
+    groups: Mapping[Any, Any] | None = None,
     *,
     is_configured: bool,
 ) -> Session | None:
     """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
+        groups: over which ranks parameters are reduced, beside what layers say (see grouping);
+            None: all parameters over all ranks.
         is_configured: whether settings were given with this optimizer.
 
     Raises `PluginError` for what cannot be wrapped, and `MismatchError` if the ranks differ.
@@ -111,8 +126,13 @@ def begin(
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, Session)]
     if stays_plain(why):
+        is_lost = base_of(model).size() > 1 and has_groups(model, groups)
+        if is_lost:
+            why = f"nothing would reduce the gradients of parameters in groups: {why}"
         if not known:
             decline(model, why)
+        if is_lost:
+            raise PluginError(why)
         return None
     if known:
         if is_configured:
@@ -120,6 +140,9 @@ def begin(
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
             _refuse_to_shard(optimizer, model)
+        if groups:
+            base = base_of(model)
+            refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
@@ -127,7 +150,7 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             _refuse_to_shard(optimizer, model)
-        session = attach(optimizer, model, config, entry)
+        session = attach(optimizer, model, config, entry, groups)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -145,7 +168,11 @@ def decline(model: nn.Module, why: str) -> None:
 
 
 def attach(
-    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    config: Config,
+    entry: Entry,
+    groups: Mapping[Any, Any] | None = None,
 ) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
@@ -156,13 +183,24 @@ def attach(
     if ddp is None:
         _refuse_part_of_ddp(model)
     base = base_of(model)
-    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)}
+    grouping = grouping_of(model, groups, base)
+    if grouping.parted:
+        refuse_settings(config)
+        if ddp is not None:
+            refuse_reduced(ddp, grouping)
+    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)} - grouping.ids
     slots = slots_of(model, optimizer, ignored=ignored)
+    in_groups = group_statements(slots, grouping)
     kind = kind_of(base, slots[0].parameter.device)
+    find_unused = _find_unused(ddp, config)
+    if in_groups and config.find_unused_parameters is None:
+        # Whether an expert is used depends on the batch, and DDP does not look at it.
+        find_unused = True
     entry.agree(
         [
+            *in_groups,
             *statements(slots, optimizer, config),
-            f"find_unused_parameters = {_find_unused(ddp, config)}",
+            f"find_unused_parameters = {find_unused}",
             f"static_graph = {ddp is not None and ddp.static_graph}",
         ],
         config.timeout_s,
@@ -174,13 +212,22 @@ def attach(
         if ddp is not None and kind in ("gloo", "nccl") and _broadcasts_buffers(ddp):
             buffers = ranks.open("buffers")
         observers = ranks.observers()
-        if ddp is None:
-            broadcast(data, model)
         device = slots[0].parameter.device
+        if ddp is None:
+            broadcast(data, model, left_out=grouping.parted)
+        parts: list[Group | None] = []
+        if in_groups:
+            partitions = partition_slots(slots, grouping, control)
+            parts = open_parts(base, ranks, kind, partitions, name, config.timeout_s)
+            if ddp is None:
+                for part in filter(None, parts):
+                    broadcast(part, model, left_out=grouping.outside(part.members))
+            else:
+                refuse_other_values(slots, control)
         levels = None
-        if kind == "gloo" and device.type == "cpu":
+        if kind == "gloo" and device.type == "cpu" and not parts:
             levels = _levels(base, ranks, data, name, config)
-    backend = C10dBackend(data, control, buffers, levels)
+    backend = C10dBackend(data, control, buffers, levels, parts)
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
     session = Session(
@@ -188,9 +235,9 @@ def attach(
         slots,
         config,
         backend=backend,
-        splitter=_splitter(base, backend, device, name, data.hosts, config),
+        splitter=None if parts else _splitter(base, backend, device, name, data.hosts, config),
         sync=partial(_syncs, weak_ddp),
-        find_unused=_find_unused(ddp, config),
+        find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
     )
@@ -206,6 +253,8 @@ def attach(
             # what a script finalizes late must not change hands before.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
+            # Nor does DDP reduce over some ranks.
+            can_stop = can_stop and not grouping.ids
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
             session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
@@ -345,9 +394,14 @@ def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.modules_buffers) and is_known
 
 
-def broadcast(group: Group, module: nn.Module) -> None:
-    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does."""
+def broadcast(group: Group, module: nn.Module, *, left_out: Container[int] = ()) -> None:
+    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does.
+
+    Args:
+        left_out: the ids of those that are not given.
+    """
     tensors = [*module.parameters(), *module.buffers()]
+    tensors = [tensor for tensor in tensors if id(tensor) not in left_out]
     group.broadcast(tensors, task="the initial broadcast")
-    if group.rank == 0:
+    if group.members[group.rank] == 0:
         log.info("broadcast %d parameters and buffers of a plain module", len(tensors))

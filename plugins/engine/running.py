@@ -15,6 +15,7 @@ from bytesched.tunable import Setting
 from ..dependency.context import Context, PlanParts
 from ..dependency.forked import disown
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
+from ..layout.flags import from_cells, to_cells
 from ..layout.slots import Slot
 from ..proxies.pending import is_held, keep_apart, move_apart, release
 from ..queries.splitting import Splitting
@@ -154,7 +155,7 @@ class Running:
         assert plan.used_flags is not None
         assert plan.flags_chunk is not None
         computed = [int(s.state in UNTAKEN or s.is_local) for s in plan.slots]
-        plan.used_flags.copy_(torch.tensor(computed, dtype=torch.int32))
+        plan.used_flags.copy_(torch.tensor(to_cells(plan.slots, computed), dtype=torch.int32))
         if plan.flags_chunk.notify_ready():
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
@@ -173,7 +174,8 @@ class Running:
                 self._streams.backward_done(chunk, self._carrier.submit)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
-            ranks = zip(plan.slots, plan.used_flags.tolist(), strict=True)
+            counts = from_cells(plan.slots, plan.used_flags.tolist())
+            ranks = zip(plan.slots, counts, strict=True)
             with self._progress.changed:
                 self._round.found({slot: count > 0 for slot, count in ranks})
         for slot, gradient in earlier.items():

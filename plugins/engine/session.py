@@ -226,6 +226,11 @@ class Session(HookedModel):
         self._rounds.complete()
 
     @property
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that are reduced, in registration order."""
+        return self._rounds.slots
+
+    @property
     def rounds_finished(self) -> int:
         """How many rounds have been complete."""
         return self._rounds.finished

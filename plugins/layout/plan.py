@@ -11,6 +11,8 @@ import torch
 from bytesched.link.sizes import first_bytes
 from bytesched.task import CommTask
 
+from .flags import cell_count
+from .partition import Partition
 from .slots import Bundle, Slice, Slot
 
 __all__ = ["Ownership", "Plan", "Share"]
@@ -18,7 +20,7 @@ __all__ = ["Ownership", "Plan", "Share"]
 
 @dataclass(frozen=True, eq=False)
 class _Arena:
-    """The gradients of one dtype and device, one after the other."""
+    """The gradients of one dtype, device and group of ranks, one after the other."""
 
     memory: torch.Tensor
     #: of its slots in the plan
@@ -58,7 +60,7 @@ class Plan:
         self, slots: Sequence[Slot], *, partition_bytes: int, find_unused: bool = False
     ) -> None:
         self.slots = list(slots)
-        #: which slots got a gradient, summed over the ranks; the most urgent chunk of all
+        #: which slots got a gradient, summed over the ranks (see flags); the most urgent chunk
         self.used_flags: torch.Tensor | None = None
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False
@@ -78,13 +80,14 @@ class Plan:
         self.slots_of: list[list[Slot]] = []
         self._position = {slot: position for position, slot in enumerate(slots)}
         self._ownership: Ownership | None = None
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, Partition | None], list[int]] = {}
         for position, slot in enumerate(slots):
-            groups.setdefault((slot.parameter.dtype, slot.parameter.device), []).append(position)
-        self._arenas = [self._lay_out(*group) for group in groups.items()]
+            kind = slot.parameter.dtype, slot.parameter.device, slot.partition
+            kinds.setdefault(kind, []).append(position)
+        self._arenas = [self._lay_out(*kind) for kind in kinds.items()]
         if find_unused:
             self.used_flags = torch.zeros(
-                len(slots), dtype=torch.int32, device=slots[0].parameter.device
+                cell_count(slots), dtype=torch.int32, device=slots[0].parameter.device
             )
         self.cut(partition_bytes)
 
@@ -105,7 +108,7 @@ class Plan:
         cut = [part for arena in self._arenas for part in self._cut(arena, partition_bytes)]
         if self.used_flags is not None:
             self.flags_chunk = CommTask(
-                "used-parameters", start_at=0, stop_at=len(self.slots), itemsize=4, priority=-1
+                "used-parameters", start_at=0, stop_at=len(self.used_flags), itemsize=4, priority=-1
             )
             cut.append((self.flags_chunk, self.used_flags, []))
         for chunk, buffer, slices in sorted(cut, key=lambda part: part[0].priority):
@@ -115,6 +118,8 @@ class Plan:
             self.slices.append(slices)
             self.slots_of.append([slice_.slot for slice_ in slices])
             for slice_ in slices:
+                if slice_.slot.partition is not None:
+                    chunk.group = slice_.slot.partition.number
                 slice_.slot.chunks.append(chunk)
                 slice_.slot.slices.append(slice_)
         self._bundle()
@@ -177,7 +182,9 @@ class Plan:
         slices = self.slices[chunk.index]
         return -min((self._position[s.slot] for s in slices), default=-1), chunk.index
 
-    def _lay_out(self, kind: tuple[torch.dtype, torch.device], positions: list[int]) -> _Arena:
+    def _lay_out(
+        self, kind: tuple[torch.dtype, torch.device, Partition | None], positions: list[int]
+    ) -> _Arena:
         slots = [self.slots[position] for position in positions]
         memory = torch.zeros(
             sum(slot.parameter.numel() for slot in slots), dtype=kind[0], device=kind[1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,13 @@ __all__ = ["C10dBackend"]
 log = logging.getLogger("bytesched")
 
 
+class _PartSum(NamedTuple):
+    """A sum over some ranks."""
+
+    group: Group | None
+    work: Any
+
+
 class C10dBackend:
     """The ranks of a process group (see backend.Backend).
 
@@ -39,6 +46,8 @@ class C10dBackend:
         control: the group that the leader's order travels on.
         buffers: the group that buffers travel on, if there are any.
         levels: what sums gradients in place of ``data``, if something does.
+        parts: the groups that some gradients travel on in place of ``data``, by `CommTask.group`
+            from 1 on; None: this rank alone.
     """
 
     hides_overhead = True
@@ -50,6 +59,7 @@ class C10dBackend:
         control: Group,
         buffers: Group | None = None,
         levels: TwoLevelSums | None = None,
+        parts: Sequence[Group | None] = (),
     ) -> None:
         self.rank = data.rank
         self.size = self.divisor = data.size
@@ -57,11 +67,13 @@ class C10dBackend:
         self.wire: str = data.backend.name()
         self.replayed = frozenset(order for order in ORDERS if is_replayed(order, data.size))
         self._data = data
+        self._reducing = [data, *parts]
         self._control = control
         self.levels = 1 if levels is None else 2
         self._levels = levels
         self._groups = [data, control] if buffers is None else [data, control, buffers]
         self._groups += [] if levels is None else levels.groups
+        self._groups += [part for part in parts if part is not None]
         #: the last sum that Gloo or NCCL does at once
         self._summing: Any = None
 
@@ -84,11 +96,17 @@ class C10dBackend:
         return under
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
-        return self.sum(packed, chunk.name)
+        if chunk.group == 0:
+            return self.sum(packed, chunk.name)
+        part = self._reducing[chunk.group]
+        return _PartSum(part, None if part is None else part.all_reduce(packed))
 
     def wait(self, work: Any, *, task: str = "") -> None:
         if isinstance(work, PendingSum):
             work.wait()
+        elif isinstance(work, _PartSum):
+            if work.group is not None:
+                work.group.wait(work.work, task=task)
         else:
             self._data.wait(work, task=task)
 
@@ -110,7 +128,7 @@ class C10dBackend:
             ordering = FollowingOrder(self._control, plan.chunks, setting)
         return ScheduledCarrier(
             plan.chunks,
-            C10dTransport(self._data, packer, streams)
+            C10dTransport(self._reducing, packer, streams)
             if self._levels is None
             else TwoLevelTransport(self._levels, packer),
             ordering,

@@ -20,6 +20,7 @@ from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
 from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
+from ..layout.flags import from_cells, to_cells
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..layout.slots import Slot
@@ -93,16 +94,20 @@ class WarmUp:
             order: of first use, as indices of slots; that of rank 0 is taken.
             find_unused: whether parameters may get no gradient; None if this round is to show it.
         """
-        present, *fired = self._sum(
-            [1, *(int(s.state is GradientState.TRAVELLING or s.is_local) for s in self._slots)]
-        )
+        slots = self._slots
+        fired = [int(s.state is GradientState.TRAVELLING or s.is_local) for s in slots]
+        present, *cells = self._sum([1, *to_cells(slots, fired)])
         if present < self._backend.size:
             raise PluginError(
                 f"{self._backend.size - present} of {self._backend.size} ranks have joined "
                 "(hvd.join) in the first step: every rank needs one batch at least"
             )
-        unused = any(count < self._backend.size for count in fired)
-        for slot, count in zip(self._slots, fired, strict=True):
+        counts = from_cells(slots, cells)
+        unused = any(
+            count < (len(s.partition.members) if s.partition else self._backend.size)
+            for s, count in zip(slots, counts, strict=True)
+        )
+        for slot, count in zip(slots, counts, strict=True):
             if slot.state is GradientState.AWAITED:
                 slot.on(GradientEvent.NONE)
                 slot.on(GradientEvent.USED if count else GradientEvent.UNUSED)

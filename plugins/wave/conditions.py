@@ -12,6 +12,7 @@ from torch import nn
 from bytesched.errors import PluginError
 
 from ..c10d.ddp import find_ddp
+from ..c10d.grouping import has_groups
 
 __all__ = [
     "refuse_uncuttable",
@@ -55,6 +56,11 @@ def refuse_unsynchronised(
     """Raises PluginError where the ranks would train apart, or send twice."""
     if world_size() == 1:
         return
+    if per_wave and has_groups(model, {}):
+        raise PluginError(
+            'sync="per-wave" reduces everything over all ranks, and layers of this model have a '
+            "data_parallel_group of their own: call bytesched.wrap(optimizer, model) instead"
+        )
     if per_wave and is_wrapped:
         raise PluginError(
             'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
@@ -101,6 +107,10 @@ def refuse_uncuttable(model: nn.Sequential, optimizer: torch.optim.Optimizer, ra
         raise PluginError(
             f"the model is cut into {ranks} stages: it has to be an nn.Sequential of at least "
             "so many layers"
+        )
+    if has_groups(model, {}):
+        raise PluginError(
+            "layers of the model have a data_parallel_group: waves have no groups of ranks"
         )
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
     if elsewhere:

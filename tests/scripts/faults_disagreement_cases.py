@@ -77,7 +77,7 @@ def dies_in_wrap(victim: int, timeout_s: float) -> None:
     ddp: Any = importlib.import_module("bytesched.plugins.c10d.ddp")
     model = net()
     if dist.get_rank() == victim:
-        ddp.broadcast = lambda *_: FAULTS["kill"]()
+        ddp.broadcast = lambda *_, **__: FAULTS["kill"]()
     told(lambda: wrap(sgd(model), model, timeout_s=timeout_s))
 
 

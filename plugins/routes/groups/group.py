@@ -70,7 +70,7 @@ class Group:
         self.hosts: Sequence[str] = ()
         #: for messages: the ranks of the job that these are
         self.members: Sequence[int] = range(self.size)
-        self._notes = notes
+        self.notes = notes
         #: the other ranks, with all of which this one is connected; the next one first
         self._others = [(self.rank + d) % self.size for d in range(1, self.size)]
         self._aborted = self._closed = False
@@ -138,11 +138,11 @@ class Group:
 
     def leave_note(self, text: str) -> None:
         """Leaves the reason why this rank stops, which others show beside a broken connection."""
-        self._notes.leave(text)
+        self.notes.leave(text)
 
     def note(self) -> str:
         """The reason that another rank left when it stopped, or nothing."""
-        return self._notes.read()
+        return self.notes.read()
 
     def wait(self, work: Any, *, task: str = "") -> None:
         """Waits for the end of ``work``, a collective, whose failure is an error of ours."""

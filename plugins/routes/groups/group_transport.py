@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from bytesched.errors import BytesschedError, SchedulerClosed
@@ -19,10 +20,16 @@ __all__ = ["C10dTransport"]
 
 
 class C10dTransport:
-    """Packs a chunk, all-reduces it, and reports when it is complete."""
+    """Packs a chunk, all-reduces it, and reports when it is complete.
 
-    def __init__(self, group: Group, packer: Packer, streams: Streams) -> None:
-        self._group = group
+    Args:
+        groups: by `CommTask.group`; None is this rank alone, which sends nothing.
+    """
+
+    def __init__(self, groups: Sequence[Group | None], packer: Packer, streams: Streams) -> None:
+        self._groups = groups
+        assert groups[0] is not None
+        self._all = groups[0]
         self._packer = packer
         self._streams = streams
         self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
@@ -33,11 +40,13 @@ class C10dTransport:
         self._thread.start()
 
     def start(self, task: CommTask, done: Done) -> None:
-        try:
-            with self._streams.communication(task), span("bytesched::send"):
-                work = self._group.all_reduce(self._packer.pack(task))
-        except RuntimeError as error:
-            raise self._group.error(error, task=task.name) from error
+        group, work = self._groups[task.group], None
+        if group is not None:
+            try:
+                with self._streams.communication(task), span("bytesched::send"):
+                    work = group.all_reduce(self._packer.pack(task))
+            except RuntimeError as error:
+                raise group.error(error, task=task.name) from error
         self._started += 1
         self._sent.put((task, work, done))
 
@@ -46,7 +55,9 @@ class C10dTransport:
             self._closed = True
             self._sent.put(None)
             if self._ended != self._started:
-                self._group.abort()
+                for group in self._groups:
+                    if group is not None:
+                        group.abort()
             # The collector of garbage may end a session on any thread.
             if threading.current_thread() is not self._thread:
                 self._thread.join(5.0)
@@ -55,16 +66,20 @@ class C10dTransport:
         """The waiter's thread: completions in the order of sending."""
         while (sent := self._sent.get()) is not None:
             task, work, done = sent
+            group = self._groups[task.group]
             try:
                 with self._streams.completion(task):
-                    self._group.complete(work)
+                    if group is None:
+                        self._packer.pack(task)
+                    else:
+                        group.complete(work)
                     self._packer.receive(task)
                 self._packer.let_go(task)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
                     if self._closed
-                    else self._group.error(error, task=task.name)
+                    else (group or self._all).error(error, task=task.name)
                 )
             else:
                 failed = None
@@ -72,4 +87,4 @@ class C10dTransport:
             done(task, failed)
 
     def __repr__(self) -> str:
-        return f"<C10dTransport rank {self._group.rank} of {self._group.size}>"
+        return f"<C10dTransport rank {self._all.rank} of {self._all.size}>"

@@ -72,34 +72,54 @@ def open_group(base: dist.ProcessGroup, kind: str, *, name: str, timeout_s: floa
         return open_gloo(store, root, base.rank(), base.size(), name=name, timeout_s=timeout_s)
     if kind != "nccl":
         raise PluginError(f"backend {kind!r} is not supported; gloo and nccl are")
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
-    options._timeout = 2 * timedelta(seconds=timeout_s)
-    options.global_ranks_in_group = distributed_c10d.get_process_group_ranks(base)
-    options.group_name = f"bytesched/{name}"
-    backend = dist.ProcessGroupNCCL(store, base.rank(), base.size(), options)
-    notes = _notes(root, name, base.rank())
-    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+    return _open_nccl(base, range(base.size()), name=name, timeout_s=timeout_s)
 
 
 def open_part(
-    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+    base: dist.ProcessGroup,
+    members: Sequence[int],
+    kind: str = "gloo",
+    *,
+    name: str,
+    timeout_s: float,
 ) -> Group:
-    """A group of Gloo over ``members``, ranks of ``base`` of which this is one.
+    """A group over ``members``, ranks of ``base`` of which this is one.
 
     Collective among them.
 
     Args:
+        kind: the backend, "gloo" or "nccl".
         name: as for `open_group`, and of these members alone.
     """
-    root = store_of(base)
-    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
-    group = open_gloo(
-        store, root, members.index(base.rank()), len(members), name=name, timeout_s=timeout_s
-    )
+    if kind == "nccl":
+        group = _open_nccl(base, members, name=name, timeout_s=timeout_s)
+    else:
+        root = store_of(base)
+        store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+        rank, size = members.index(base.rank()), len(members)
+        group = open_gloo(store, root, rank, size, name=name, timeout_s=timeout_s)
+        # What a rank says of itself is read by those of other groups as well.
+        group.notes = _notes(root, name, base.rank())
     group.members = members
     return group
+
+
+def _open_nccl(
+    base: dist.ProcessGroup, members: Sequence[int], *, name: str, timeout_s: float
+) -> Group:
+    root = store_of(base)
+    store = distributed_c10d.PrefixStore(f"bytesched/{name}", root)
+    all_ranks = distributed_c10d.get_process_group_ranks(base)
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    # Its watchdog ends the process; our own deadline ends in an error, so that comes first.
+    options._timeout = 2 * timedelta(seconds=timeout_s)
+    options.global_ranks_in_group = [all_ranks[member] for member in members]
+    options.group_name = f"bytesched/{name}"
+    rank = members.index(base.rank())
+    backend = dist.ProcessGroupNCCL(store, rank, len(members), options)
+    notes = _notes(root, name, base.rank())
+    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
 
 
 def open_gloo(

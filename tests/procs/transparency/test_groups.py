@@ -1,0 +1,148 @@
+"""Experts that some ranks reduce among themselves: the numbers of a script that does so by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import groups_scripts as scripts
+import pytest
+from ranks import Ranks, address_of, run_fresh
+from restless import RestlessJob
+from training import Job, compare
+
+
+def check(
+    ranks: Ranks,
+    script: Callable[..., None],
+    *args: object,
+    kind: type[Job] = Job,
+    **options: Any,
+) -> None:
+    outcomes = ranks.run(compare, address_of(script), args, options, 0.0, kind)
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+
+
+@pytest.mark.parametrize("kind", list(scripts.OPTIMIZERS))
+def test_two_by_two(four_ranks: Ranks, kind: str) -> None:
+    check(four_ranks, scripts.trained, "attribute", 2, kind)
+
+
+@pytest.mark.parametrize("how", ["modules", "parameters"])
+def test_a_mapping(four_ranks: Ranks, how: str) -> None:
+    check(four_ranks, scripts.trained, how, 2, "momentum")
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_experts_of_all_ranks_and_of_one(two_ranks: Ranks, ways: int) -> None:
+    check(two_ranks, scripts.trained, "attribute", ways, "adamw")
+
+
+def test_a_plain_module(four_ranks: Ranks) -> None:
+    check(four_ranks, scripts.trained, "attribute", 2, "adamw", module_alone=True)
+    check(four_ranks, scripts.begun_apart, 2, module_alone=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "none", "cross_barrier": False},
+        {"partition_bytes": 0, "credit_bytes": 0},
+        {"order": "replay"},
+        {"policy": "fifo"},
+    ],
+    ids=str,
+)
+def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
+    check(four_ranks, scripts.trained, "attribute", 2, "momentum", **options)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        scripts.unused,
+        scripts.accumulated,
+        scripts.clipped,
+        scripts.in_a_closure,
+        scripts.scaled,
+        scripts.saved_and_loaded,
+    ],
+    ids=lambda script: script.__name__,
+)
+@pytest.mark.parametrize("ways", [2, 4])
+def test_scripts(four_ranks: Ranks, script: Callable[..., None], ways: int) -> None:
+    check(four_ranks, script, ways)
+
+
+@pytest.mark.parametrize("script", [scripts.unused, scripts.clipped])
+def test_sizes_change(four_ranks: Ranks, script: Callable[..., None]) -> None:
+    check(four_ranks, script, 2, kind=RestlessJob)
+
+
+@pytest.mark.parametrize("how", ["attribute", "modules"])
+def test_two_optimizers(four_ranks: Ranks, how: str) -> None:
+    check(four_ranks, scripts.two_optimizers, 2, how)
+
+
+def test_two_partitions(four_ranks: Ranks) -> None:
+    check(four_ranks, scripts.two_partitions)
+
+
+#: what each of four ranks says, and of what class
+REFUSED = {
+    "not ignored": ("PluginError", "layers.0.experts.0.weight, layers.0.experts.0.bias"),
+    "values": ("MismatchError", "ranks 1, 3 reduce 'module.layers.0.experts.0.weight' and others"),
+    "one rank groups less": ("MismatchError", "experts.0.weight is in group 1'"),
+    "one rank names all": ("MismatchError", "layers.0.experts.0.weight is in group 1'"),
+    "other members": ("MismatchError", "every rank of a group must name the same"),
+    "two groups": ("PluginError", "'module.layers.0.experts.0.weight' is in two groups, of ranks"),
+    "unknown": ("PluginError", "neither a parameter nor a module of this"),
+    "shard": ("PluginError", "shard = True is not there for a model with parameters that only"),
+    "split": ("PluginError", "split = 'on' is not there"),
+    "hierarchy": ("PluginError", "hierarchy = 'on' is not there"),
+    "enabled": ("PluginError", "nothing would reduce the gradients of parameters in groups"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_refused_on_all_ranks(four_ranks: Ranks, case: str) -> None:
+    kind, said = REFUSED[case]
+    for text in four_ranks.run(scripts.refused, case):
+        assert text.startswith(f"{kind}: "), text
+        assert said in text
+
+
+#: what rank 1 says, and the others of it
+OF_ONE = {
+    "outside": "is a group that rank 1 is not in",
+    "no group": "is a list, neither a ProcessGroup nor None",
+}
+
+
+@pytest.mark.parametrize("case", list(OF_ONE))
+def test_refused_by_one_rank(four_ranks: Ranks, case: str) -> None:
+    for rank, text in enumerate(four_ranks.run(scripts.refused, case)):
+        assert text.startswith("PluginError: " if rank == 1 else "MismatchError: "), text
+        assert OF_ONE[case] in text
+
+
+def test_a_destroyed_group_is_refused(four_ranks: Ranks) -> None:
+    for text in four_ranks.run(scripts.refused, "destroyed"):
+        assert "is a group that was destroyed" in text
+
+
+def test_groups_are_those_of_the_first_wrap(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(scripts.other_groups_later):
+        assert "say all groups there" in text
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("moment", ["backward", "step"])
+def test_a_death_is_told_in_all_groups(victim: int, moment: str) -> None:
+    ranks = run_fresh(scripts.dies, world_size=4, args=(victim, moment))
+    for rank, end in enumerate(ranks):
+        if rank != victim:
+            assert end.code == 1, end
+            assert json.loads(end.stdout.splitlines()[0])["error"] == "PeerLost", end

@@ -1,0 +1,449 @@
+"""Training in which each rank has experts of its own, which some ranks reduce among themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from faults_runner import tell
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Job
+
+import bytesched
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+STEPS = 10
+
+
+def whole(gradient: Tensor) -> Tensor:
+    """Such that four of them have one sum, in whatever order."""
+    return (gradient * 2**16).round() / 2**16
+
+
+class Experts(nn.ModuleList):
+    """Those of one rank."""
+
+    data_parallel_group: Any
+
+
+class Layer(nn.Module):
+    """A gate and two experts, of which `used` run: what they get differs from rank to rank."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
+        with torch.random.fork_rng():
+            torch.manual_seed(100 + place)
+            self.experts = Experts([nn.Linear(8, 8) for _ in range(2)])
+        self.used = [True, True]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.gate(x))
+        for expert, is_used in zip(self.experts, self.used, strict=True):
+            if is_used:
+                x = x + torch.tanh(expert(x))
+        return x
+
+
+class Model(nn.Module):
+    """Dense layers around two of those."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Layer(place + 10 * n) for n in range(2)])
+        self.last = nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.register_hook(whole)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+    @property
+    def expert_layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    @property
+    def experts(self) -> list[Experts]:
+        return [layer.experts for layer in self.expert_layers]
+
+    def expert_names(self) -> list[str]:
+        return [name for name, _ in self.named_parameters() if ".experts." in name]
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        return [parameter for experts in self.experts for parameter in experts.parameters()]
+
+
+def grid(ways: int) -> Any:
+    """The group of ranks that have the experts of this one, which are spread over so many ranks.
+
+    None: no other.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if ways == size:
+        return None
+    groups = [dist.new_group(list(range(place, size, ways))) for place in range(ways)]
+    return groups[rank % ways]
+
+
+class Training:
+    """One run: wrapped, or with what a script does by hand."""
+
+    def __init__(self, job: Job, how: str, ways: int, **arguments: Any) -> None:
+        self.job = job
+        self.model = Model(dist.get_rank() % ways)
+        self.group = grid(ways)
+        self.ways = ways
+        self.fields: dict[str, Any] = {}
+        if how == "attribute":
+            for experts in self.model.experts:
+                experts.data_parallel_group = self.group
+        elif how == "modules":
+            self.fields["groups"] = dict.fromkeys(self.model.experts, self.group)
+        else:
+            self.fields["groups"] = dict.fromkeys(self.model.expert_parameters(), self.group)
+        if ways > 1:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                self.model, self.model.expert_names()
+            )
+        # Experts that nobody uses are none of DDP's business.
+        self.ddp = job.ddp(self.model, **arguments)
+        self.by_hand = not job.wrapped
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.job.wrap(optimizer, self.ddp, **self.fields)
+
+    def reduce(self) -> None:
+        """What a plain script does with gradients of experts."""
+        if not self.by_hand or self.ways == 1:
+            return
+        for parameter in self.model.expert_parameters():
+            used = torch.tensor([int(parameter.grad is not None)])
+            if self.group is not None:
+                dist.all_reduce(used, group=self.group)
+            if used.item():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.div_(dist.get_world_size())
+                if self.group is not None:
+                    dist.all_reduce(parameter.grad, group=self.group)
+
+    def loss(self, step: int) -> Tensor:
+        loss: Tensor = self.ddp(self.job.inputs(step)).square().mean()
+        return loss
+
+    def step(self, step: int, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.reduce()
+        for optimizer in optimizers:
+            optimizer.step()
+        self.job.record(f"loss {step}", loss)
+
+    def end(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.job.record_state(self.ddp, *optimizers)
+        self.job.record("gradients", [parameter.grad for parameter in self.model.parameters()])
+
+
+def trained(job: Job, how: str, ways: int, kind: str) -> None:
+    """The usual loop."""
+    training = Training(job, how, ways)
+    optimizer = training.wrap(OPTIMIZERS[kind](training.model.parameters()))
+    for step in range(STEPS):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+def begun_apart(job: Job, ways: int) -> None:
+    """A plain module begins with what the first rank of each group has."""
+    training = Training(job, "attribute", ways)
+    for parameter in training.model.expert_parameters():
+        parameter.data += dist.get_rank()
+        if training.by_hand and training.group is not None:
+            dist.broadcast(parameter.data, dist.get_rank() % ways, group=training.group)
+    if job.wrapped:
+        for parameter in training.model.first.parameters():
+            parameter.data += dist.get_rank()
+    optimizer = training.wrap(OPTIMIZERS["sgd"](training.model.parameters()))
+    job.record_state(training.ddp)
+    for step in range(3):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+def unused(job: Job, ways: int) -> None:
+    """Experts that one rank of a group uses, or none, or of all groups none."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
+    for step in range(STEPS):
+        for number, layer in enumerate(training.model.expert_layers):
+            layer.used = [
+                (step + number) % 4 != 3,
+                (step + number + dist.get_rank() // ways) % 3 != 0
+                and not (step % 4 == 2 and dist.get_rank() % ways == 0),
+            ]
+        training.step(step, optimizer)
+        job.record("none", [p.grad is None for p in training.model.parameters()])
+    training.end(optimizer)
+
+
+def accumulated(job: Job, ways: int) -> None:
+    """Two passes under `no_sync`, and one that is reduced."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            with training.ddp.no_sync() if part < 2 else contextlib.nullcontext():
+                training.loss(3 * step + part).backward()
+        training.reduce()
+        optimizer.step()
+    training.end(optimizer)
+
+
+def clipped(job: Job, ways: int) -> None:
+    """By the norm of what this rank has, as torch does it."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        training.loss(step).backward()
+        training.reduce()
+        job.record("norm", torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.01))
+        optimizer.step()
+    training.end(optimizer)
+
+
+def in_a_closure(job: Job, ways: int) -> None:
+    """Backward inside `step()`."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["sgd"](training.model.parameters()))
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Any:
+            optimizer.zero_grad()
+            loss = training.loss(step)
+            loss.backward()
+            training.reduce()
+            return loss
+
+        job.record("loss", optimizer.step(closure))
+    training.end(optimizer)
+
+
+def scaled(job: Job, ways: int) -> None:
+    """A scaler; one gradient of an expert overflows, on the ranks that have it."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    overflown = training.model.expert_parameters()[0]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        handle = None
+        if step == 4 and dist.get_rank() == 1:
+            handle = overflown.register_hook(lambda grad: grad * float("inf"))
+        scaler.scale(training.loss(step)).backward()
+        training.reduce()
+        scaler.step(optimizer)
+        scaler.update()
+        job.record("scale", scaler.get_scale())
+        if handle is not None:
+            handle.remove()
+    training.end(optimizer)
+
+
+def two_optimizers(job: Job, ways: int, how: str) -> None:
+    """One for experts, which steps every other time, and one for the rest."""
+    training = Training(job, how, ways)
+    experts = training.model.expert_parameters()
+    ids = set(map(id, experts))
+    dense = [p for p in training.model.parameters() if id(p) not in ids]
+    first = training.wrap(OPTIMIZERS["adamw"](dense))
+    second = training.wrap(OPTIMIZERS["momentum"](experts))
+    for step in range(STEPS):
+        training.step(step, *((first, second) if step % 2 else (first,)))
+    training.end(first, second)
+
+
+def saved_and_loaded(job: Job, ways: int) -> None:
+    """A checkpoint in the middle, a flush, and plain training after `unwrap`."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
+    for step in range(4):
+        training.step(step, optimizer)
+    saved = copy.deepcopy((training.ddp.state_dict(), optimizer.state_dict()))
+    job.record("saved", [saved[1], *saved[0].values()])
+    for step in range(4, 6):
+        training.step(step, optimizer)
+    if job.wrapped:
+        bytesched.flush(optimizer)
+    job.record_state(training.ddp, optimizer)
+    training.ddp.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for step in range(6, 9):
+        training.step(step, optimizer)
+    job.unwrap(optimizer)
+    training.by_hand = True
+    for step in range(9, 12):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+def two_partitions(job: Job) -> None:
+    """The experts of two layers are divided in two ways; those of one have no other rank."""
+    training = Training(job, "attribute", 2)
+    second = training.model.experts[1]
+    second.data_parallel_group = None
+    optimizer = training.wrap(OPTIMIZERS["momentum"](training.model.parameters()))
+
+    def reduce() -> None:
+        world = dist.get_world_size()
+        for parameter in second.parameters() if training.by_hand else ():
+            assert parameter.grad is not None
+            parameter.grad.div_(world)
+        for parameter in training.model.experts[0].parameters() if training.by_hand else ():
+            assert parameter.grad is not None
+            parameter.grad.div_(world)
+            dist.all_reduce(parameter.grad, group=training.group)
+
+    training.reduce = reduce  # type: ignore[method-assign]
+    for step in range(STEPS):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+# -- what is refused ---------------------------------------------------------------------
+
+
+def _ignoring(model: Model) -> Model:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.expert_names())
+    return model
+
+
+@contextlib.contextmanager
+def _told(said: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except bytesched.BytesschedError as error:
+        said.append(f"{type(error).__name__}: {error}")
+
+
+def refused(case: str) -> str:
+    """What `wrap` says on this rank; on four, or two."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model(rank % 2)
+    first: Any = model.experts[0]
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])] if size == 4 else [None, None]
+    whole = dist.group.WORLD
+    group = pairs[rank % 2]
+    fields: dict[str, Any] = {"timeout_s": 60.0}
+    for experts in model.experts:
+        experts.data_parallel_group = group
+    ddp = True
+    if case == "not ignored":
+        pass
+    else:
+        _ignoring(model)
+    if case == "values":
+        with torch.no_grad():
+            model.expert_parameters()[3].add_(float(rank == 3))
+    elif case == "one rank groups less" and rank == 1:
+        del model.experts[1].data_parallel_group
+    elif case == "one rank names all" and rank == 1:
+        first.data_parallel_group = whole
+    elif case == "other members":
+        other = dist.new_group([0, 3]), dist.new_group([1, 2])
+        mine = {0: pairs[0], 1: pairs[1], 2: other[1], 3: other[0]}[rank]
+        for experts in model.experts:
+            experts.data_parallel_group = mine
+    elif case == "outside" and rank == 1:
+        first.data_parallel_group = pairs[0]
+    elif case == "two groups":
+        fields["groups"] = {first[0].weight: whole}
+    elif case == "unknown":
+        fields["groups"] = {nn.Linear(2, 2): group}
+    elif case == "no group" and rank == 1:
+        fields["groups"] = {first: [1, 3]}
+    elif case == "destroyed":
+        gone = dist.new_group([0, 1])
+        if rank < 2:
+            dist.destroy_process_group(gone)
+            first.data_parallel_group = gone
+    elif case in ("shard", "tune"):
+        fields[case] = True
+    elif case in ("split", "hierarchy"):
+        fields[case] = "on"
+    elif case == "enabled":
+        fields[case] = False
+    root: Any = DistributedDataParallel(model) if ddp else model
+    said: list[str] = []
+    with _told(said):
+        optimizer = bytesched.wrap(torch.optim.SGD(root.parameters(), lr=0.1), root, **fields)
+        bytesched.unwrap(optimizer)
+    dist.barrier()
+    return said[0] if said else ""
+
+
+def other_groups_later() -> str:
+    """A second optimizer is wrapped, with other groups than the first."""
+    model = _ignoring(Model(dist.get_rank()))
+    ddp = DistributedDataParallel(model)
+    ids = set(map(id, model.expert_parameters()))
+    dense = torch.optim.SGD([p for p in model.parameters() if id(p) not in ids], lr=0.1)
+    bytesched.wrap(dense, ddp, groups=dict.fromkeys(model.experts[:1]))
+    said: list[str] = []
+    with _told(said):
+        late = torch.optim.SGD(model.expert_parameters(), lr=0.1)
+        bytesched.wrap(late, ddp, groups=dict.fromkeys(model.experts))
+    bytesched.unwrap(dense)
+    return said[0] if said else ""
+
+
+def dies(victim: int, moment: str) -> None:
+    """One rank is killed, and all others say so."""
+    model = _ignoring(Model(dist.get_rank() % 2))
+    pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
+    for experts in model.experts:
+        experts.data_parallel_group = pairs[dist.get_rank() % 2]
+    ddp = DistributedDataParallel(model)
+    optimizer = bytesched.wrap(
+        torch.optim.AdamW(ddp.parameters(), lr=0.01),
+        ddp,
+        partition_bytes=256,
+        credit_bytes=512,
+        timeout_s=100.0,
+    )
+
+    def kill(_: Any = None) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        for step in range(6):
+            is_last = step == 3 and dist.get_rank() == victim
+            x = ddp(torch.ones(4, 8))
+            if is_last and moment == "backward":
+                model.expert_parameters()[0].register_post_accumulate_grad_hook(kill)
+            x.square().mean().backward()
+            if is_last:
+                kill()
+            optimizer.step()
+        bytesched.flush()
+    except bytesched.BytesschedError as error:
+        tell(error=type(error).__name__, text=str(error))
+        raise
