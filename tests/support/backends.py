@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -52,25 +52,27 @@ def _two_levels() -> Ranks:
     return Ranks(backends, lambda: None)
 
 
+def part_of(store: HashStore, rank: int, name: str, members: Sequence[int]) -> Group:
+    """A group of Gloo in which ``rank`` meets the other members."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    place = members.index(rank)
+    backend: Any = dist.ProcessGroupGloo(PrefixStore(name, store), place, len(members), limit)
+    notes = Notes(PrefixStore("notes", store), rank)
+    return Group(backend, store, notes, name=name, timeout_s=TIMEOUT_S)
+
+
 def two_level_sums(hosts: int, each: int) -> list[TwoLevelSums]:
     """Those of all ranks, host by host, over Gloo."""
     store = HashStore()
-
-    def open_part(rank: int, name: str, members: list[int]) -> Group:
-        limit = timedelta(seconds=TIMEOUT_S)
-        place = members.index(rank)
-        backend: Any = dist.ProcessGroupGloo(PrefixStore(name, store), place, len(members), limit)
-        notes = Notes(PrefixStore("notes", store), rank)
-        return Group(backend, store, notes, name=name, timeout_s=TIMEOUT_S)
 
     def of(rank: int) -> TwoLevelSums:
         host, place = divmod(rank, each)
         within = [host * each + other for other in range(each)]
         between = [other * each + place for other in range(hosts)]
         return TwoLevelSums(
-            open_part(rank, f"gathering{host}", within),
-            open_part(rank, f"between{place}", between),
-            open_part(rank, f"spreading{host}", within),
+            part_of(store, rank, f"gathering{host}", within),
+            part_of(store, rank, f"between{place}", between),
+            part_of(store, rank, f"spreading{host}", within),
         )
 
     return together(of, hosts * each)
