@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,11 @@ def test_parts_of_a_state_make_the_whole(is_transposed: bool, cuts: list[int]) -
     (slot,) = plan.slots
     shares = plan.shares(slot)
     assert [(share.start_at, share.stop_at) for share in shares] == list(pairwise([0, *bounds]))
-    entry = {"step": torch.tensor(3.0), "average": torch.randn(4, 6), "name": "adam"}
+    entry: dict[str, Any] = {
+        "step": torch.tensor(3.0),
+        "average": torch.randn(4, 6),
+        "name": "adam",
+    }
     parts = [cut_entry(entry, slot, share) for share in shares]
     assert all(part["step"] is entry["step"] and part["name"] == "adam" for part in parts)
     before = entry["average"].clone()
