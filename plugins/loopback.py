@@ -304,7 +304,7 @@ class _LoopbackCarrier:
         self._packer = packer
         self._reduced = reduced
         self._failed = failed
-        self._closed = False
+        self._closed = self._has_failed = False
         self._busy_ns = self._chunks = self._nbytes = 0
 
     @property
@@ -322,7 +322,9 @@ class _LoopbackCarrier:
 
         def ended(error: BaseException | None) -> None:
             if error is not None:
-                self._failed(error)
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._failed(error)
                 return
             self._packer.receive(chunk)
             self._packer.let_go(chunk)

@@ -13,7 +13,6 @@ import bytesched.plugins.queries.splitting as module
 from bytesched.errors import PeerLost
 from bytesched.plugins.queries.operations import NORMS
 from bytesched.plugins.queries.splitting import Splitting
-from bytesched.plugins.queries.worth import Worth
 from bytesched.plugins.routes.carrier import Traffic
 from bytesched.round import GradientState
 from bytesched.tunable import Setting
@@ -153,38 +152,3 @@ def test_all_reduces_are_split_while_scripts_wait_for_late_gradients(
     assert changes == [2, 16, 32]
     assert carried[2] == carried[32] == carried[-1] == "split"
     assert not failed
-
-
-@pytest.mark.parametrize(
-    ("late_share", "begins", "goes_on"),
-    [(0.2, True, True), (0.1, False, True), (0.0, False, False)],
-)
-def test_a_split_is_worth_its_messages_where_much_is_late(
-    late_share: float, begins: bool, goes_on: bool
-) -> None:
-    worth = Worth(is_judged=True)
-    for is_split, expected in ((False, begins), (True, goes_on)):
-        for _ in range(8):
-            worth.note(late_share)
-        assert worth.take(is_split=is_split) == expected
-    assert not worth.take(is_split=False), "no round has asked"
-
-
-def test_a_few_rounds_say_nothing_until_they_are_enough() -> None:
-    worth = Worth(is_judged=True)
-    found = []
-    for _ in range(3):
-        for _ in range(3):
-            worth.note(0.0)
-        found.append(worth.take(is_split=True))
-    assert found == [True, True, False]
-    worth.note(0.0)
-    assert worth.take(is_split=False)
-
-
-def test_while_sizes_are_tuned_whoever_asks_is_split() -> None:
-    worth = Worth(is_judged=False)
-    for _ in range(20):
-        worth.note(0.0)
-    assert worth.take(is_split=True)
-    assert not worth.take(is_split=True), "no round has asked"

@@ -1,0 +1,131 @@
+"""The tables of operations: each does what its table says of it, on the whole and on a part."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from bytesched.plugins.queries.operations import (
+    ALIASES,
+    ASKING,
+    ELEMENTWISE,
+    ELEMENTWISE_OF_ALL,
+    FLATTENING,
+    NORMS,
+    NORMS_OF_ALL,
+    PURE,
+    REDUCTIONS,
+    UNSCALE,
+)
+
+#: what is given beside the tensor, for those that need it
+GIVEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), (3.0,)),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), (0.7,)),
+    **dict.fromkeys(("pow", "__pow__"), (2,)),
+    "reshape": ((-1,),),
+    "view": (-1,),
+    "to": (torch.float64,),
+    "clamp_": (0.2, 0.5),
+    "clamp_max_": (0.5,),
+    "clamp_min_": (0.5,),
+    "div_": (3.0,),
+    "mul_": (0.7,),
+}
+
+
+def named(functions: frozenset[Any]) -> list[Any]:
+    """As parameters, in one order, with names that tell methods from functions."""
+    names = {function: f"{_owner(function)}.{function.__name__}" for function in functions}
+    return [
+        pytest.param(function, id=name)
+        for function, name in sorted(names.items(), key=lambda item: item[1])
+    ]
+
+
+def _owner(function: Any) -> str:
+    is_method = getattr(torch.Tensor, function.__name__, None) is function
+    return "Tensor" if is_method else "torch"
+
+
+def values(function: Any) -> torch.Tensor:
+    made = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    return made > 0 if function.__name__ in ("logical_not", "__invert__") else made.abs() + 0.1
+
+
+def test_no_operation_is_in_two_tables() -> None:
+    tables = [ALIASES, PURE, NORMS, NORMS_OF_ALL, REDUCTIONS, ELEMENTWISE, ELEMENTWISE_OF_ALL]
+    for one, other in combinations([*tables, frozenset({UNSCALE})], 2):
+        assert not one & other
+
+
+def test_what_makes_a_tensor_asks_nothing() -> None:
+    assert not ASKING & (PURE | ALIASES)
+    assert {torch.Tensor.norm, torch._foreach_mul_, torch.sum, UNSCALE} <= ASKING
+
+
+@pytest.mark.parametrize("table", [PURE, REDUCTIONS], ids=["pure", "reductions"])
+def test_a_function_is_known_with_its_method(table: frozenset[Any]) -> None:
+    """A script may write either."""
+    for name in {function.__name__ for function in table}:
+        for owner in (torch, torch.Tensor):
+            function = getattr(owner, name, None)
+            # What is written as an operator has no function, nor has a conversion.
+            assert not callable(function) or function in table, (owner, name)
+
+
+@pytest.mark.parametrize("function", named(PURE))
+def test_of_a_part_it_is_the_part_of_the_whole(function: Any) -> None:
+    given = GIVEN.get(function.__name__, ())
+    whole = values(function)
+    before = whole.clone()
+    made = function(whole, *given)
+    parts = [function(part.clone(), *given) for part in whole.flatten().split(5)]
+    assert torch.equal(made.flatten(), torch.cat(parts))
+    assert torch.equal(whole, before), "it changes what it is given"
+
+
+@pytest.mark.parametrize("function", named(FLATTENING))
+def test_flattened_it_has_all_elements_in_their_order(function: Any) -> None:
+    whole = values(function)
+    made = function(whole, *GIVEN.get(function.__name__, ()))
+    assert made.tolist() == [number for row in whole.tolist() for number in row]
+
+
+@pytest.mark.parametrize("function", named(ELEMENTWISE))
+def test_a_change_of_a_part_is_the_part_of_the_change(function: Any) -> None:
+    given = GIVEN[function.__name__]
+    whole = values(function)
+    before = whole.clone()
+    parts = [part.clone() for part in whole.flatten().split(5)]
+    assert function(whole, *given) is whole
+    for part in parts:
+        function(part, *given)
+    assert torch.equal(whole.flatten(), torch.cat(parts))
+    assert not torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("function", named(ELEMENTWISE_OF_ALL))
+def test_a_change_of_all_is_that_of_each(function: Any) -> None:
+    name = function.__name__.removeprefix("_foreach_")
+    given = GIVEN[name]
+    tensors = [values(function), values(function) * 2]
+    expected = [getattr(tensor.clone(), name)(*given) for tensor in tensors]
+    function(tensors, *given)
+    assert all(map(torch.equal, tensors, expected))
+
+
+@pytest.mark.parametrize("function", named(NORMS | REDUCTIONS))
+def test_of_the_tensor_alone_it_is_one_number(function: Any) -> None:
+    assert function(values(function)).shape == ()
+
+
+@pytest.mark.parametrize("function", named(ALIASES))
+def test_an_alias_has_the_memory_of_the_tensor(function: Any) -> None:
+    whole = values(torch.abs)
+    alias = function(whole)
+    assert alias.data_ptr() == whole.data_ptr()
+    assert alias.shape == whole.shape

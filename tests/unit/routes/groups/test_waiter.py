@@ -1,0 +1,95 @@
+"""One thread waits for the messages of tasks, one task after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import permutations
+
+import pytest
+from fake_gloo import CLOSED, TIMEOUT_S, Ends, FakeGloo, FakeWork, fake_group, task_of
+
+from bytesched.errors import PeerLost, SchedulerClosed
+from bytesched.plugins.routes.groups.messages import Messages
+from bytesched.plugins.routes.groups.waiter import Waiter
+from bytesched.task import CommTask
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    made = Waiter(Messages(fake_group(FakeGloo(size=3))), "waiter-of-test")
+    yield made
+    made.stop()
+    made.join()
+    assert "waiter-of-test" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_ends_are_reported_in_the_order_of_tasks(waiter: Waiter, order: tuple[int, ...]) -> None:
+    """Whatever message comes first."""
+    works, ends = [FakeWork() for _ in range(3)], Ends()
+    for index, work in enumerate(works):
+        waiter.put(task_of(index), [(work, 1)], ends.done)
+    for index in order:
+        works[index].end()
+    ends.wait("t2")
+    assert ends.names == ["t0", "t1", "t2"]
+    assert not ends.errors
+
+
+def test_a_task_ends_with_the_last_of_its_messages(waiter: Waiter) -> None:
+    works, ends = [FakeWork() for _ in range(2)], Ends()
+    waiter.put(task_of(), [(work, peer) for peer, work in enumerate(works, 1)], ends.done)
+    works[0].end()
+    assert works[1].waited_for.wait(TIMEOUT_S)
+    assert not ends.names
+    assert waiter.is_busy
+    works[1].end()
+    ends.wait("t0")
+
+
+def test_a_task_without_messages_ends(waiter: Waiter) -> None:
+    ends = Ends()
+    waiter.put(task_of(), [], ends.done)
+    ends.wait("t0")
+
+
+def test_it_is_not_busy_when_the_last_end_is_reported(waiter: Waiter) -> None:
+    ends = Ends()
+    busy: list[bool] = []
+
+    def done(task: CommTask, error: BaseException | None) -> None:
+        busy.append(waiter.is_busy)
+        ends.done(task, error)
+
+    works = [FakeWork(), FakeWork()]
+    for index, work in enumerate(works):
+        waiter.put(task_of(index), [(work, 1)], done)
+    assert waiter.is_busy
+    for work in works:
+        work.end()
+    ends.wait("t0", "t1")
+    assert busy == [True, False]
+
+
+def test_a_message_that_fails_ends_its_task_alone(waiter: Waiter) -> None:
+    works, ends = [FakeWork() for _ in range(2)], Ends()
+    for index, work in enumerate(works):
+        waiter.put(task_of(index), [(work, 1)], ends.done)
+    works[0].end(CLOSED)
+    works[1].end()
+    ends.wait("t0", "t1")
+    assert list(ends.errors) == ["t0"]
+    error = ends.errors["t0"]
+    assert isinstance(error, PeerLost)
+    assert error.task == "t0"
+
+
+def test_what_fails_after_the_stop_was_closed(waiter: Waiter) -> None:
+    work, ends = FakeWork(), Ends()
+    waiter.put(task_of(), [(work, 1)], ends.done)
+    waiter.stop()
+    work.end(CLOSED)
+    ends.wait("t0")
+    assert isinstance(ends.errors["t0"], SchedulerClosed)
+    assert "t0" in str(ends.errors["t0"])

@@ -1,0 +1,111 @@
+"""Whether sums go in two levels: by the setting, the hosts, and what is faster on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+from backends import part_of
+from fake_gloo import FakeGloo, fake_group
+from together import together
+from torch._C._distributed_c10d import HashStore
+
+from bytesched.errors import PluginError
+from bytesched.plugins.routes.groups.group import Group
+from bytesched.plugins.routes.levels import choosing
+from bytesched.plugins.routes.levels.choosing import open_levels
+from bytesched.plugins.routes.levels.sums import TwoLevelSums
+
+EVEN = ["a", "a", "b", "b"]
+
+
+def unused(name: str, ranks: Sequence[int]) -> Group:
+    raise AssertionError("no group is to be opened")
+
+
+def on_hosts(hosts: Sequence[str]) -> Group:
+    group = fake_group(FakeGloo(size=len(hosts)))
+    group.hosts = hosts
+    return group
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"], ["a", "a", "b"], ["a"]], ids=str)
+@pytest.mark.parametrize("hierarchy", ["auto", "off"])
+def test_without_levels_sums_stay_flat(hierarchy: str, hosts: list[str]) -> None:
+    assert open_levels(hierarchy, on_hosts(hosts), unused) is None
+
+
+def test_off_is_off_where_there_are_levels() -> None:
+    assert open_levels("off", on_hosts(EVEN), unused) is None
+
+
+def test_what_was_asked_for_and_cannot_be_had_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"\{'a': 2, 'b': 1\}"):
+        open_levels("on", on_hosts(["a", "a", "b"]), unused)
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]], ids=str)
+def test_where_levels_are_of_no_use_that_is_said(
+    hosts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "bytesched"):
+        assert open_levels("on", on_hosts(hosts), unused) is None
+    assert "sums stay flat" in caplog.text
+
+
+def opened(hierarchy: str, hosts: Sequence[str] = EVEN) -> list[TwoLevelSums | None]:
+    """What every rank has, over Gloo; closed again."""
+    store = HashStore()
+
+    def on(rank: int) -> tuple[Group, TwoLevelSums | None]:
+        data = part_of(store, rank, "data", range(len(hosts)))
+        data.hosts = hosts
+        return data, open_levels(
+            hierarchy, data, lambda name, ranks: part_of(store, rank, name, ranks)
+        )
+
+    found = together(on, len(hosts))
+
+    def close(rank: int) -> None:
+        data, sums = found[rank]
+        if sums is not None:
+            sums.close()
+        data.close()
+
+    together(close, len(hosts))
+    return [sums for _, sums in found]
+
+
+@pytest.mark.parametrize("hosts", [EVEN, ["a", "b", "a", "b"]], ids=str)
+def test_ranks_meet_those_of_their_host_and_of_their_place(hosts: list[str]) -> None:
+    names = [tuple(group.name for group in sums.groups) for sums in opened("on", hosts) if sums]
+    for rank, host in enumerate(hosts):
+        number, place = "ab".index(host), hosts[:rank].count(host)
+        assert names[rank] == (f"gathering{number}", f"between{place}", f"spreading{number}")
+
+
+@pytest.mark.parametrize(("flat_s", "levels_s"), [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0)])
+def test_left_to_itself_it_takes_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, flat_s: float, levels_s: float
+) -> None:
+    monkeypatch.setattr(choosing, "_seconds", lambda *_: (flat_s, levels_s))
+    assert [sums is not None for sums in opened("auto")] == [levels_s < flat_s] * 4
+
+
+def test_ranks_measure_for_themselves_and_decide_by_the_slowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "_NBYTES", 1 << 10)
+    seen: list[tuple[float, float]] = []
+    seconds = choosing._seconds
+
+    def spy(data: Group, sums: TwoLevelSums) -> tuple[float, float]:
+        seen.append(seconds(data, sums))
+        return seen[-1]
+
+    monkeypatch.setattr(choosing, "_seconds", spy)
+    opened("auto")
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+    assert min(seen[0]) > 0
