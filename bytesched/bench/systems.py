@@ -17,12 +17,17 @@ SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
 FURTHER_SYSTEMS = ("ddp-finalize", "zero1", "deepspeed")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
+#: of a profile with layers of experts: those that are measured unless others are named
+EXCHANGE_SYSTEMS = (
+    *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),
+)
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
     *("ddp", "ddp-finalize", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
+    *("ddp-own-group", "bytesched-no-lane", "bytesched-pieces"),
     *KVSTORE_SYSTEMS,
 )
-DDP_WITH_OPTIONS = ("ddp", "ddp-finalize")
+DDP_WITH_OPTIONS = ("ddp", "ddp-own-group", "ddp-finalize")
 #: the first torch with `DistributedDataParallel.finalize_backward`
 FINALIZES = (2, 15)
 #: what is swept unless it is given
@@ -41,7 +46,11 @@ class System:
 
 def parse_systems(
     text: str,
-    known: Sequence[str] = (*SYSTEMS, *FURTHER_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS),
+    known: Sequence[str] = tuple(
+        dict.fromkeys(
+            (*SYSTEMS, *FURTHER_SYSTEMS, *EXCHANGE_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
+        )
+    ),
     with_options: Sequence[str] = WITH_OPTIONS,
 ) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
