@@ -220,6 +220,11 @@ def _parse_layer(content: object, where: str) -> LayerProfile:
     name = str(content.get("name", where.rpartition(" ")[2]))
     output_bytes = _whole_number(content, "output_bytes", where)
     exchange_bytes = _whole_number(content, "exchange_bytes", where)
+    if exchange_bytes and shapes:
+        raise ConfigError(
+            f"{where}: shapes is {shapes!r}, expected none beside exchange_bytes: gradients of "
+            "experts stay on their rank"
+        )
     return LayerProfile(
         name, times[0], times[1], tuple(map(tuple, shapes)), output_bytes, exchange_bytes
     )

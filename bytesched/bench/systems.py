@@ -21,6 +21,8 @@ HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-hor
 EXCHANGE_SYSTEMS = (
     *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),
 )
+#: that experts of bytesched-pieces compute one after the other
+EXCHANGE_PIECES = 4
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
     *("ddp", "ddp-finalize", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
@@ -123,6 +125,20 @@ def check_ddp(systems: Sequence[System]) -> None:
             raise ConfigError(
                 f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
                 f"and {installed} is installed"
+            )
+
+
+def check_exchanges(systems: Sequence[System], *, has_experts: bool) -> None:
+    """Raises `ConfigError` for systems that cannot carry all-to-alls, or have none to carry."""
+    for system in systems:
+        if has_experts and system.kind not in EXCHANGE_SYSTEMS:
+            raise ConfigError(
+                f"--systems: {system.label!r} does not carry all-to-alls, which the layers of "
+                f"experts of this profile need; {', '.join(EXCHANGE_SYSTEMS)} do"
+            )
+        if not has_experts and system.kind not in SYSTEMS and system.kind in EXCHANGE_SYSTEMS:
+            raise ConfigError(
+                f"--systems: {system.label!r} is for layers of experts: --emulate moe"
             )
 
 

@@ -5,14 +5,14 @@ One rank stands for all of them: they are alike, and none waits for another's wo
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from bytesched.bench.profile import LayerProfile
-from bytesched.bench.systems import System
+from bytesched.bench.systems import EXCHANGE_PIECES, System
+from bytesched.bench.table import percentile
 from bytesched.core import SchedulerCore
 from bytesched.link.bound import exchanging_optimum_s
 from bytesched.link.fabric import Fabric
@@ -25,18 +25,10 @@ from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Model, buckets, scheduled
 from bytesched.task import CommTask
 
-__all__ = ["EXCHANGE_PIECES", "Exchanging", "percentile", "predict_exchanging"]
+__all__ = ["FORMS", "Exchanging", "predict_exchanging"]
 
-#: that experts compute one after the other
-EXCHANGE_PIECES = 4
 #: collectives of one group that Gloo has under way at a time: its threads
 _GROUP_SLOTS = 2
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below or at which this share of them lies; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

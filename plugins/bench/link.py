@@ -15,7 +15,7 @@ from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
 from .systems.data_parallel import MIB
 
-__all__ = ["Link", "agree", "all_reduces_s", "settled"]
+__all__ = ["Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
@@ -33,6 +33,20 @@ def all_reduces_s(nbytes: int, tries: int) -> list[float]:
         dist.barrier()
         began_s = time.perf_counter()
         dist.all_reduce(buffer)
+        found.append(time.perf_counter() - began_s)
+    return found
+
+
+def all_to_alls_s(nbytes: int, tries: int) -> list[float]:
+    """The same of all-to-alls to which each rank hands so many bytes; collective."""
+    ranks = dist.get_world_size()
+    sent, received = (torch.zeros(ranks, nbytes // 4 // ranks) for _ in range(2))
+    dist.all_to_all_single(received, sent)
+    found = []
+    for _ in range(tries):
+        dist.barrier()
+        began_s = time.perf_counter()
+        dist.all_to_all_single(received, sent)
         found.append(time.perf_counter() - began_s)
     return found
 
@@ -67,6 +81,7 @@ class Link:
         self._world_size = dist.get_world_size()
         self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
         self._samples: list[float] = []
+        self._exchange_samples: list[float] = []
 
     def settle(self) -> bool:
         """Probe until two measurements in a row agree, and keep those alone; false if none do.
@@ -80,11 +95,22 @@ class Link:
         """Time large all-reduces; keep what every rank agrees on."""
         self._samples += self._measured(PROBES)
 
+    def probe_exchanges(self) -> None:
+        """The same for large all-to-alls."""
+        self._exchange_samples += self._rates(all_to_alls_s(PROBE_BYTES, PROBES))
+
     def _measured(self, tries: int) -> list[float]:
-        found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, tries)]
-        everywhere = torch.tensor(found, dtype=torch.float64)
+        return self._rates(all_reduces_s(PROBE_BYTES, tries))
+
+    def _rates(self, taken_s: list[float]) -> list[float]:
+        everywhere = torch.tensor([PROBE_BYTES / s for s in taken_s], dtype=torch.float64)
         dist.all_reduce(everywhere)
         return [float(rate) for rate in everywhere / self._world_size]
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """Bytes that a rank hands to large all-to-alls per second."""
+        return statistics.median(self._exchange_samples)
 
     @property
     def bytes_per_s(self) -> float:
@@ -104,6 +130,8 @@ class Link:
     def facts(self) -> dict[str, Any]:
         """For the report."""
         found: dict[str, Any] = {"gradient_bytes_per_s": self.bytes_per_s}
+        if self._exchange_samples:
+            found["exchange_bytes_per_s"] = self.exchange_bytes_per_s
         if self._servers is not None:
             rate = self._nominal_bytes_per_s
             found["servers"] = self._servers

@@ -12,7 +12,7 @@ from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, parse_systems
 from bytesched.commands import sim
 from bytesched.link.fabric import Fabric
-from bytesched.sim.exchanges import FORMS, percentile, predict_exchanging
+from bytesched.sim.exchanges import FORMS, predict_exchanging
 from bytesched.sim.predict import Prediction
 from bytesched.sim.systems import Costs, Model
 
@@ -130,12 +130,6 @@ def test_what_cannot_be_predicted_is_refused(
     with pytest.raises(SystemExit):
         sim.main(arguments.split())
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_percentiles() -> None:
-    assert percentile(range(1, 101), 0.95) == 95
-    assert percentile([7.0], 0.95) == 7.0
-    assert percentile([], 0.5) == 0.0
 
 
 def test_pieces_do_not_change_what_is_sent() -> None:
