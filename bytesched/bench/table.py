@@ -312,9 +312,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
     if "pieces_optimum_ms" in compute:
         lines.append(
-            f"all-to-alls {compute['exchange_ms']:.1f} ms, at "
-            f"{result['exchange_bytes_per_s'] / 1e6:.1f} "
-            f"MB/s; T* with them in pieces {compute['pieces_optimum_ms']:.1f} ms"
+            f"all-to-alls {compute['exchange_ms']:.1f} ms, of {result['exchange_each_ms']:.1f} ms "
+            f"each on idle links; T* with them in pieces {compute['pieces_optimum_ms']:.1f} ms"
         )
     if stolen > MOST_STOLEN:
         lines.append(

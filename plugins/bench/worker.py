@@ -79,7 +79,7 @@ class Bench:
         for turn in range(self.spec.rounds):
             self.link.probe()
             if self.exchanged_bytes:
-                self.link.probe_exchanges()
+                self.link.probe_exchanges(self.least_exchange_bytes)
             self.probe_compute()
             if not turn:
                 self.say(self.estimate(model["model_bytes"]))
@@ -115,11 +115,17 @@ class Bench:
         return parse_profile(self.content, "of the bench").exchanged_bytes if is_emulated else 0
 
     @property
+    def least_exchange_bytes(self) -> int:
+        """Of its smallest all-to-all."""
+        layers = parse_profile(self.content, "of the bench").layers
+        return min(layer.exchange_bytes for layer in layers if layer.exchange_bytes)
+
+    @property
     def exchange_s(self) -> float:
-        """How long these take on an idle link; of large ones, so without their latency."""
+        """How long these take on idle links."""
         if not self.exchanged_bytes:
             return 0.0
-        return self.exchanged_bytes / self.link.exchange_bytes_per_s
+        return self.exchanged_bytes / self.least_exchange_bytes * self.link.exchange_s
 
     def found(
         self, model: dict[str, Any], systems: dict[str, dict[str, Any]], stolen: float
@@ -268,7 +274,10 @@ class Bench:
         }
         if self.exchanged_bytes:
             rates = self.link.bytes_per_s, self.link.exchange_bytes_per_s
-            found["optimum_ms"] = exchanging_optimum_s(profile.chain(), *rates)
+            # What an all-to-all takes beyond its bytes: gradients may use the link meanwhile.
+            sent_s = self.least_exchange_bytes / self.link.exchange_bytes_per_s
+            late_s = max(0.0, self.link.exchange_s - sent_s)
+            found["optimum_ms"] = exchanging_optimum_s(profile.chain(), *rates, latency_s=late_s)
             found["pieces_optimum_ms"] = exchanging_optimum_s(
                 profile.chain(), *rates, in_pieces=True
             )
