@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, Final, Protocol, TypeVar
 
-from bytesched import urgency
 from bytesched.admission import Admission
 from bytesched.busy import Busy
 from bytesched.core import SchedulerCore
@@ -159,7 +158,6 @@ class Scheduler:
         self.bytes_started = 0
         self.cpu_ns = 0
         self._events: Events = EventThread() if events is None else events
-        urgency._schedulers.add(self)
 
     @property
     def busy_ns(self) -> int:
