@@ -25,6 +25,7 @@ from bytesched.errors import (
     TransportError,
     UnusedParameterError,
 )
+from bytesched.urgency import urgent
 from bytesched.version import __version__
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ __all__ = [
     "sharded_state",
     "stats",
     "unwrap",
+    "urgent",
     "wrap",
 ]
 

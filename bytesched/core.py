@@ -43,6 +43,7 @@ class SchedulerCore:
 
     def add_lane(self, lane: Lane) -> int:
         """One more lane; returns its number."""
+        lane.is_held = self.is_held
         self.lanes.append(lane)
         return len(self.lanes) - 1
 
@@ -85,16 +86,28 @@ class SchedulerCore:
         """Nothing is started any more; what is in flight may still finish."""
         self._stopped = True
 
-    def hold(self) -> None:
-        """Nothing is started until as many calls of `release`; what is in flight goes on."""
+    def hold(self) -> list[CommTask]:
+        """Until as many calls of `release`, no lane starts a hop behind its front.
+
+        What is in flight goes on. A hop in front of it may have waited for one that is held now.
+        """
         self._held += 1
+        return self._set_held(True) if self._held == 1 else []
 
     def release(self) -> list[CommTask]:
         """One `hold` is over; with the last one, what waited starts."""
         if not self._held:
             raise InvalidTransition(f"{self!r} is not held")
         self._held -= 1
-        return [task for lane in self.lanes for task in self._start_next(lane)]
+        return [] if self._held else self._set_held(False)
+
+    def set_front(self, front: float, lane: int = 0) -> list[CommTask]:
+        """Another largest priority of the hops that start while the core is held."""
+        self.lanes[lane].front = front
+        if not self._held:
+            return []
+        # A lane that yields to this one may start as well, if this one cannot.
+        return [task for each in self.lanes for task in self._start_next(each)]
 
     def ordered(self, indices: Sequence[int], lane: int = 0) -> list[CommTask]:
         """The next hops of a lane whose order is given, by index."""
@@ -137,6 +150,21 @@ class SchedulerCore:
         return sum(lane.in_flight_bytes for lane in self.lanes)
 
     @property
+    def is_held(self) -> bool:
+        """Whether a `hold` is in force."""
+        return self._held > 0
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether a hop would start now, were nothing held."""
+        return self.is_held and any(lane.is_held_back for lane in self.lanes)
+
+    def held_back(self) -> list[CommTask]:
+        """The ready hops that do not start for a `hold`; none without one."""
+        lanes = self.lanes if self.is_held else []
+        return [task for lane in lanes for task in lane.held_back()]
+
+    @property
     def idle(self) -> bool:
         """True if nothing is ready or in flight."""
         return all(lane.is_idle for lane in self.lanes)
@@ -161,10 +189,10 @@ class SchedulerCore:
     # -- decisions ---------------------------------------------------------------------
 
     def _start_next(self, lane: Lane) -> list[CommTask]:
-        if self._stopped or self._held:
+        if self._stopped:
             return []
         started = lane.start_next()
-        if lane.followers and not lane.queue.has_next():
+        if lane.followers and (lane.queue.peek() is None or (self._held and not lane.has_next)):
             # Its last hop has begun: what goes after it may.
             for follower in lane.followers:
                 if len(follower.queue):
@@ -172,6 +200,11 @@ class SchedulerCore:
         for task in started:
             self._note("start", task)
         return started
+
+    def _set_held(self, is_held: bool) -> list[CommTask]:
+        for lane in self.lanes:
+            lane.is_held = is_held
+        return [task for lane in self.lanes for task in self._start_next(lane)]
 
     def _landed(self, task: CommTask) -> Lane:
         lane = self.lanes[task.lane]

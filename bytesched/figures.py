@@ -56,3 +56,11 @@ class Figures(TypedDict):
     """Number of ranks."""
     rank: int
     """This rank."""
+    urgent_sections: int
+    """Urgent sections of this process that have begun (`bytesched.urgent`)."""
+    urgent_s: float
+    """Seconds in urgent sections that are over, each by itself."""
+    held_s: float
+    """Seconds in which a chunk did not start for an urgent section, of all wrapped objects."""
+    urgent_released: int
+    """Urgent sections that let everything go at their limit of time."""

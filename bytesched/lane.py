@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from bytesched.admission import Admission
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask
@@ -21,6 +23,8 @@ class Lane:
         name: in ``repr`` and errors.
         yields_to: lanes over the same link whose hops go first: this one starts nothing while one
             of them has a hop that waits for its turn.
+        front: the largest priority of a hop that starts while the core is held: another rank may
+            need it to come as far as this one.
     """
 
     def __init__(
@@ -31,11 +35,15 @@ class Lane:
         admission: Admission | None = None,
         name: str = "0",
         yields_to: tuple[Lane, ...] = (),
+        front: float = -inf,
     ) -> None:
         self.name = name
         self.queue = queue
         self.admission = admission
         self.credit_bytes = _checked(credit_bytes)
+        self.front = front
+        #: the core is held: what lies behind the front does not start
+        self.is_held = False
         self.in_flight: dict[int, CommTask] = {}
         self.in_flight_bytes = 0
         self._yields_to: tuple[Lane, ...] = ()
@@ -82,6 +90,8 @@ class Lane:
         if self.is_background:
             window_bytes = 1
         while self.in_flight_bytes < window_bytes:
+            if self.is_held and not self.has_next:
+                break
             task = self.queue.pop()
             if task is None:
                 break
@@ -99,7 +109,32 @@ class Lane:
             self.in_flight or any(lane.in_flight for lane in self._yields_to)
         ):
             return True
-        return any(lane.queue.has_next() for lane in self._yields_to)
+        # Without a call for each lane: this is asked at every hop.
+        for lane in self._yields_to:
+            task = lane.queue.peek()
+            if task is not None and (not lane.is_held or task.priority <= lane.front):
+                return True
+        return False
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a hop waits for nothing but credit, and the lanes that this one yields to."""
+        task = self.queue.peek()
+        return task is not None and (not self.is_held or task.priority <= self.front)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether a hop would start now, were the core not held. Where it is."""
+        task = self.queue.peek()
+        return (
+            task is not None
+            and task.priority > self.front
+            and self.in_flight_bytes < self.credit_bytes
+        )
+
+    def held_back(self) -> list[CommTask]:
+        """The ready hops behind the front."""
+        return [task for task in self.queue.tasks() if task.priority > self.front]
 
     def landed(self, task: CommTask) -> bool:
         """``task`` is over, well or not; false if it was not in flight."""

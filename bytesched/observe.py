@@ -15,7 +15,7 @@ class Observer:
     """Optional hooks; all do nothing here. Called from any thread.
 
     Times are ``time.perf_counter_ns()``. Tracks are ``step``, ``forward``, ``backward``,
-    ``queue``, ``send``, ``update`` and ``wait``.
+    ``queue``, ``send``, ``update``, ``urgent`` and ``wait``.
     """
 
     def on_span(

@@ -28,8 +28,8 @@ class ReadyQueue(Protocol):
     def pop(self) -> CommTask | None:
         """The next task to start, or None if none may start now."""
 
-    def has_next(self) -> bool:
-        """Whether `pop` would return a task."""
+    def peek(self) -> CommTask | None:
+        """What `pop` would return."""
 
     @property
     def is_open(self) -> bool:
@@ -60,8 +60,8 @@ class Leading:
     def pop(self) -> CommTask | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
-    def has_next(self) -> bool:
-        return bool(self._heap)
+    def peek(self) -> CommTask | None:
+        return self._heap[0][2] if self._heap else None
 
     @property
     def is_open(self) -> bool:
@@ -98,8 +98,8 @@ class Following:
             return self._ready.pop(self._order.popleft())
         return None
 
-    def has_next(self) -> bool:
-        return bool(self._order) and self._order[0] in self._ready
+    def peek(self) -> CommTask | None:
+        return self._ready.get(self._order[0]) if self._order else None
 
     @property
     def is_open(self) -> bool:

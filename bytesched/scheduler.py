@@ -28,6 +28,8 @@ log = logging.getLogger("bytesched")
 _Event = Callable[[], Sequence[CommTask]]
 _T = TypeVar("_T")
 _CLOSE: Final = None
+#: for a hold that another thread has to handle, as it is handling something at the moment
+_HELD_WITHIN_S: Final = 0.05
 
 
 class Events(Protocol):
@@ -157,6 +159,10 @@ class Scheduler:
         self.tasks_started = 0
         self.bytes_started = 0
         self.cpu_ns = 0
+        #: time in which a hop did not start for a hold; since when one does not, or 0
+        self.held_ns = 0
+        self._held_since_ns = 0
+        self._is_held = False
         self._events: Events = EventThread() if events is None else events
 
     @property
@@ -201,6 +207,50 @@ class Scheduler:
 
         self._put(swap)
 
+    def hold(self, move_fronts: _Event = tuple) -> None:
+        """Until `release`, what lies behind the fronts of the lanes does not start.
+
+        That is so when this returns, unless another thread is in the middle of a slow event: then
+        from the end of that on.
+
+        Args:
+            move_fronts: called just before, in the scheduler's turn.
+        """
+        in_force = threading.Event()
+
+        def hold() -> Sequence[CommTask]:
+            self._is_held = True
+            try:
+                return [*move_fronts(), *self.core.hold()]
+            finally:
+                in_force.set()
+
+        self._put(hold)
+        if not self._closed:
+            in_force.wait(_HELD_WITHIN_S)
+
+    def release(self) -> None:
+        """The `hold` is over."""
+
+        def release() -> Sequence[CommTask]:
+            self._is_held = False
+            self._look_held(is_held_back=False)
+            return self.core.release()
+
+        self._put(release)
+
+    def trace_urgent(self, name: str, began_ns: int, ended_ns: int) -> None:
+        """A section that has held this scheduler ends: observers hear of it, and of what waits."""
+        if self._observers:
+
+            def trace() -> Sequence[CommTask]:
+                held = self.core.held_back()
+                args = {"held": len(held), "bytes": sum(task.nbytes for task in held)}
+                self._observers.on_span("urgent", name, began_ns, ended_ns, args)
+                return ()
+
+            self._put(trace)
+
     def fail(self, error: BaseException) -> None:
         """Something outside the transport went wrong: nothing is started any more."""
 
@@ -232,6 +282,18 @@ class Scheduler:
             self._start(event(), began_ns)
         except BaseException as error:  # noqa: BLE001 - it must reach the user's thread
             self._give_up(error)
+        if self._is_held:
+            self._look_held(is_held_back=self.core.is_held_back)
+
+    def _look_held(self, *, is_held_back: bool) -> None:
+        if is_held_back is bool(self._held_since_ns):
+            return
+        now_ns = perf_counter_ns()
+        if is_held_back:
+            self._held_since_ns = now_ns
+        else:
+            self.held_ns += now_ns - self._held_since_ns
+            self._held_since_ns = 0
 
     def _start(self, tasks: Sequence[CommTask], began_ns: int) -> None:
         if not tasks:

@@ -21,6 +21,7 @@ from bytesched.policy import named_policy
 from bytesched.scheduler import EventThread, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done, Transport
+from bytesched.urgency import URGENCY
 
 __all__ = ["Chunk", "Pipes", "chunks_on_their_way"]
 
@@ -132,6 +133,8 @@ class Pipes:
         push, pull = _transports(store, self._by_index, on_push)
         self.pushes = scheduler(push, push_credit_bytes, self._pushed)
         self.pulls = scheduler(pull, self._window(pull_credit_bytes), self._pulled)
+        URGENCY.join(self.pushes)
+        URGENCY.join(self.pulls)
 
     def push(self, chunk: Chunk) -> None:
         """``push_from`` is complete; its push task is READY."""
@@ -155,6 +158,8 @@ class Pipes:
 
     def close(self) -> None:
         """Stops both. Idempotent."""
+        URGENCY.leave(self.pushes)
+        URGENCY.leave(self.pulls)
         self.pushes.close()
         self.pulls.close()
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bytesched.run.after_import import Action, after_import
+from bytesched.run.urgent_calls import mark_all_to_alls
 
 __all__ = ["noticed_something", "watch"]
 
@@ -30,6 +31,7 @@ def watch(also: Mapping[str, Action] = MappingProxyType({})) -> None:
     after_import(
         {
             **also,
+            "torch.distributed.distributed_c10d": mark_all_to_alls,
             "torch.nn.modules.module": _watch_ddp,
             "horovod.torch.optimizer": _watch_horovod,
             "horovod.runner": _watch_horovod_run,

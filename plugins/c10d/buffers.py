@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from bytesched.errors import TransportError
+from bytesched.urgency import urgent
 
 from ..routes.groups.group import Group
 
@@ -50,7 +51,8 @@ class BufferBroadcast:
             ddp._default_broadcast_coalesced()
             return
         try:
-            self._broadcast(self._group, list(buffers.values()))
+            with urgent("buffers"):
+                self._broadcast(self._group, list(buffers.values()))
         except TransportError as error:
             self._raise_first(error)
 

@@ -39,6 +39,7 @@ from .entry import Entry
 from .joining import Joining, joining
 from .shell import finalizes_by_hand, take_over
 from .splitter import ExchangeSplitter
+from .urgent_norms import make_norms_urgent
 
 __all__ = [
     "attach",
@@ -196,6 +197,7 @@ def attach(
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
+        session.on_close(make_norms_urgent(model))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
                 session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))

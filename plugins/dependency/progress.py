@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
 from bytesched.round import Round
+from bytesched.urgency import URGENCY
 
 from ..layout.slots import Job, Slot
 from ..routes.backend import Backend
@@ -96,6 +97,9 @@ class Progress:
         False at the moment ``until`` of the clock, if that is before all of these.
         """
         self.refuse_in_update(what)
+        if URGENCY.is_held:
+            with URGENCY.waiting():
+                return self.wait(done, what, until=until)
         deadline = monotonic() + self._timeout_s
         while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):
             self.check()

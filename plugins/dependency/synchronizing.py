@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, GradientState, Memory
+from bytesched.urgency import URGENCY
 
 from ..figures.meter import Meter
 from ..layout.memory import lies_over
@@ -82,6 +83,8 @@ class Synchronizing:
         if bundle.state is BundleState.APPLIED:
             self._streams.read()
             self._round.use(bundle)
+            if URGENCY.is_held:
+                URGENCY.passed()
             for slot in bundle.slots:
                 if slot.changes or slot.looks:
                     self._change_one(slot)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.observe import Observers
+from bytesched.urgency import URGENCY
 
 from ..dependency.progress import Progress
 from ..figures.meter import Meter
@@ -154,6 +155,7 @@ class HookedModel(ABC):
             "levels": self._backend.levels,
             "rank": self._backend.rank,
             "world_size": self._backend.size,
+            **URGENCY.figures(),
         }
 
     def __repr__(self) -> str:

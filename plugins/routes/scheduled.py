@@ -14,6 +14,7 @@ from bytesched.scheduler import Events, EventThread, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Transport
 from bytesched.tunable import Setting
+from bytesched.urgency import URGENCY
 
 from .carrier import Traffic
 
@@ -107,6 +108,7 @@ class ScheduledCarrier:
             events=events,
         )
         ordering.bind(self._scheduler)
+        URGENCY.join(self._scheduler)
 
     @property
     def order(self) -> str:
@@ -139,6 +141,7 @@ class ScheduledCarrier:
         return self._scheduler.core.story()
 
     def close(self) -> None:
+        URGENCY.leave(self._scheduler)
         if self._submits is not None:
             self._submits.close()
             self._submits.join(_PATIENCE_S)

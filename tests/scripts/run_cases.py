@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
@@ -22,6 +23,7 @@ import bytesched
 from bytesched.plugins import registry
 from bytesched.plugins.c10d import ddp
 from bytesched.run.watch import watch
+from bytesched.urgency import URGENCY
 
 Case = Callable[[Job], None]
 
@@ -40,6 +42,42 @@ def optimizer_before_ddp(job: Job) -> None:
     model = job.ddp(module)
     train(job, model, optimizer, after_step=lambda _: schedule.step())
     job.record_state(model, optimizer)
+
+
+class _Swapped(torch.autograd.Function):
+    """Each rank has a part of what every other one had."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        swapped = torch.empty_like(x)
+        dist.all_to_all_single(swapped, x)
+        return swapped
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        swapped = torch.empty_like(grads[0])
+        work = dist.all_to_all_single(swapped, grads[0].contiguous(), async_op=True)
+        assert work is not None
+        work.wait()
+        return swapped
+
+
+class _Swapping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        swapped: Tensor = _Swapped.apply(x)  # type: ignore[no-untyped-call]
+        return swapped
+
+
+def mixed_by_all_to_alls(job: Job) -> None:
+    model = job.ddp(nn.Sequential(nn.Linear(8, 8), _Swapping(), nn.Linear(8, 8)))
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+    if job.wrapped:
+        figures = bytesched.stats(optimizer)
+        assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
+        # The last one may not have told yet that it is over.
+        assert "0 sections" in repr(URGENCY) or "1 sections" in repr(URGENCY), URGENCY
 
 
 def two_models(job: Job) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import inf
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from bytesched.scheduler import EventThread, InTurn, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done
 from bytesched.tunable import Setting
+from bytesched.urgency import URGENCY
 
 from ...layout.packing import Packer
 from ...layout.plan import Plan
@@ -153,6 +155,8 @@ class Exchange:
         self._submitted = len(plan.chunks)
         #: of this round: chunks whose sums are not here, and those whose routes have not ended
         self._unsummed = self._left = 0
+        #: called when an urgent section begins: moves fronts of lanes that were added
+        self.move_fronts: Callable[[], list[CommTask]] = list
         #: of each chunk, the hops to or from this rank that have not ended
         self._hops_left: list[int] = []
         self._started_ns: dict[int, int] = {}
@@ -167,6 +171,8 @@ class Exchange:
         self._waiters = Waiters(self.messages, "bytesched-sends")
         self._submits = EventThread()
         core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
+        # Adding up uses no link.
+        core.lanes[_SUMS].front = inf
         #: by lane, what begins its hops
         self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
         #: by rank: lanes of the first phase, and the numbers of those of gradients, of sums of the
@@ -185,7 +191,10 @@ class Exchange:
         )
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
-            share = Lane(Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"soon to {peer}")
+            # Another rank may wait for these in front of a step that is over here.
+            share = Lane(
+                Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"soon to {peer}", front=inf
+            )
             spread = Lane(
                 Leading(Priority()), credit_bytes=self.credit_bytes, name=f"sums to {peer}"
             )
@@ -195,6 +204,10 @@ class Exchange:
             self._share[peer] = self.add_lane(share, self._send_sum)
             self._spread[peer] = self.add_lane(spread, self._send_sum)
         self._route()
+        URGENCY.join(self.scheduler, self._move_fronts)
+
+    def _move_fronts(self) -> list[CommTask]:
+        return self.move_fronts()
 
     def add_lane(self, lane: Lane, begin: Callable[[CommTask, Done], None]) -> int:
         """One more lane, whose hops ``begin`` starts; returns its number."""
@@ -338,6 +351,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        URGENCY.leave(self.scheduler)
         self._submits.close()
         self._waiters.stop()
         if not (is_idle and self.is_idle):

@@ -29,8 +29,8 @@ class Announced:
                 return self._ready.pop(index)
         return None
 
-    def has_next(self) -> bool:
-        return any(index in self._ready for index in self._announced)
+    def peek(self) -> CommTask | None:
+        return next((self._ready[i] for i in self._announced if i in self._ready), None)
 
     @property
     def is_open(self) -> bool:

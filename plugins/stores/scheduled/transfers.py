@@ -14,6 +14,7 @@ from bytesched.errors import InvalidTransition, SchedulerTimeout, in_one_line
 from bytesched.kvstore.pipes import Chunk, Pipes
 from bytesched.kvstore.protocol import Key, KVStore
 from bytesched.observe import Observers
+from bytesched.urgency import URGENCY
 
 from .arenas import KeySlot, fill, plain
 
@@ -161,6 +162,9 @@ class Transfers:
         self._wait_until(lambda: not self._pushing, "all pushes")
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        if URGENCY.is_held:
+            with URGENCY.waiting():
+                return self._wait_until(done, what)
         deadline = monotonic() + self._config.timeout_s
         with self._changed:
             while not done():

@@ -1,0 +1,48 @@
+"""With urgent sections, training is still that of plain DDP, and no rank waits for a held one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import scripts_urgent as urgent
+from comparing import check, named
+from ranks import Ranks
+
+#: many chunks, most of them still to be sent when the next forward pass begins
+MANY: dict[str, Any] = {"partition_bytes": 2048, "credit_bytes": 2048, "timeout_s": 30.0}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": MANY | {"split": "off"},
+    "split": MANY | {"split": "on"},
+    "sharded": MANY | {"shard": True},
+    "replayed": MANY | {"split": "off", "order": "replay"},
+}
+ways = pytest.mark.parametrize("way", WAYS)
+scripts = named(
+    urgent.mixed_by_collectives,
+    urgent.gates_inside_sections,
+    urgent.mixed_and_clipped,
+    urgent.mean_loss_before_step,
+    urgent.raises_inside,
+)
+
+
+@ways
+@scripts
+def test_two_ranks(two_ranks: Ranks, script: Callable[..., None], way: str) -> None:
+    for stats in check(two_ranks, script, **WAYS[way]):
+        assert float(stats["urgent_sections"]) > 0
+        assert float(stats["held_s"]) <= float(stats["urgent_s"])
+
+
+@ways
+@named(urgent.mixed_by_collectives, urgent.mixed_and_clipped)
+def test_three_ranks(three_ranks: Ranks, script: Callable[..., None], way: str) -> None:
+    check(three_ranks, script, rtol=1e-5, **WAYS[way])
+
+
+@ways
+@named(urgent.read_by_rank_0_alone, urgent.entered_by_rank_0_alone)
+def test_ranks_that_differ(two_ranks: Ranks, script: Callable[..., None], way: str) -> None:
+    check(two_ranks, script, **WAYS[way])
