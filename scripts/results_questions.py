@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bytesched.bench.systems import EXCHANGE_SYSTEMS
+
 __all__ = ["QUESTIONS", "Case", "Column", "Question", "Series"]
 
 BENCH = "bytesched bench --lab {hosts} --rate 1gbit --emulate {model} --comm-ratio 1"
@@ -158,7 +160,8 @@ QUESTIONS = (
         (
             Series(
                 "chrt -r 5 bytesched bench --lab {hosts} --rate {rate} --emulate moe --comm-ratio "
-                "1 --iterations 6 --rounds {rounds} --warmup 4",
+                f"1 --systems {','.join(EXCHANGE_SYSTEMS)} --iterations 6 --rounds {{rounds}} "
+                "--warmup 4",
                 (
                     {"hosts": "2", "rate": "500mbit", "rounds": "2"},
                     {"hosts": "4", "rate": "500mbit", "rounds": "1"},
