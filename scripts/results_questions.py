@@ -172,7 +172,7 @@ QUESTIONS = (
             Column("ddp", ("ddp",)),
             Column("own group", ("ddp-own-group",)),
             Column("no lane", ("bytesched-no-lane",)),
-            Column("pieces", ("bytesched-pieces",)),
+            Column("bytesched in pieces", ("bytesched-pieces",)),
             Column("bytesched", ("bytesched",)),
         ),
         minutes=9.5,
