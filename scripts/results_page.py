@@ -112,6 +112,8 @@ def _table(question: Question, cases: Sequence[Case], results: Results, files: s
     titles += ["of gain"] * ("gain" in question.more)
     if "cpu" in question.more:
         titles.append("CPU ms of the last two")
+    if "exchanges" in question.more:
+        titles += ["p50, p95 ms of idle", "of each", "to idle"]
     if "memory" in question.more:
         titles += [f"{what} MB of each" for what in ("state", "peak")]
     lines = _head(titles)
@@ -146,10 +148,24 @@ def _cells(question: Question, result: dict[str, Any]) -> list[str]:
         cells.append("-" if share is None else f"{100 * share:.0f} %")
     if "cpu" in question.more:
         cells.append(", ".join(_number(system, "cpu_ms") for system in systems[-2:]))
+    if "exchanges" in question.more:
+        cells += _exchange_cells(result, systems)
     if "memory" in question.more:
         for key in ("state_bytes", "peak_bytes"):
             cells.append(", ".join(_number(system, key, 1e6) for system in systems))
     return cells
+
+
+def _exchange_cells(result: dict[str, Any], systems: Sequence[dict[str, Any]]) -> list[str]:
+    """p50 and p95 of all-to-alls where no gradients are sent, and of each system."""
+
+    def times(system: dict[str, Any]) -> str:
+        return " / ".join(_number(system, f"exchange_{name}_ms") for name in ("p50", "p95"))
+
+    idle = result["systems"].get("idle", {})
+    ratio = systems[-1].get("figures", {}).get("exchange_p95_to_idle")
+    to_idle = "-" if ratio is None else f"{ratio:.2f}x"
+    return [times(idle), ", ".join(map(times, systems)), to_idle]
 
 
 def _system(result: dict[str, Any], column: Column) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bytesched.bench.systems import EXCHANGE_SYSTEMS
+
 __all__ = ["QUESTIONS", "Case", "Column", "Question", "Series"]
 
 BENCH = "bytesched bench --lab {hosts} --rate 1gbit --emulate {model} --comm-ratio 1"
@@ -59,7 +61,7 @@ class Question:
     columns: tuple[Column, ...] = ()
     #: on two quiet cores
     minutes: float = 0.0
-    #: further columns of "gain", "cpu", "memory"
+    #: further columns of "gain", "cpu", "memory", "exchanges"
     more: tuple[str, ...] = ()
     has_picture: bool = False
 
@@ -143,6 +145,38 @@ QUESTIONS = (
         (Column("ddp-best", ("ddp-best",)), Column("bytesched", ("bytesched",))),
         minutes=5.5,
         more=("gain", "cpu"),
+    ),
+    Question(
+        "moe",
+        "Experts: all-to-alls beside gradients",
+        "A GPT with layers of experts (`--emulate moe`), whose all-to-alls share the link with "
+        "gradients. DDP takes {0} times as long as bytesched with its lane, with all-to-alls in a "
+        "group of their own {1} times, bytesched without the lane {2} times, and with the lane and "
+        "all-to-alls in pieces {3} times as long. *idle* sends no gradients. *p50, p95* are those "
+        "of all-to-alls on all ranks, from call to end (pieces: of each), *to idle* the p95 of "
+        "bytesched over that of idle, *x T\\** of the bound for whole all-to-alls. Links have "
+        "half the rate of those in the other tables, and compute is as much slower, so that two "
+        "cores suffice.",
+        (
+            Series(
+                "chrt -r 5 bytesched bench --lab {hosts} --rate {rate} --emulate moe --comm-ratio "
+                f"1 --systems {','.join(EXCHANGE_SYSTEMS)} --iterations 6 --rounds {{rounds}} "
+                "--warmup 4",
+                (
+                    {"hosts": "2", "rate": "500mbit", "rounds": "2"},
+                    {"hosts": "4", "rate": "500mbit", "rounds": "1"},
+                ),
+            ),
+        ),
+        (
+            Column("ddp", ("ddp",)),
+            Column("own group", ("ddp-own-group",)),
+            Column("no lane", ("bytesched-no-lane",)),
+            Column("bytesched in pieces", ("bytesched-pieces",)),
+            Column("bytesched", ("bytesched",)),
+        ),
+        minutes=9.5,
+        more=("exchanges",),
     ),
     Question(
         "real",

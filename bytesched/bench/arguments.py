@@ -10,7 +10,7 @@ from typing import Final
 from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.specification import DEFAULT_CONTROLLER, MODELS, OPTIMIZERS
-from bytesched.bench.systems import SYSTEMS
+from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
 
 __all__ = ["CONTROLLERS", "bench_parser", "same_again"]
 
@@ -33,6 +33,7 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --lab 2 --emulate gpt --controller mpi --systems horovod,bytesched-horovod
   bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
+  bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
@@ -89,7 +90,10 @@ def bench_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--systems", default=",".join(SYSTEMS), metavar="LIST", help="what to measure (%(default)s)"
+        "--systems",
+        metavar="LIST",
+        help=f"what to measure ({','.join(SYSTEMS)}; of a profile with layers of experts "
+        f"{','.join(EXCHANGE_SYSTEMS)})",
     )
     add("--model", metavar="NAME", help=f"{', '.join(MODELS)} or module:function (default gpt)")
     shipped = ", ".join(shipped_profiles())

@@ -1,7 +1,7 @@
 """Compute profiles: what a model computes and sends, layer by layer, without the model.
 
 A profile is a JSON file. `bytesched bench --emulate` runs one, `bytesched bench --record` writes
-one from a real model, and three are part of the package: gpt, vgg and resnet. Those of several
+one from a real model, and four are part of the package: gpt, moe, vgg and resnet. Those of several
 batch sizes in one file are for `bytesched burst plan` alone.
 """
 
@@ -33,6 +33,9 @@ class LayerProfile:
     shapes: tuple[tuple[int, ...], ...]
     #: what the next layer reads, of one sample; 0 if that is not known
     output_bytes: int = 0
+    #: of experts: what each rank hands to the all-to-all before the layer, and to that after it, in
+    #: forward and in backward, the part that it keeps included; 0: there are none
+    exchange_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +59,11 @@ class Profile:
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def exchanged_bytes(self) -> int:
+        """Bytes that a rank hands to all-to-alls in an iteration: four of them for each layer."""
+        return 4 * sum(layer.exchange_bytes for layer in self.layers)
+
+    @property
     def compute_s(self) -> float:
         """Seconds of one forward and one backward pass."""
         return sum(layer.forward_ms + layer.backward_ms for layer in self.layers) / 1e3
@@ -75,7 +83,9 @@ class Profile:
     def chain(self) -> list[Layer]:
         """The layers as `bytesched.link.bound` wants them."""
         return [
-            Layer(layer.forward_ms / 1e3, layer.backward_ms / 1e3, layer.nbytes)
+            Layer(
+                layer.forward_ms / 1e3, layer.backward_ms / 1e3, layer.nbytes, layer.exchange_bytes
+            )
             for layer in self.layers
         ]
 
@@ -88,6 +98,7 @@ class Profile:
                 "backward_ms": round(layer.backward_ms, 4),
                 "shapes": [list(shape) for shape in layer.shapes],
                 **({"output_bytes": layer.output_bytes} if layer.output_bytes else {}),
+                **({"exchange_bytes": layer.exchange_bytes} if layer.exchange_bytes else {}),
             }
             for layer in self.layers
         ]
@@ -208,7 +219,15 @@ def _parse_layer(content: object, where: str) -> LayerProfile:
         raise ConfigError(f"{where}: shapes is {shapes!r}, expected lists of positive sizes")
     name = str(content.get("name", where.rpartition(" ")[2]))
     output_bytes = _whole_number(content, "output_bytes", where)
-    return LayerProfile(name, times[0], times[1], tuple(map(tuple, shapes)), output_bytes)
+    exchange_bytes = _whole_number(content, "exchange_bytes", where)
+    if exchange_bytes and shapes:
+        raise ConfigError(
+            f"{where}: shapes is {shapes!r}, expected none beside exchange_bytes: gradients of "
+            "experts stay on their rank"
+        )
+    return LayerProfile(
+        name, times[0], times[1], tuple(map(tuple, shapes)), output_bytes, exchange_bytes
+    )
 
 
 def _whole_number(content: dict[str, Any], field: str, where: str) -> int:

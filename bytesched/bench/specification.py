@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bytesched.bench.profile import load_profile
+from bytesched.bench.profile import load_profile, parse_profile
 from bytesched.bench.systems import (
+    EXCHANGE_SYSTEMS,
     HOROVOD_SYSTEMS,
     KVSTORE_SYSTEMS,
+    SYSTEMS,
     System,
     check_ddp,
+    check_exchanges,
     check_horovod,
     check_kvstore,
     parse_systems,
@@ -133,8 +136,15 @@ def specification(options: Namespace, view: RankView) -> Specification:
             "for a real model change --batch"
         )
     _check_batches(options.batch, kind, recorded=bool(options.record))
-    systems = parse_systems(options.systems)
+    has_experts = kind == "emulate" and _has_experts(content)
+    systems = parse_systems(
+        options.systems or ",".join(EXCHANGE_SYSTEMS if has_experts else SYSTEMS)
+    )
     check_ddp(systems)
+    check_exchanges(systems, has_experts=has_experts)
+    for name in ("clip", "record"):
+        if has_experts and getattr(options, name):
+            raise ConfigError(f"--{name} is not for a profile with layers of experts")
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
     unclipped = (*KVSTORE_SYSTEMS, "deepspeed")
@@ -167,6 +177,10 @@ def specification(options: Namespace, view: RankView) -> Specification:
         ranks_per_host=options.ranks_per_host,
         timeout_s=options.timeout_s,
     )
+
+
+def _has_experts(content: object) -> bool:
+    return bool(parse_profile(content, "of the bench").exchanged_bytes)
 
 
 def _check_launch(options: Namespace, view: RankView) -> None:

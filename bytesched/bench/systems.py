@@ -17,12 +17,19 @@ SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
 FURTHER_SYSTEMS = ("ddp-finalize", "zero1", "deepspeed")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
+#: of a profile with layers of experts: those that are measured unless others are named
+EXCHANGE_SYSTEMS = (
+    *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),
+)
+#: that experts of bytesched-pieces compute one after the other
+EXCHANGE_PIECES = 4
 KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 WITH_OPTIONS = (
     *("ddp", "ddp-finalize", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
+    *("ddp-own-group", "bytesched-no-lane", "bytesched-pieces"),
     *KVSTORE_SYSTEMS,
 )
-DDP_WITH_OPTIONS = ("ddp", "ddp-finalize")
+DDP_WITH_OPTIONS = ("ddp", "ddp-own-group", "ddp-finalize")
 #: the first torch with `DistributedDataParallel.finalize_backward`
 FINALIZES = (2, 15)
 #: what is swept unless it is given
@@ -41,7 +48,11 @@ class System:
 
 def parse_systems(
     text: str,
-    known: Sequence[str] = (*SYSTEMS, *FURTHER_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS),
+    known: Sequence[str] = tuple(
+        dict.fromkeys(
+            (*SYSTEMS, *FURTHER_SYSTEMS, *EXCHANGE_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
+        )
+    ),
     with_options: Sequence[str] = WITH_OPTIONS,
 ) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
@@ -114,6 +125,20 @@ def check_ddp(systems: Sequence[System]) -> None:
             raise ConfigError(
                 f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
                 f"and {installed} is installed"
+            )
+
+
+def check_exchanges(systems: Sequence[System], *, has_experts: bool) -> None:
+    """Raises `ConfigError` for systems that cannot carry all-to-alls, or have none to carry."""
+    for system in systems:
+        if has_experts and system.kind not in EXCHANGE_SYSTEMS:
+            raise ConfigError(
+                f"--systems: {system.label!r} does not carry all-to-alls, which the layers of "
+                f"experts of this profile need; {', '.join(EXCHANGE_SYSTEMS)} do"
+            )
+        if not has_experts and system.kind not in SYSTEMS and system.kind in EXCHANGE_SYSTEMS:
+            raise ConfigError(
+                f"--systems: {system.label!r} is for layers of experts: --emulate moe"
             )
 
 

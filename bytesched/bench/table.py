@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,10 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
         "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
+    if pieces := result["compute"].get("pieces_optimum_ms"):
+        figures |= _exchange_figures(systems, name)
+        if name.startswith("bytesched-pieces"):
+            figures["to_optimum"] = median / pieces
     if _is_sharded(name):
         figures["to_sharded_optimum"] = median / compute["sharded_optimum_ms"]
     for key in ("peak_bytes", "state_bytes"):
@@ -61,6 +66,27 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+def _exchange_figures(systems: dict[str, Any], name: str) -> dict[str, float]:
+    """Of all-to-alls, or their pieces, of all ranks."""
+    rounds = systems[name]["rounds"]
+    taken_ms = [ms for turn in rounds for ms in turn["exchange_ms"]]
+    figures = {
+        "exchange_p50_ms": percentile(taken_ms, 0.5),
+        "exchange_p95_ms": percentile(taken_ms, 0.95),
+        "exchange_wait_ms": statistics.median(turn["exchange_wait_ms"] for turn in rounds),
+    }
+    if IDLE in systems and not name.startswith("bytesched-pieces"):
+        idle_ms = [ms for turn in systems[IDLE]["rounds"] for ms in turn["exchange_ms"]]
+        figures["exchange_p95_to_idle"] = figures["exchange_p95_ms"] / percentile(idle_ms, 0.95)
+    return figures
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
 def _counts(name: str, system: dict[str, Any]) -> dict[str, int]:
     """What a system that tells it sends; the number of chunks only where their size was given."""
     stats = system["rounds"][-1]["stats"]
@@ -81,7 +107,9 @@ def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
     if name.startswith(("kv-", "bytesched-kv")):
         plain, best = "kv-plain", "kv-p3"
     elif not _uses_horovod(name):
-        rivals = [other for other in systems if other.startswith(("ddp-best", "ddp:"))]
+        rivals = [
+            other for other in systems if other.startswith(("ddp-best", "ddp:", "ddp-own-group"))
+        ]
         plain, best = "ddp", min(rivals, key=lambda other: _median(systems[other]), default="")
     else:
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
@@ -99,7 +127,7 @@ def _uses_horovod(name: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    return name.startswith(("ddp", "horovod", "kv-"))
+    return name.startswith(("ddp", "horovod", "kv-", IDLE))
 
 
 def _median(system: dict[str, Any]) -> float:
@@ -122,6 +150,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _agreement(name: str, systems: dict[str, Any]) -> str:
     """How the losses and weights of a system compare with those of the first one."""
+    if name == IDLE:
+        return "of its rank alone"
     reference_name = next(iter(systems))
     reference = systems[reference_name]["rounds"][0]
     worst = 0.0
@@ -137,6 +167,8 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
     return "identical" if same_weights else "equal, weights not"
 
 
+#: the system that sends no gradients
+IDLE = "idle"
 #: of the cores' busy time; more is told
 MOST_STOLEN = 0.02
 #: threads that use less are not listed
@@ -149,16 +181,35 @@ TITLES = (
 )
 
 
+EXCHANGE_TITLES = ("p50 ms", "p95 ms", "x idle", "waits ms")
+EXCHANGE_LEGEND = (
+    "p50, p95: of all-to-alls of all ranks, from call to end (bytesched-pieces: of each piece); "
+    "x idle: that p95 over the one where no gradients are sent. waits: how long an iteration waits "
+    "for them.",
+    "x T* of bytesched-pieces: of the bound for all-to-alls in pieces, of the others: for whole "
+    "ones. ddp: all-to-alls in the group of DDP; ddp-own-group: in one of their own.",
+    "Links and compute are slower by the same factor than what they stand for, so that the ranks' "
+    "traffic leaves the cores of this machine time.",
+)
+
+
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
     systems = result["systems"]
     titles = list(TITLES)
     if "nominal_bytes_per_s" in result:
         titles[titles.index(BUS)] = DUPLEX
-    rows = [titles, *(_row(name, system) for name, system in systems.items())]
-    lines = [headline(result), *notes(result), "", *aligned(rows, "<" + 10 * ">" + "<"), ""]
+    has_exchanges = any("exchange_p95_ms" in system["figures"] for system in systems.values())
+    at = titles.index("CPU ms")
+    rows = [_row(name, system) for name, system in systems.items()]
+    if has_exchanges:
+        titles[at:at] = EXCHANGE_TITLES
+        for row, system in zip(rows, systems.values(), strict=True):
+            row[at:at] = _exchange_cells(system)
+    columns = "<" + (len(titles) - 2) * ">" + "<"
+    lines = [headline(result), *notes(result), "", *aligned([titles, *rows], columns), ""]
     lines += [f"{name}: {_own(system)}" for name, system in systems.items() if _own(system)]
-    return "\n".join([*lines, *_legend(systems)])
+    return "\n".join([*lines, *_legend(systems), *(EXCHANGE_LEGEND if has_exchanges else ())])
 
 
 def chosen(system: dict[str, Any]) -> str:
@@ -259,6 +310,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"({compute['compute_alone_ms']:.1f} alone); "
         f"T* {compute['optimum_ms']:.1f} ms, without the update of {compute['update_ms']:.1f} ms",
     ]
+    if "pieces_optimum_ms" in compute:
+        lines.append(
+            f"all-to-alls {compute['exchange_ms']:.1f} ms, of {result['exchange_each_ms']:.1f} ms "
+            f"each on idle links; T* with them in pieces {compute['pieces_optimum_ms']:.1f} ms"
+        )
     if stolen > MOST_STOLEN:
         lines.append(
             f"{100 * stolen:.0f}% of the time in which the cores had work was withheld by the host "
@@ -284,6 +340,16 @@ def _own(system: dict[str, Any]) -> str:
         f"barrier crossed by {stats['barrier_crossed_pct']:.0f}% of the bytes, waited for "
         f"communication {stats['exposed_comm_ms']:.1f} ms per step{_to_sharded(system)}"
     )
+
+
+def _exchange_cells(system: dict[str, Any]) -> list[str]:
+    figures = system["figures"]
+    return [
+        f"{figures['exchange_p50_ms']:.1f}",
+        f"{figures['exchange_p95_ms']:.1f}",
+        _times(figures.get("exchange_p95_to_idle")),
+        f"{figures['exchange_wait_ms']:.0f}",
+    ]
 
 
 def _to_sharded(system: dict[str, Any]) -> str:

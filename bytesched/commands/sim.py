@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bytesched.bench.profile import load_profile, shipped_profiles
-from bytesched.bench.systems import System, parse_systems
+from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, parse_systems
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
@@ -25,7 +25,7 @@ from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.recorded import recorded_jitter
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
-from bytesched.sim.table import LEGEND, rows
+from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
 from bytesched.sim.verdict import gain, verdict
 from bytesched.sim.weather import Climate
 from bytesched.table import aligned
@@ -40,6 +40,9 @@ _OPTIONS = {
     "ddp": ("bucket_mb", "bucket_view"),
     "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
     "split": ("partition_bytes", "credit_bytes"),
+    "ddp-own-group": ("bucket_mb", "bucket_view"),
+    "bytesched-no-lane": ("partition_bytes", "credit_bytes", "policy"),
+    "bytesched-pieces": ("partition_bytes", "credit_bytes", "policy"),
 }
 EPILOG = """\
   bytesched sim --profile gpt --ranks 2,8,64 --bandwidth 10gbit
@@ -54,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         _check_outputs(options)
-        systems, climate, model = _systems(options.systems), _climate(options), _model(options)
+        climate, model = _climate(options), _model(options)
+        systems = _systems(options, has_experts=bool(model.profile.exchanged_bytes))
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
     except ConfigError as error:
         parser.error(str(error))
@@ -105,8 +109,10 @@ def _finite(content: dict[str, Any]) -> dict[str, Any]:
 def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Print the systems of every case, and the sentences."""
     found = [case.predictions() for case in cases]
-    print("\n".join(aligned(rows(found), "><<" + 8 * ">")))
-    print(f"{LEGEND}\n")
+    lines = rows(found)
+    print("\n".join(aligned(lines, "><<" + (len(lines[0]) - 3) * ">")))
+    has_exchanges = bool(cases[0].model.profile.exchanged_bytes)
+    print(f"{EXCHANGE_LEGEND if has_exchanges else LEGEND}\n")
     for case, of_case in zip(cases, found, strict=True):
         print(verdict(case, of_case))
     return [one.to_json() for of_case in found for one in of_case]
@@ -217,8 +223,12 @@ def _fabric(options: argparse.Namespace, links: Links, ranks: int) -> Fabric:
     )
 
 
-def _systems(text: str) -> tuple[System, ...]:
-    systems = parse_systems(text, SYSTEMS, tuple(_OPTIONS))
+def _systems(options: argparse.Namespace, *, has_experts: bool) -> tuple[System, ...]:
+    if has_experts:
+        _check_alike(options)
+    known: tuple[str, ...] = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
+    text = options.systems or ",".join(known if has_experts else SYSTEMS[:-1])
+    systems = parse_systems(text, known, tuple(_OPTIONS))
     for system in systems:
         for name, value in system.options.items():
             known = _OPTIONS[system.kind]
@@ -229,6 +239,16 @@ def _systems(text: str) -> tuple[System, ...]:
             except ValueError as error:
                 raise ConfigError(f"--systems: {system.label!r}: {name}: {error}") from None
     return systems
+
+
+def _check_alike(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what cannot be predicted of layers of experts."""
+    for name in ("clip", "jitter", "straggler", "cores_per_rank"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not for a profile with layers of experts: its "
+                "ranks are alike, and clip nothing"
+            )
 
 
 def _check_option(name: str, value: str) -> None:
@@ -375,9 +395,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--systems",
-        default=",".join(SYSTEMS[:-1]),
         metavar="LIST",
-        help="what to predict (%(default)s)",
+        help=f"what to predict ({','.join(SYSTEMS[:-1])}; of a profile with layers of experts "
+        f"{','.join(EXCHANGE_SYSTEMS)})",
     )
     add("--clip", action="store_true", help="the script clips by the norm of all gradients")
     add(

@@ -5,7 +5,13 @@ A simulated link is in `bytesched.link.simulation`.
 
 from __future__ import annotations
 
-from bytesched.link.bound import Layer, gradients, optimum_s, partition_seed_bytes
+from bytesched.link.bound import (
+    Layer,
+    exchanging_optimum_s,
+    gradients,
+    optimum_s,
+    partition_seed_bytes,
+)
 from bytesched.link.sizes import RULES, Probe, Rule, chosen_sizes, probe_sizes
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "Probe",
     "Rule",
     "chosen_sizes",
+    "exchanging_optimum_s",
     "gradients",
     "optimum_s",
     "partition_seed_bytes",

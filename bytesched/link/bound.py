@@ -35,6 +35,8 @@ class Layer:
     forward_s: float
     backward_s: float
     nbytes: float
+    #: of experts: what a rank hands to the all-to-all before the layer, and to that after it
+    exchange_bytes: float = 0.0
 
 
 def gradients(layers: Sequence[Layer]) -> list[Gradient]:
@@ -137,6 +139,74 @@ def sharded_optimum_s(
         step_s = max([step_s, *_jackson(halves, bytes_per_s)])
     rest = [Gradient(step_s, one.tail_s, one.nbytes / 2) for one in work]
     return optimum_s([*halves, *rest], compute_s, bytes_per_s)
+
+
+def exchanging_optimum_s(
+    layers: Sequence[Layer],
+    bytes_per_s: float,
+    exchange_bytes_per_s: float,
+    *,
+    latency_s: float = 0.0,
+    in_pieces: bool = False,
+) -> float:
+    """As `optimum_s`, for a chain that waits for all-to-alls, which share the link with gradients.
+
+    A layer of experts computes between two all-to-alls, in forward and in backward. The chain is a
+    sequence of stretches: it computes, or it waits for a job of the link that it released by coming
+    there (an all-to-all), or for one released in backward (a gradient, where forward comes to its
+    layer). The link is one machine that can be preempted at no cost.
+
+    Serving what the chain waits for first, then gradients by the place of their layers in forward,
+    is optimal. Take any schedule, and the first moment at which it serves y, or nothing, though x
+    of a higher rank is there. Exchange that service of y for as much later service of x: x ends no
+    later than before, and y no later than x did. Nobody waits for y before that: the chain comes
+    to the layer of y only after it had x, an all-to-all on its way or a gradient of an earlier
+    layer. So no stretch begins later than before, nor is anything released later; repeating this
+    leads to the order above and to no longer iteration. T* is its length.
+
+    With `in_pieces`, all-to-alls are cut so finely that experts compute on what has come while the
+    rest is on its way: a layer of experts is then one stretch, over when its compute and the bytes
+    of both all-to-alls are. That drops what still joins them (the first piece precedes compute,
+    compute the last one), so no number of pieces can beat it; the argument above holds as it is.
+
+    Args:
+        bytes_per_s: of gradients, as for `optimum_s`.
+        exchange_bytes_per_s: handed to an all-to-all. Among n ranks (n-1)/n of them leave, half of
+            what leaves in an all-reduce of as many: on the same links, twice the rate of gradients.
+        latency_s: of an all-to-all, in which the link is free for gradients.
+    """
+    _check_bandwidth(bytes_per_s)
+    _check_bandwidth(exchange_bytes_per_s)
+    now_s = 0.0
+    left_s = [0.0] * len(layers)
+
+    def wait_s(layer: Layer, compute_s: float) -> tuple[float, float]:
+        """How long the link is free while the chain is in a layer: until its gradient, after it."""
+        nonlocal now_s
+        last_s = latency_s if layer.exchange_bytes else 0.0
+        sent_s = 2 * layer.exchange_bytes / exchange_bytes_per_s
+        now_s += sent_s
+        free_s = max(0.0, compute_s + 2 * last_s - sent_s * in_pieces)
+        return free_s - min(free_s, last_s), min(free_s, last_s)
+
+    def serve(free_s: float) -> None:
+        nonlocal now_s
+        now_s += free_s
+        for index, needed_s in enumerate(left_s):
+            served_s = min(needed_s, free_s)
+            left_s[index] -= served_s
+            free_s -= served_s
+
+    for index in reversed(range(len(layers))):
+        before_s, after_s = wait_s(layers[index], layers[index].backward_s)
+        serve(before_s)
+        left_s[index] = layers[index].nbytes / bytes_per_s
+        serve(after_s)
+    for index, layer in enumerate(layers):
+        now_s += left_s[index]
+        left_s[index] = 0.0
+        serve(sum(wait_s(layer, layer.forward_s)))
+    return now_s
 
 
 def _longest_tail_s(work: Sequence[Gradient]) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bytesched.bench.systems import System
 from bytesched.course import LED_ROUNDS, REPEATED_ROUNDS
 from bytesched.link.fabric import Fabric
+from bytesched.sim.exchanges import predict_exchanging
 from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
 from bytesched.sim.weather import Climate
@@ -46,6 +47,8 @@ class Case:
 
     def predictions(self) -> list[Prediction]:
         """One for each system."""
+        if self.model.profile.exchanged_bytes:
+            return [predict_exchanging(one, self.model, self.fabric) for one in self.systems]
         weather = list(self.climate.weather(self.fabric.ranks, self.iterations))
         return [
             predict(system, self.model, self.fabric, weather, send_s=SEND_S)

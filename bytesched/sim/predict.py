@@ -61,6 +61,9 @@ class Prediction:
     message_bytes: float
     #: share of these iterations that replayed an order
     replayed: float
+    #: of all-to-alls, from call to end: the median, and what 95 % of them do not exceed
+    exchange_p50_s: float = 0.0
+    exchange_p95_s: float = 0.0
 
     @property
     def to_optimum(self) -> float:

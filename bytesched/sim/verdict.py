@@ -47,7 +47,7 @@ def verdict(case: Case, found: Sequence[Prediction]) -> str:
         return (
             head + "no verdict, as no calibrated system to compare with was predicted (ddp-best)."
         )
-    possible = peer.iteration_s / peer.optimum_s
+    possible = peer.iteration_s / ours.optimum_s
     times = gain(found)
     if possible < _HARDLY:
         return head + (

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from .memory import peak_bytes, state_bytes
 from .systems.data_parallel import Running
 from .threads import Usage, usage, used
+from .workloads.experts import Exchanges
 from .workloads.models import Workload
 
 SEED = 1
@@ -37,11 +38,15 @@ def train(
     cpu_s: list[float] = []
     losses: list[float] = []
     threads: dict[str, Usage] = {}
+    exchanges = running.exchanges
     for step in range(warmup + iterations + 1):
         if step == warmup:
             threads = usage()
+            if exchanges is not None:
+                exchanges.clear()
         elif step == warmup + iterations:
             spent = used(threads, usage(), iterations)
+            exchanged = _exchanged(exchanges, iterations)
         starts_s.append(time.perf_counter())
         cpu_s.append(time.process_time())
         running.optimizer.zero_grad()
@@ -62,6 +67,17 @@ def train(
         "losses": losses,
         "weights": _digest(workload.model),
         "stats": figures,
+        **exchanged,
+    }
+
+
+def _exchanged(exchanges: Exchanges | None, iterations: int) -> dict[str, Any]:
+    """Of all-to-alls: what each took, and how long an iteration waited for them."""
+    if exchanges is None:
+        return {}
+    return {
+        "exchange_ms": [round(taken_ms, 2) for taken_ms in exchanges.taken_ms],
+        "exchange_wait_ms": sum(exchanges.waited_ms) / iterations,
     }
 
 

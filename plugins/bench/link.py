@@ -15,10 +15,11 @@ from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
 from .systems.data_parallel import MIB
 
-__all__ = ["Link", "agree", "all_reduces_s", "settled"]
+__all__ = ["Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
+EXCHANGE_PROBES = 6
 #: how far apart two measurements may be that agree, and after how many the search for them ends
 STEADY = 0.05
 SETTLING_PROBES = 8
@@ -33,6 +34,20 @@ def all_reduces_s(nbytes: int, tries: int) -> list[float]:
         dist.barrier()
         began_s = time.perf_counter()
         dist.all_reduce(buffer)
+        found.append(time.perf_counter() - began_s)
+    return found
+
+
+def all_to_alls_s(nbytes: int, tries: int) -> list[float]:
+    """The same of all-to-alls to which each rank hands so many bytes; collective."""
+    ranks = dist.get_world_size()
+    sent, received = (torch.zeros(ranks, nbytes // 4 // ranks) for _ in range(2))
+    dist.all_to_all_single(received, sent)
+    found = []
+    for _ in range(tries):
+        dist.barrier()
+        began_s = time.perf_counter()
+        dist.all_to_all_single(received, sent)
         found.append(time.perf_counter() - began_s)
     return found
 
@@ -67,6 +82,7 @@ class Link:
         self._world_size = dist.get_world_size()
         self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
         self._samples: list[float] = []
+        self._exchanges_s: list[float] = []
 
     def settle(self) -> bool:
         """Probe until two measurements in a row agree, and keep those alone; false if none do.
@@ -80,11 +96,28 @@ class Link:
         """Time large all-reduces; keep what every rank agrees on."""
         self._samples += self._measured(PROBES)
 
+    def probe_exchanges(self, nbytes: int) -> None:
+        """Time all-to-alls to which each rank hands so many bytes."""
+        taken_s = torch.tensor(all_to_alls_s(nbytes, EXCHANGE_PROBES), dtype=torch.float64)
+        dist.all_reduce(taken_s)
+        self._exchanges_s += [float(each_s) for each_s in taken_s / self._world_size]
+
     def _measured(self, tries: int) -> list[float]:
         found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, tries)]
         everywhere = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(everywhere)
         return [float(rate) for rate in everywhere / self._world_size]
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """Bytes that a rank could hand to all-to-alls per second: half as many of each leave it
+        as of an all-reduce."""
+        return 2 * self.bytes_per_s
+
+    @property
+    def exchange_s(self) -> float:
+        """How long an all-to-all of the probed size takes on idle links."""
+        return statistics.median(self._exchanges_s)
 
     @property
     def bytes_per_s(self) -> float:
@@ -104,6 +137,9 @@ class Link:
     def facts(self) -> dict[str, Any]:
         """For the report."""
         found: dict[str, Any] = {"gradient_bytes_per_s": self.bytes_per_s}
+        if self._exchanges_s:
+            found["exchange_bytes_per_s"] = self.exchange_bytes_per_s
+            found["exchange_each_ms"] = 1e3 * self.exchange_s
         if self._servers is not None:
             rate = self._nominal_bytes_per_s
             found["servers"] = self._servers

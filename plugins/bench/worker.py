@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,13 @@ from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.errors import PluginError
 from bytesched.files import write_text
 from bytesched.lab.ranks import Place
-from bytesched.link.bound import gradients, optimum_s, sharded_optimum_s, split_optimum_s
+from bytesched.link.bound import (
+    exchanging_optimum_s,
+    gradients,
+    optimum_s,
+    sharded_optimum_s,
+    split_optimum_s,
+)
 from bytesched.records import from_json
 
 from .block import SEED, train
@@ -31,6 +38,7 @@ from .leaving import leave_after
 from .link import Link
 from .memory import reset_peak
 from .systems.data_parallel import make_optimizer, set_up
+from .systems.expert_parallel import set_up_experts
 from .systems.processes import OwnProcesses
 from .workloads.compute import Traffic, measure_compute, measure_update, record_profile
 from .workloads.models import Workload, build
@@ -70,6 +78,8 @@ class Bench:
         systems: dict[str, dict[str, Any]] = {s.label: {"rounds": []} for s in self.systems}
         for turn in range(self.spec.rounds):
             self.link.probe()
+            if self.exchanged_bytes:
+                self.link.probe_exchanges(self.least_exchange_bytes)
             self.probe_compute()
             if not turn:
                 self.say(self.estimate(model["model_bytes"]))
@@ -95,8 +105,27 @@ class Bench:
     def estimate(self, model_bytes: int) -> str:
         """How long all of it takes, in a line, now that link and compute were measured once."""
         each = self.compute_samples[-1]
-        compute_s = (each["compute_ms"] + each["update_ms"]) / 1e3
+        compute_s = (each["compute_ms"] + each["update_ms"]) / 1e3 + self.exchange_s
         return estimate(self.spec, compute_s + model_bytes / self.link.bytes_per_s)
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """That a rank hands to all-to-alls in an iteration."""
+        is_emulated = self.spec.kind == "emulate"
+        return parse_profile(self.content, "of the bench").exchanged_bytes if is_emulated else 0
+
+    @property
+    def least_exchange_bytes(self) -> int:
+        """Of its smallest all-to-all."""
+        layers = parse_profile(self.content, "of the bench").layers
+        return min(layer.exchange_bytes for layer in layers if layer.exchange_bytes)
+
+    @property
+    def exchange_s(self) -> float:
+        """How long these take on idle links."""
+        if not self.exchanged_bytes:
+            return 0.0
+        return self.exchanged_bytes / self.least_exchange_bytes * self.link.exchange_s
 
     def found(
         self, model: dict[str, Any], systems: dict[str, dict[str, Any]], stolen: float
@@ -107,6 +136,8 @@ class Bench:
             for name in self.compute_samples[0]
         }
         compute["communication_ms"] = 1e3 * model["model_bytes"] / self.link.bytes_per_s
+        if self.exchanged_bytes:
+            compute["exchange_ms"] = 1e3 * self.exchange_s
         return {
             "world_size": self.world_size,
             "ranks_per_host": self.spec.ranks_per_host,
@@ -234,15 +265,23 @@ class Bench:
         sharded_s = sharded_optimum_s(
             work, compute_s, self.link.bytes_per_s, is_clipped=bool(self.spec.clip)
         )
-        self.compute_samples.append(
-            {
-                "compute_ms": self.mean(1e3 * compute_s),
-                "compute_alone_ms": self.mean(1e3 * alone.compute_s),
-                "update_ms": self.mean(1e3 * update_s),
-                "optimum_ms": self.mean(1e3 * best_s),
-                "sharded_optimum_ms": self.mean(1e3 * sharded_s),
-            }
-        )
+        found = {
+            "compute_ms": compute_s,
+            "compute_alone_ms": alone.compute_s,
+            "update_ms": update_s,
+            "optimum_ms": best_s,
+            "sharded_optimum_ms": sharded_s,
+        }
+        if self.exchanged_bytes:
+            rates = self.link.bytes_per_s, self.link.exchange_bytes_per_s
+            # What an all-to-all takes beyond its bytes: gradients may use the link meanwhile.
+            sent_s = self.least_exchange_bytes / self.link.exchange_bytes_per_s
+            late_s = max(0.0, self.link.exchange_s - sent_s)
+            found["optimum_ms"] = exchanging_optimum_s(profile.chain(), *rates, latency_s=late_s)
+            found["pieces_optimum_ms"] = exchanging_optimum_s(
+                profile.chain(), *rates, in_pieces=True
+            )
+        self.compute_samples.append({name: self.mean(1e3 * s) for name, s in found.items()})
 
     def sweep_buckets(self) -> dict[str, float]:
         """Milliseconds of DDP for each bucket size, as every rank knows them.
@@ -273,6 +312,9 @@ class Bench:
         if system.kind in HOROVOD_SYSTEMS or system.kind in KVSTORE_SYSTEMS:
             # Of a process that has done nothing else.
             found = {k: v for k, v in found.items() if k not in ("peak_bytes", "state_bytes")}
+        if "exchange_ms" in found:
+            found["exchange_ms"] = list(chain.from_iterable(self.gather(found["exchange_ms"])))
+            found["exchange_wait_ms"] = self.mean(found["exchange_wait_ms"])
         return found | {
             "cpu_ms": self.mean(found["cpu_ms"]),
             "losses": self.gather(found["losses"]),
@@ -283,7 +325,8 @@ class Bench:
         """A block in this process, over torch's own process group."""
         began_bytes = reset_peak()
         workload = self.workload()
-        running = set_up(system.kind, system.options, workload.model, self.spec.optimizer)
+        build_up = set_up_experts if self.exchanged_bytes else set_up
+        running = build_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
         found = train(
             workload,

@@ -16,6 +16,7 @@ import bytesched
 from bytesched.bench.systems import DDP_WITH_OPTIONS, ddp_arguments
 from bytesched.errors import PluginError
 
+from ..workloads.experts import Exchanges
 from .finalizing import Finalizing
 
 MIB = 2**20
@@ -32,6 +33,8 @@ class Running:
     optimizer: Any
     #: Called when the iterations are over; returns figures of the system's own.
     close: Callable[[], dict[str, int | float | str]] = field(default=dict)
+    #: what carries all-to-alls, if there are any
+    exchanges: Exchanges | None = None
 
 
 def make_optimizer(name: str, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from bytesched.bench.profile import LayerProfile, Profile
 
+from .experts import EmulatedExperts
+
 WIDTH = 16
 
 
@@ -99,7 +101,12 @@ class EmulatedModel(nn.Sequential):
 
     def __init__(self, profile: Profile, pace: Pace | None = None) -> None:
         pace = Pace() if pace is None else pace
-        super().__init__(*(EmulatedLayer(layer, pace) for layer in profile.layers))
+        super().__init__(
+            *(
+                EmulatedExperts(layer, pace) if layer.exchange_bytes else EmulatedLayer(layer, pace)
+                for layer in profile.layers
+            )
+        )
 
 
 def emulated_loss(model: nn.Module, seed: int) -> Tensor:

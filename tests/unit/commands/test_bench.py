@@ -123,7 +123,7 @@ def test_shipped_profiles(name: str) -> None:
     assert 10e6 < profile.nbytes < 60e6
     assert 0.1 < profile.compute_s < 1
     assert profile.scaled(2).compute_s == pytest.approx(2 * profile.compute_s)
-    assert set(shipped_profiles()) == {"gpt", "vgg", "resnet"}
+    assert set(shipped_profiles()) == {"gpt", "moe", "vgg", "resnet"}
 
 
 @pytest.mark.parametrize("recorded", [{}, {"batch": 8}])
