@@ -37,6 +37,7 @@ from ..warmup.agree import statements
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import Joining, joining
+from .row_splitter import RowSplitter
 from .shell import finalizes_by_hand, take_over
 from .splitter import ExchangeSplitter
 
@@ -228,6 +229,11 @@ def _levels(
     return open_levels(config.hierarchy, data, opened)
 
 
+def splits_by_collectives(wire: str, device: torch.device) -> bool:
+    """Whether rows are summed and spread by collectives: else messages go to and from owners."""
+    return wire != "gloo" or device.type != "cpu"
+
+
 def _splitter(
     base: dist.ProcessGroup,
     backend: C10dBackend,
@@ -236,23 +242,24 @@ def _splitter(
     hosts: Sequence[str],
     config: Config,
 ) -> ExchangeSplitter | None:
-    """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs.
+    """What splits the all-reduces of the session ``name``; None if nothing does.
 
-    And if each host has one rank, or there is one host: from g ranks on each of N hosts, an
-    exchange sends g times 2(N-1)/N of the bytes, more than the all-reduce it takes the place of.
+    By messages over Gloo on CPUs; and if a script only asks for norms, where each host has one
+    rank, or there is one host: from g ranks on each of N hosts, an exchange sends g times 2(N-1)/N
+    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives.
     """
-    if backend.wire != "gloo" or device.type != "cpu":
-        return None
-    if config.split == "auto" and not config.shard and shares_hosts(hosts):
-        return None
     numbers = itertools.count()
 
-    def opened(purpose: str) -> Group:
+    def opened(purpose: str, kind: str) -> Group:
         group_name = f"{name}/{purpose}{next(numbers)}"
-        group = open_group(base, "gloo", name=group_name, timeout_s=backend.timeout_s)
+        group = open_group(base, kind, name=group_name, timeout_s=backend.timeout_s)
         group.hosts = hosts
         return backend.add(group)
 
+    if splits_by_collectives(backend.wire, device):
+        return RowSplitter(backend.size, opened, backend.remove, backend.wire)
+    if config.split == "auto" and not config.shard and shares_hosts(hosts):
+        return None
     return ExchangeSplitter(backend.size, opened, backend.remove)
 
 

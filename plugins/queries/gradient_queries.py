@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -16,14 +16,13 @@ from ..figures.meter import Meter
 from ..layout.packing import elements
 from ..layout.plan import Plan
 from ..layout.slots import Slot
-from ..routes.split.exchange import Exchange
 from .answers import Answers
 from .expressions import Asked, Expression, derived, expression_of
 from .operations import ELEMENTWISE, ELEMENTWISE_OF_ALL, NORMS, NORMS_OF_ALL, REDUCTIONS, UNSCALE
 from .parts import Places, Rule, rule_of
 from .questions import are_plain, digest, is_of_whole_tensor, kept, question_of
 
-__all__ = ["GradientQueries"]
+__all__ = ["GradientQueries", "Summing"]
 
 #: A script that asks more than this in a round gets whole gradients: a norm after each change is
 #: a message for every tensor.
@@ -34,6 +33,14 @@ _MOST_QUESTIONS: Final = 8
 _PATIENCE_S: Final = 1.0
 
 _Change = Callable[[list[torch.Tensor]], None]
+
+
+class Summing(Protocol):
+    """What sums gradients for their owners."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sums of this round that this rank measures are in the arena."""
 
 
 class GradientQueries:
@@ -59,7 +66,7 @@ class GradientQueries:
         self,
         plan: Plan,
         rank: int,
-        exchange: Exchange,
+        exchange: Summing,
         answers: Answers,
         progress: Progress,
         meter: Meter,
@@ -195,7 +202,8 @@ class GradientQueries:
             }
             values = self._known[key]
             return [
-                values[self._index[slot]].to(dtypes[slot.view.dtype], copy=True) for slot in slots
+                values[self._index[slot]].to(slot.view.device, dtypes[slot.view.dtype], copy=True)
+                for slot in slots
             ]
 
     def _find(
@@ -270,8 +278,9 @@ class GradientQueries:
         if not at:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for place, value in zip(at, measure(gradients), strict=True):
-                into[place] = value.double()
+            # From a GPU, all at once.
+            found = torch.stack([value.double().reshape(()) for value in measure(gradients)])
+            into[list(at)] = found.to(into.device)
 
     def _measure_cut(
         self,

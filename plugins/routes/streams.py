@@ -41,6 +41,10 @@ class Streams:
         """
         then(task)
 
+    def staged(self, task: CommTask, then: _Then) -> None:
+        """What ``task`` sends has been queued: ``then(task)`` when it is computed."""
+        then(task)
+
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         """Where ``task`` is packed and sent."""
         return _NOTHING
@@ -123,6 +127,14 @@ class CudaStreams(Streams):
         self._see(torch.cuda.current_stream(self._device))
         events = []
         for stream in tuple(self._users.values()):
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            events.append(event)
+        self._queued.put((task, events, then))
+
+    def staged(self, task: CommTask, then: _Then) -> None:
+        events = []
+        for stream in (self._updating, torch.cuda.current_stream(self._device)):
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
             events.append(event)

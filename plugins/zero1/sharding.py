@@ -28,6 +28,7 @@ from ..layout.slots import Slot
 from ..queries.splitting import SplitCarrier, Splitter
 from ..queries.vote import Vote
 from ..routes.carrier import Carrier, Traffic
+from ..routes.streams import Streams
 from ..update.updater import Updater
 from .checkpoint import HeldEntry
 from .full_gradients import FullGradients
@@ -117,6 +118,7 @@ class ShardedSplitter(Splitter, Protocol):
         packer: Packer,
         progress: Progress,
         setting: Setting,
+        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -188,6 +190,7 @@ class Sharding:
             packer,
             context.progress,
             setting,
+            context.streams,
             self,
             reduced=reduced,
             meter=context.meter,

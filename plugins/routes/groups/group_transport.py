@@ -35,11 +35,23 @@ class C10dTransport:
     def start(self, task: CommTask, done: Done) -> None:
         try:
             with self._streams.communication(task), span("bytesched::send"):
-                work = self._group.all_reduce(self._packer.pack(task))
+                work = self._begin(task)
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         self._started += 1
         self._sent.put((task, work, done))
+
+    def _begin(self, task: CommTask) -> Any:
+        """Begins to send ``task``; returns the work."""
+        return self._group.all_reduce(self._packer.pack(task))
+
+    def _receive(self, task: CommTask) -> None:
+        """Takes over what has been received."""
+        self._packer.receive(task)
+
+    def _let_go(self, task: CommTask) -> None:
+        """It is complete."""
+        self._packer.let_go(task)
 
     def close(self) -> None:
         if not self._closed:
@@ -58,8 +70,8 @@ class C10dTransport:
             try:
                 with self._streams.completion(task):
                     self._group.complete(work)
-                    self._packer.receive(task)
-                self._packer.let_go(task)
+                    self._receive(task)
+                self._let_go(task)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
