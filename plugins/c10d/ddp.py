@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.grid import why_not
 from bytesched.link.levels import shares_hosts
 from bytesched.log import show
 
@@ -119,14 +120,14 @@ def begin(
             log.warning("already wrapped; settings from the first wrap() stay in force")
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
-            _refuse_to_shard(optimizer, model)
+            _refuse_to_shard(optimizer)
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
         if config.shard:
-            _refuse_to_shard(optimizer, model)
+            _refuse_to_shard(optimizer)
         session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -178,7 +179,8 @@ def attach(
             broadcast(data, model)
         device = slots[0].parameter.device
         levels = None
-        if kind == "gloo" and device.type == "cpu":
+        may_fold = not why_not(config.cell._replace(levels="two levels"))
+        if kind == "gloo" and device.type == "cpu" and may_fold:
             levels = _levels(base, ranks, data, name, config)
     backend = C10dBackend(data, control, buffers, levels)
     # A session ends with its model, so it must not keep it alive.
@@ -246,8 +248,12 @@ def _splitter(
 
     By messages over Gloo on CPUs; and if a script only asks for norms, where each host has one
     rank, or there is one host: from g ranks on each of N hosts, an exchange sends g times 2(N-1)/N
-    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives.
+    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives; never
+    where hosts sum first.
     """
+    asks_alone = config.split == "auto" and not config.shard
+    if backend.levels > 1 and asks_alone:
+        return None
     numbers = itertools.count()
 
     def opened(purpose: str, kind: str) -> Group:
@@ -258,7 +264,7 @@ def _splitter(
 
     if splits_by_collectives(backend.wire, device):
         return RowSplitter(backend.size, opened, backend.remove, backend.wire)
-    if config.split == "auto" and not config.shard and shares_hosts(hosts):
+    if asks_alone and shares_hosts(hosts):
         return None
     return ExchangeSplitter(backend.size, opened, backend.remove)
 
@@ -272,14 +278,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
 
 
-def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises PluginError unless each rank can update its part of ``model`` alone."""
-    device = next(model.parameters()).device
-    wire = kind_of(base_of(model), device)
-    if wire != "gloo" or device.type != "cpu":
-        raise PluginError(
-            f"shard=True needs Gloo on CPUs; this model is on {device.type}, its group is of {wire}"
-        )
+def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PluginError unless each rank can update its part of a model alone."""
     if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 

@@ -60,6 +60,9 @@ class Streams:
     def read(self) -> None:
         """Makes the user's streams wait for all updates queued so far."""
 
+    def settle(self) -> None:
+        """Waits until all that is queued by now is computed. Any thread."""
+
     def stepped(self) -> None:
         """``step()`` was called: updates come after what the current stream has queued."""
 
@@ -160,6 +163,9 @@ class CudaStreams(Streams):
         updated = self._updating.record_event()
         for stream in tuple(self._users.values()):
             stream.wait_event(updated)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def stepped(self) -> None:
         current = torch.cuda.current_stream(self._device)
