@@ -204,6 +204,7 @@ class ExchangeSplitter:
             is_whole=is_whole,
             assembled=None,
             is_told=lambda _: False,
+            lend=streams.lend,
         )
         return ExchangeCarrier(
             exchange,
@@ -242,6 +243,7 @@ class ExchangeSplitter:
             is_whole=_never,
             assembled=owners.assembled,
             is_told=lambda slot: exchange.is_told(slot.chunks),
+            lend=streams.lend,
         )
         return ShardedCarrier(
             exchange,

@@ -60,6 +60,7 @@ class GradientQueries:
             comes to every rank, so that it may be looked at then.
         is_told: whether the end of phase one includes what others own of a tensor that is measured
             here.
+        lend: called with what changes keep, which another stream of a GPU may read.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class GradientQueries:
         is_whole: Callable[[], bool],
         assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
         is_told: Callable[[Slot], bool],
+        lend: Callable[[Iterable[object]], None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
         self._assembled = assembled
         self._is_told = is_told
+        self._lend = lend
         #: something was asked in this round that needed all of a tensor that has several owners
         self.measured_whole = False
         #: other ranks gave no answer in time
@@ -321,6 +324,7 @@ class GradientQueries:
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
+        self._lend([*numbers, *named.values()])
 
         def change(tensors: list[torch.Tensor]) -> None:
             for tensor in tensors:
@@ -335,6 +339,7 @@ class GradientQueries:
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
+        self._lend([*numbers, *named.values()])
         what = question_of(func, numbers, named)
         self._note(slots, lambda tensors: func(tensors, *numbers, **named), what)
         return None
@@ -344,6 +349,7 @@ class GradientQueries:
         if slots is None or kwargs or len(args) != 3:
             return NotImplemented
         found_inf, inverse = args[1], args[2].clone()
+        self._lend([found_inf, inverse])
 
         def unscale(tensors: list[torch.Tensor]) -> None:
             UNSCALE(tensors, torch.zeros_like(found_inf), inverse)
