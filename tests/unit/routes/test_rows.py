@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,6 +113,10 @@ class Rank:
         return [slot.view.clone() for slot in self.slots]
 
 
+def _round(made: list[Rank], number: int, rank: int) -> list[torch.Tensor]:
+    return made[rank].round(number)
+
+
 def gradient(rank: int, position: int, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10_000 * number + 100 * rank + position)
     return torch.randn(SIZES[position], generator=generator)
@@ -123,7 +128,7 @@ def test_every_rank_has_the_same_sums(ranks: int) -> None:
     made = together(lambda rank: Rank(data[rank], control[rank]), ranks)
     # More than are led before an order is repeated.
     for number in range(12):
-        found = together(lambda rank, number=number: made[rank].round(number), ranks)
+        found = together(partial(_round, made, number), ranks)
         for position in range(len(SIZES)):
             parts = [gradient(rank, position, number) * (1 / ranks) for rank in range(ranks)]
             total = sum(parts[1:], parts[0])
