@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypedDict
 
 from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
+from bytesched.grid import Cell, refusal
 from bytesched.values import (
     AUTOMATIC,
     nearest,
@@ -135,12 +136,20 @@ class Config:
                 f"{self.partition_bytes}, so no full partition could ever be sent: raise "
                 f"credit_bytes to at least {self.partition_bytes}, or lower partition_bytes"
             )
-        for name, value in (("split", "off"), ("tune", True)):
-            if self.shard and getattr(self, name) == value:
-                raise ConfigError(
-                    f"shard = True and {name} = {value!r}: a sharded update sends sums and "
-                    f"parameters in two halves of fixed sizes; leave {name} as it is"
-                )
+        if self.shard and self.split == "off":
+            raise ConfigError(
+                "shard = True and split = 'off': a sharded update sends sums and parameters in two "
+                "halves; leave split as it is"
+            )
+        if refused := refusal(self.cell):
+            raise refused
+
+    @property
+    def cell(self) -> Cell:
+        """The way for gradients that is asked for, on any wire."""
+        carried = "sharded" if self.shard else "split" if self.split == "on" else "whole"
+        levels = "two levels" if self.hierarchy == "on" else "flat"
+        return Cell(carried, levels, "tuned" if self.tune else "given")
 
     @classmethod
     def load(cls, **fields: object) -> Config:

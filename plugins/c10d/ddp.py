@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
+from bytesched.grid import why_not
 from bytesched.link.levels import shares_hosts
 from bytesched.log import show
 
@@ -49,6 +50,7 @@ from .grouping import (
 )
 from .grouping import statements as group_statements
 from .joining import Joining, joining
+from .row_splitter import RowSplitter
 from .shell import finalizes_by_hand, take_over
 from .splitter import ExchangeSplitter
 from .urgent_norms import make_norms_urgent
@@ -139,7 +141,7 @@ def begin(
             log.warning("already wrapped; settings from the first wrap() stay in force")
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
-            _refuse_to_shard(optimizer, model)
+            _refuse_to_shard(optimizer)
         if groups:
             base = base_of(model)
             refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
@@ -149,7 +151,7 @@ def begin(
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
         if config.shard:
-            _refuse_to_shard(optimizer, model)
+            _refuse_to_shard(optimizer)
         session = attach(optimizer, model, config, entry, groups)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -225,7 +227,8 @@ def attach(
             else:
                 refuse_other_values(slots, control)
         levels = None
-        if kind == "gloo" and device.type == "cpu" and not parts:
+        may_fold = not parts and not why_not(config.cell._replace(levels="two levels"))
+        if kind == "gloo" and device.type == "cpu" and may_fold:
             levels = _levels(base, ranks, data, name, config)
     backend = C10dBackend(data, control, buffers, levels, parts)
     # A session ends with its model, so it must not keep it alive.
@@ -279,6 +282,11 @@ def _levels(
     return open_levels(config.hierarchy, data, opened)
 
 
+def splits_by_collectives(wire: str, device: torch.device) -> bool:
+    """Whether rows are summed and spread by collectives: else messages go to and from owners."""
+    return wire != "gloo" or device.type != "cpu"
+
+
 def _splitter(
     base: dist.ProcessGroup,
     backend: C10dBackend,
@@ -287,23 +295,28 @@ def _splitter(
     hosts: Sequence[str],
     config: Config,
 ) -> ExchangeSplitter | None:
-    """What splits the all-reduces of the session ``name``, if they are those of Gloo on CPUs.
+    """What splits the all-reduces of the session ``name``; None if nothing does.
 
-    And if each host has one rank, or there is one host: from g ranks on each of N hosts, an
-    exchange sends g times 2(N-1)/N of the bytes, more than the all-reduce it takes the place of.
+    By messages over Gloo on CPUs; and if a script only asks for norms, where each host has one
+    rank, or there is one host: from g ranks on each of N hosts, an exchange sends g times 2(N-1)/N
+    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives; never
+    where hosts sum first.
     """
-    if backend.wire != "gloo" or device.type != "cpu":
-        return None
-    if config.split == "auto" and not config.shard and shares_hosts(hosts):
+    asks_alone = config.split == "auto" and not config.shard
+    if backend.levels > 1 and asks_alone:
         return None
     numbers = itertools.count()
 
-    def opened(purpose: str) -> Group:
+    def opened(purpose: str, kind: str) -> Group:
         group_name = f"{name}/{purpose}{next(numbers)}"
-        group = open_group(base, "gloo", name=group_name, timeout_s=backend.timeout_s)
+        group = open_group(base, kind, name=group_name, timeout_s=backend.timeout_s)
         group.hosts = hosts
         return backend.add(group)
 
+    if splits_by_collectives(backend.wire, device):
+        return RowSplitter(backend.size, opened, backend.remove, backend.wire)
+    if asks_alone and shares_hosts(hosts):
+        return None
     return ExchangeSplitter(backend.size, opened, backend.remove)
 
 
@@ -316,14 +329,8 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
 
 
-def _refuse_to_shard(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises PluginError unless each rank can update its part of ``model`` alone."""
-    device = next(model.parameters()).device
-    wire = kind_of(base_of(model), device)
-    if wire != "gloo" or device.type != "cpu":
-        raise PluginError(
-            f"shard=True needs Gloo on CPUs; this model is on {device.type}, its group is of {wire}"
-        )
+def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PluginError unless each rank can update its part of a model alone."""
     if why := why_not_sharded(optimizer, type(optimizer)):
         raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 

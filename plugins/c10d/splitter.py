@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -35,14 +35,86 @@ from ..routes.split.owners import (
     owners_or_cuts,
 )
 from ..routes.split.parameters import ParameterSpread
+from ..routes.streams import Streams
 from ..zero1.lockstep import Place
 from ..zero1.requests import Requests
 from ..zero1.sharding import Listener
+from ..zero1.spreading import SpreadCarrier
 
-__all__ = ["ExchangeCarrier", "ExchangeSplitter", "ShardedCarrier"]
+__all__ = [
+    "ExchangeCarrier",
+    "ExchangeSplitter",
+    "Parameters",
+    "ShardedCarrier",
+    "ShardedExchange",
+    "SplitExchange",
+    "notifier",
+]
 
 #: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
 _UNSENT_BYTES: Final = 128 << 10
+
+
+class SplitExchange(Protocol):
+    """One rank's part in the two hops of every chunk, by messages or by collectives."""
+
+    @property
+    def order(self) -> str:
+        """How the ranks come to one order, for ``stats()``."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been carried so far."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sums of this round that this rank measures are in the arena."""
+
+    def begin_round(self) -> None:
+        """A new backward pass begins, and nothing is under way. Raises an error of ours."""
+
+    def submit(self, chunk: CommTask) -> None:
+        """The gradients of ``chunk``, which is READY, are there."""
+
+    def lost(self) -> BaseException | None:
+        """The error of something that is waited for and cannot come, if there is one."""
+
+    def story(self) -> str:
+        """The last events, for the message of an error."""
+
+    def close(self) -> None:
+        """Ends threads; what is under way fails. Idempotent."""
+
+
+class ShardedExchange(SplitExchange, Protocol):
+    """The first hop of every chunk, where owners update what they have summed."""
+
+    @property
+    def may_tell(self) -> bool:
+        """Whether any rank measures what others own; the same on all ranks."""
+
+    def tell_measurers(self, tells: bool) -> None:
+        """From the round on that begins next, owners send their sums to who measures them."""
+
+    def is_told(self, chunks: Iterable[CommTask]) -> bool:
+        """Whether the sums of this round that others own of ``chunks`` come in phase one."""
+
+    def close(self, *, is_idle: bool = True) -> None:
+        """Ends threads; with ``is_idle``, what shares them has nothing under way."""
+
+
+class Parameters(SpreadCarrier, Protocol):
+    """The second hop of a sharded update."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+
+    def begin_round(self) -> None:
+        """A new backward pass begins."""
+
+    def close(self) -> None:
+        """Wakes who waits for memory. Idempotent."""
 
 
 class ExchangeSplitter:
@@ -50,12 +122,15 @@ class ExchangeSplitter:
 
     Args:
         ranks: how many there are.
-        open_group: opens a group of Gloo for a purpose; collective.
+        open_group: opens a group for a purpose, of a kind, "gloo" or "nccl"; collective.
         close_group: closes it.
     """
 
     def __init__(
-        self, ranks: int, open_group: Callable[[str], Group], close_group: Callable[[Group], None]
+        self,
+        ranks: int,
+        open_group: Callable[[str, str], Group],
+        close_group: Callable[[Group], None],
     ) -> None:
         self._ranks = ranks
         self._open_group = open_group
@@ -105,31 +180,23 @@ class ExchangeSplitter:
         packer: Packer,
         progress: Progress,
         setting: Setting,
+        streams: Streams,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
         observers: Observers,
     ) -> ExchangeCarrier:
-        group, notify = self._open_exchange(), _notifier(progress)
-        exchange = Exchange(
-            group,
-            plan,
-            packer,
-            setting,
-            reduced=reduced,
-            summed=notify,
-            failed=progress.fail,
-            observers=observers,
+        exchange, groups = self._summed(
+            plan, packer, progress, setting, streams, reduced=reduced, observers=observers
         )
         others, answers = self._open_answers(plan, progress)
 
         def is_whole() -> bool:
             return not progress.outstanding
 
-        rank = group.rank
         queries = GradientQueries(
             plan,
-            rank,
+            others.rank,
             exchange,
             answers,
             progress,
@@ -137,12 +204,13 @@ class ExchangeSplitter:
             is_whole=is_whole,
             assembled=None,
             is_told=lambda _: False,
+            lend=streams.lend,
         )
         return ExchangeCarrier(
             exchange,
             answers,
             queries,
-            [group, others],
+            [*groups, others],
             failed=partial(progress.fail, is_raised=True),
             closed=self._close_group,
         )
@@ -153,13 +221,80 @@ class ExchangeSplitter:
         packer: Packer,
         progress: Progress,
         setting: Setting,
+        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
         observers: Observers,
     ) -> ShardedCarrier:
-        group, notify = self._open_exchange(), _notifier(progress)
+        exchange, parameters, groups = self._summed_for_owners(
+            plan, packer, progress, setting, streams, owners, reduced=reduced, observers=observers
+        )
+        others, answers = self._open_answers(plan, progress)
+        requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
+        queries = GradientQueries(
+            plan,
+            others.rank,
+            exchange,
+            answers,
+            progress,
+            meter,
+            is_whole=_never,
+            assembled=owners.assembled,
+            is_told=lambda slot: exchange.is_told(slot.chunks),
+            lend=streams.lend,
+        )
+        return ShardedCarrier(
+            exchange,
+            parameters,
+            answers,
+            requests,
+            queries,
+            [*groups, others],
+            failed=partial(progress.fail, is_raised=True),
+            closed=self._close_group,
+        )
+
+    def _summed(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        setting: Setting,
+        streams: Streams,
+        *,
+        reduced: Callable[[CommTask], None],
+        observers: Observers,
+    ) -> tuple[SplitExchange, list[Group]]:
+        """What sums and spreads, and the groups that it uses; collective."""
+        group = self._open_exchange()
+        exchange = Exchange(
+            group,
+            plan,
+            packer,
+            setting,
+            reduced=reduced,
+            summed=notifier(progress),
+            failed=progress.fail,
+            observers=observers,
+        )
+        return exchange, [group]
+
+    def _summed_for_owners(
+        self,
+        plan: Plan,
+        packer: Packer,
+        progress: Progress,
+        setting: Setting,
+        streams: Streams,
+        owners: Listener,
+        *,
+        reduced: Callable[[CommTask], None],
+        observers: Observers,
+    ) -> tuple[ShardedExchange, Parameters, list[Group]]:
+        """What sums, what spreads parameters, and the groups that they use; collective."""
+        group = self._open_exchange()
         exchange = Exchange(
             group,
             plan,
@@ -168,44 +303,21 @@ class ExchangeSplitter:
             is_spread=lambda chunk: chunk.index in plan.shared,
             measurers=_measurers(plan, packer),
             reduced=reduced,
-            summed=notify,
+            summed=notifier(progress),
             failed=progress.fail,
             observers=observers,
         )
         parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
-        others, answers = self._open_answers(plan, progress)
-        requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
-        queries = GradientQueries(
-            plan,
-            group.rank,
-            exchange,
-            answers,
-            progress,
-            meter,
-            is_whole=_never,
-            assembled=owners.assembled,
-            is_told=lambda slot: exchange.is_told(slot.chunks),
-        )
-        groups = [group, others]
-        return ShardedCarrier(
-            exchange,
-            parameters,
-            answers,
-            requests,
-            queries,
-            groups,
-            failed=partial(progress.fail, is_raised=True),
-            closed=self._close_group,
-        )
+        return exchange, parameters, [group]
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
-        group = self._open_group("messages")
-        notify, failed = _notifier(progress), progress.fail
+        group = self._open_group("messages", "gloo")
+        notify, failed = notifier(progress), progress.fail
         return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
 
     def _open_exchange(self) -> Group:
         with short_queues(_UNSENT_BYTES):
-            return self._open_group("exchange")
+            return self._open_group("exchange", "gloo")
 
 
 def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
@@ -219,7 +331,9 @@ def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
     }
 
 
-def _notifier(progress: Progress) -> Callable[[], None]:
+def notifier(progress: Progress) -> Callable[[], None]:
+    """Wakes who waits for the progress of a session."""
+
     def notify() -> None:
         with progress.changed:
             progress.notify()
@@ -241,11 +355,9 @@ class ExchangeCarrier:
         closed: called with each group when nothing of it is used any more.
     """
 
-    order = "exchange"
-
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: SplitExchange,
         answers: Answers,
         queries: GradientQueries,
         groups: Sequence[Group],
@@ -260,6 +372,10 @@ class ExchangeCarrier:
         self._groups = groups
         self._give_back = closed
         self._closed = False
+
+    @property
+    def order(self) -> str:
+        return self._exchange.order
 
     @property
     def traffic(self) -> Traffic:
@@ -317,8 +433,8 @@ class ShardedCarrier(ExchangeCarrier):
 
     def __init__(
         self,
-        exchange: Exchange,
-        parameters: ParameterSpread,
+        exchange: ShardedExchange,
+        parameters: Parameters,
         answers: Answers,
         requests: Requests,
         queries: GradientQueries,
@@ -328,6 +444,7 @@ class ShardedCarrier(ExchangeCarrier):
         closed: Callable[[Group], None],
     ) -> None:
         super().__init__(exchange, answers, queries, groups, failed=failed, closed=closed)
+        self._sums = exchange
         self._parameters = parameters
         self._requests = requests
 
@@ -338,8 +455,8 @@ class ShardedCarrier(ExchangeCarrier):
         super().begin_round()
         self._parameters.begin_round()
 
-    def arm(self, turn: int) -> None:
-        self._parameters.arm(turn)
+    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+        self._parameters.arm(turn, leaving, coming)
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         self._parameters.expect(chunks)
@@ -352,10 +469,10 @@ class ShardedCarrier(ExchangeCarrier):
 
     @property
     def may_tell(self) -> bool:
-        return self._exchange.may_tell
+        return self._sums.may_tell
 
     def tell_measurers(self, tells: bool) -> None:
-        self._exchange.tell_measurers(tells)
+        self._sums.tell_measurers(tells)
 
     @property
     def measured_whole(self) -> bool:
@@ -379,4 +496,4 @@ class ShardedCarrier(ExchangeCarrier):
 
     def _close_exchange(self) -> None:
         self._parameters.close()
-        self._exchange.close(is_idle=self._parameters.is_idle)
+        self._sums.close(is_idle=self._parameters.is_idle)

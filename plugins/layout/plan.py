@@ -177,6 +177,12 @@ class Plan:
         shares = self.shares(slice_.slot)
         return next((s.rank for s in shares if s.start_at <= slice_.start_at < s.stop_at), None)
 
+    def kind(self, chunk: CommTask) -> int:
+        """The kind of its tensors."""
+        kinds = () if self._ownership is None else self._ownership.kinds
+        slices = self.slices[chunk.index]
+        return kinds[self._position[slices[0].slot]] if kinds and slices else 0
+
     def computed(self, chunk: CommTask) -> tuple[int, int]:
         """Sorts chunks as backward completes them, and those of one tensor front to back."""
         slices = self.slices[chunk.index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -16,14 +16,13 @@ from ..figures.meter import Meter
 from ..layout.packing import elements
 from ..layout.plan import Plan
 from ..layout.slots import Slot
-from ..routes.split.exchange import Exchange
 from .answers import Answers
 from .expressions import Asked, Expression, derived, expression_of
 from .operations import ELEMENTWISE, ELEMENTWISE_OF_ALL, NORMS, NORMS_OF_ALL, REDUCTIONS, UNSCALE
 from .parts import Places, Rule, rule_of
 from .questions import are_plain, digest, is_of_whole_tensor, kept, question_of
 
-__all__ = ["GradientQueries"]
+__all__ = ["GradientQueries", "Summing"]
 
 #: A script that asks more than this in a round gets whole gradients: a norm after each change is
 #: a message for every tensor.
@@ -34,6 +33,14 @@ _MOST_QUESTIONS: Final = 8
 _PATIENCE_S: Final = 1.0
 
 _Change = Callable[[list[torch.Tensor]], None]
+
+
+class Summing(Protocol):
+    """What sums gradients for their owners."""
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the sums of this round that this rank measures are in the arena."""
 
 
 class GradientQueries:
@@ -53,13 +60,14 @@ class GradientQueries:
             comes to every rank, so that it may be looked at then.
         is_told: whether the end of phase one includes what others own of a tensor that is measured
             here.
+        lend: called with what changes keep, which another stream of a GPU may read.
     """
 
     def __init__(
         self,
         plan: Plan,
         rank: int,
-        exchange: Exchange,
+        exchange: Summing,
         answers: Answers,
         progress: Progress,
         meter: Meter,
@@ -67,12 +75,14 @@ class GradientQueries:
         is_whole: Callable[[], bool],
         assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
         is_told: Callable[[Slot], bool],
+        lend: Callable[[Iterable[object]], None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._is_whole = is_whole
         self._assembled = assembled
         self._is_told = is_told
+        self._lend = lend
         #: something was asked in this round that needed all of a tensor that has several owners
         self.measured_whole = False
         #: other ranks gave no answer in time
@@ -195,7 +205,8 @@ class GradientQueries:
             }
             values = self._known[key]
             return [
-                values[self._index[slot]].to(dtypes[slot.view.dtype], copy=True) for slot in slots
+                values[self._index[slot]].to(slot.view.device, dtypes[slot.view.dtype], copy=True)
+                for slot in slots
             ]
 
     def _find(
@@ -270,8 +281,9 @@ class GradientQueries:
         if not at:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for place, value in zip(at, measure(gradients), strict=True):
-                into[place] = value.double()
+            # From a GPU, all at once.
+            found = torch.stack([value.double().reshape(()) for value in measure(gradients)])
+            into[list(at)] = found.to(into.device)
 
     def _measure_cut(
         self,
@@ -312,6 +324,7 @@ class GradientQueries:
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
+        self._lend([*numbers, *named.values()])
 
         def change(tensors: list[torch.Tensor]) -> None:
             for tensor in tensors:
@@ -326,6 +339,7 @@ class GradientQueries:
         if slots is None or values is None:
             return NotImplemented
         numbers, named = values
+        self._lend([*numbers, *named.values()])
         what = question_of(func, numbers, named)
         self._note(slots, lambda tensors: func(tensors, *numbers, **named), what)
         return None
@@ -335,6 +349,7 @@ class GradientQueries:
         if slots is None or kwargs or len(args) != 3:
             return NotImplemented
         found_inf, inverse = args[1], args[2].clone()
+        self._lend([found_inf, inverse])
 
         def unscale(tensors: list[torch.Tensor]) -> None:
             UNSCALE(tensors, torch.zeros_like(found_inf), inverse)

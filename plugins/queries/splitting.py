@@ -20,6 +20,7 @@ from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..proxies.pending import QueryHandler
 from ..routes.carrier import Carrier, Traffic
+from ..routes.streams import Streams
 from .expressions import Asked, derived, slots_in
 from .operations import ASKING
 from .vote import Vote
@@ -72,6 +73,7 @@ class Splitter(Protocol):
         packer: Packer,
         progress: Progress,
         setting: Setting,
+        streams: Streams,
         *,
         reduced: Callable[[CommTask], None],
         meter: Meter,
@@ -238,6 +240,7 @@ class Splitting:
             parts.packer,
             context.progress,
             self._setting,
+            context.streams,
             reduced=self._reduced,
             meter=context.meter,
             observers=context.observers,

@@ -41,6 +41,10 @@ class Streams:
         """
         then(task)
 
+    def staged(self, task: CommTask, then: _Then) -> None:
+        """What ``task`` sends has been queued: ``then(task)`` when it is computed."""
+        then(task)
+
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         """Where ``task`` is packed and sent."""
         return _NOTHING
@@ -55,6 +59,9 @@ class Streams:
 
     def read(self) -> None:
         """Makes the user's streams wait for all updates queued so far."""
+
+    def settle(self) -> None:
+        """Waits until all that is queued by now is computed. Any thread."""
 
     def stepped(self) -> None:
         """``step()`` was called: updates come after what the current stream has queued."""
@@ -128,6 +135,14 @@ class CudaStreams(Streams):
             events.append(event)
         self._queued.put((task, events, then))
 
+    def staged(self, task: CommTask, then: _Then) -> None:
+        events = []
+        for stream in (self._updating, torch.cuda.current_stream(self._device)):
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            events.append(event)
+        self._queued.put((task, events, then))
+
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         return self._on(self._sending)
 
@@ -148,6 +163,9 @@ class CudaStreams(Streams):
         updated = self._updating.record_event()
         for stream in tuple(self._users.values()):
             stream.wait_event(updated)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def stepped(self) -> None:
         current = torch.cuda.current_stream(self._device)

@@ -268,7 +268,14 @@ class FullGradients:
                 positions.setdefault(share.rank, []).append(position)
                 shares.setdefault(share.rank, []).append(share)
         questions = {rank: (self._round, listed) for rank, listed in positions.items()}
-        answers = gathered(self._progress, self._ask, "gradients", questions, "gradients")
+        answers = gathered(
+            self._progress,
+            self._ask,
+            "gradients",
+            questions,
+            "gradients",
+            self._plan.slots[0].view.device,
+        )
         found: dict[Slot, list[_Sum]] = {}
         for rank, listed in positions.items():
             for position, share, (value, made) in zip(

@@ -280,7 +280,14 @@ class OptimizerShards:
         question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)
         self._waits_for_ranks()
-        found = gathered(self._progress, self._ask, "state", questions, "the optimizer's state")
+        found = gathered(
+            self._progress,
+            self._ask,
+            "state",
+            questions,
+            "the optimizer's state",
+            self._plan.slots[0].view.device,
+        )
         found[self._rank] = self._entries(deferred)
         return {
             position: whole_entry(slot, shares, [found[share.rank][position] for share in shares])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.serialization import default_restore_location
 
 from bytesched.errors import (
     BytesschedError,
@@ -25,6 +26,8 @@ __all__ = ["Ask", "gathered", "packed", "packed_error", "unpacked"]
 #: asks ranks a question each; with a name for what is asked
 Ask: TypeAlias = Callable[[Mapping[int, bytes], str], Iterator[tuple[int, bytes]]]
 
+_CPU: Final = torch.device("cpu")
+
 #: the kind of a message that is no error
 _VALUE: Final = ""
 #: those that keep their kind on the way; of two that fit, the first
@@ -32,9 +35,16 @@ _ERRORS: Final = (PeerLost, SchedulerTimeout, TransportError, PluginError, Bytes
 
 
 def gathered(
-    progress: Progress, ask: Ask, kind: str, questions: Mapping[int, Any], what: str
+    progress: Progress,
+    ask: Ask,
+    kind: str,
+    questions: Mapping[int, Any],
+    what: str,
+    device: torch.device = _CPU,
 ) -> dict[int, Any]:
     """The answers of all ranks to their questions of a kind, with a deadline. The user's thread.
+
+    What other ranks have on their GPU comes to ``device``.
 
     Raises what a rank answers if that is an error.
     """
@@ -45,7 +55,7 @@ def gathered(
 
     def value_of(answer: bytes) -> Any:
         try:
-            return unpacked(answer)
+            return unpacked(answer, device)
         except BytesschedError as error:
             return error
 
@@ -83,14 +93,19 @@ def packed_error(error: BytesschedError) -> bytes:
     return _saved((kind.__name__, str(error)))
 
 
-def unpacked(content: bytes) -> Any:
-    """What another rank of this job has packed.
+def unpacked(content: bytes, device: torch.device = _CPU) -> Any:
+    """What another rank of this job has packed; what is not on the CPU there, on ``device``.
 
     Nothing of it is executed: raises PluginError for anything but tensors and plain values. Raises
     the error that was packed, if one was.
     """
+
+    def here(storage: Any, location: str) -> Any:
+        # Of a GPU, the number is another rank's.
+        return default_restore_location(storage, "cpu" if location == "cpu" else str(device))
+
     try:
-        kind, value = torch.load(io.BytesIO(content), weights_only=True)
+        kind, value = torch.load(io.BytesIO(content), map_location=here, weights_only=True)
     except pickle.UnpicklingError as error:
         raise PluginError(
             "another rank's answer contains values other than tensors, numbers, texts and "

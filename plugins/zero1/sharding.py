@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from ..layout.slots import Slot
 from ..queries.splitting import SplitCarrier, Splitter
 from ..queries.vote import Vote
 from ..routes.carrier import Carrier, Traffic
+from ..routes.streams import Streams
 from ..update.updater import Updater
 from .checkpoint import HeldEntry
 from .full_gradients import FullGradients
@@ -117,6 +118,7 @@ class ShardedSplitter(Splitter, Protocol):
         packer: Packer,
         progress: Progress,
         setting: Setting,
+        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -163,6 +165,7 @@ class Sharding:
         reduced: Callable[[CommTask], None],
     ) -> None:
         self._progress = context.progress
+        self._streams = context.streams
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
         #: rounds that have begun, with the one before this
@@ -188,6 +191,7 @@ class Sharding:
             packer,
             context.progress,
             setting,
+            context.streams,
             self,
             reduced=reduced,
             meter=context.meter,
@@ -326,7 +330,13 @@ class Sharding:
             "state": self.optimizer_shards.answer,
             "gradients": self.full_gradients.answer,
         }
-        return replies[kind](*args)
+        reply = replies[kind](*args)
+
+        def make() -> bytes:
+            self._streams.settle()
+            return reply.make()
+
+        return replace(reply, make=make)
 
     def _answer(self, rank: int, answer: bytes) -> None:
         self._carrier.answer(rank, answer)

@@ -22,8 +22,8 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
-    def arm(self, turn: int) -> None:
-        """What this rank sends next may be of ``turn``."""
+    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+        """What this rank sends next may be of ``turn``: ``leaving``, while ``coming`` come."""
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks`` send something of each."""
@@ -73,15 +73,14 @@ class Spreading:
         Called with the lock of the session's progress held.
         """
         self.turn += 1
-        self._carrier.arm(self.turn)
-        expected = self.foreign_chunks(foreign)
-        self._round.under_way.expect(expected, self.owned_chunks(owned))
+        expected, leaving = self.foreign_chunks(foreign), self.owned_chunks(owned)
+        self._carrier.arm(self.turn, leaving, expected)
+        self._round.under_way.expect(expected, leaving)
         return expected
 
     def expect(self, chunks: Sequence[CommTask]) -> None:
         """The owners of ``chunks`` send their parameters, or their gradients."""
-        if chunks:
-            self._carrier.expect(chunks)
+        self._carrier.expect(chunks)
 
     @torch.no_grad()
     def stage(self, chunk: CommTask, slot: Slot) -> None:

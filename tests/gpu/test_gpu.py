@@ -16,6 +16,7 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
+import scripts_split as split
 import torch
 import torch.distributed as dist
 from ranks import Ranks, address_of
@@ -88,6 +89,28 @@ def test_bits_are_those_of_plain_ddp(two_ranks: Ranks, script: Callable[..., Non
     check(two_ranks, script)
 
 
+@named(
+    split.norm_logged_by_rank_0,
+    split.clipped_by_hand,
+    split.two_optimizers,
+    split.accumulated,
+    split.clipped_in_a_closure,
+    split.giant_and_unused,
+    gradients.clip_norm,
+)
+@pytest.mark.parametrize("options", [{"split": "on"}, {"shard": True}], ids=["split", "sharded"])
+def test_rows(two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]) -> None:
+    """Summed and spread by collectives, between ranks that share the device."""
+    for figures in check(two_ranks, script, **options):
+        assert figures["order"] == "rows"
+
+
+@pytest.mark.parametrize("options", [{"split": "on"}, {"shard": True}], ids=["split", "sharded"])
+def test_rows_under_grad_scaler(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    for figures in check(two_ranks, scripts.half_precision, False, **options):
+        assert figures["order"] == "rows"
+
+
 @pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])
 def test_unused_parameters(two_ranks: Ranks, turns: str) -> None:
     check(two_ranks, models.unused, turns)
@@ -124,6 +147,15 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
 def test_nccl(one_rank: Ranks, fused: bool, norms: bool) -> None:
     ((same, figures),) = one_rank.run(scripts.over_nccl, fused, norms)
     assert same
+    assert int(figures["barrier_crossed_steps"]) > 0
+
+
+@needs_nccl
+def test_clipped_over_nccl(one_rank: Ranks) -> None:
+    """By reduce-scatter and all-gather, of one rank."""
+    ((same, figures),) = one_rank.run(scripts.clipped_over_nccl)
+    assert same
+    assert figures["order"] == "rows"
     assert int(figures["barrier_crossed_steps"]) > 0
 
 

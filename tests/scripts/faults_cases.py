@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.plugins.c10d import ddp
 from bytesched.urgency import URGENCY
 
 # A stopped peer is noticed after that.
@@ -81,7 +82,12 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> None:
-    """With small chunks and a trace; what is left of the library is told at the very end."""
+    """With small chunks and a trace; what is left of the library is told at the very end.
+
+    With ``rows``, both halves of a chunk's way are collectives.
+    """
+    if fields.pop("rows", False):
+        vars(ddp)["splits_by_collectives"] = lambda wire, device: True
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(lambda: tell(threads_left=threads()))
     usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}

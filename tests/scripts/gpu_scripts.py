@@ -221,16 +221,20 @@ def nccl() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-def wide_steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Iterator[int]:
+def wide_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, *, clips: bool = False
+) -> Iterator[int]:
     for step in range(2 * STEPS):
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        if clips:
+            clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         yield step
 
 
 def run_over_nccl(
-    *, wrapped: bool, fused: bool, norms: bool
+    *, wrapped: bool, fused: bool, norms: bool, clips: bool = False
 ) -> tuple[list[Tensor], dict[str, Any]]:
     torch.manual_seed(7)
     with nccl() as group:
@@ -242,8 +246,9 @@ def run_over_nccl(
         stats: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if wrapped:
-                session = stack.enter_context(attached(optimizer, model))
-            for _ in wide_steps(model, optimizer, x):
+                split = "on" if clips else "auto"
+                session = stack.enter_context(attached(optimizer, model, split=split))
+            for _ in wide_steps(model, optimizer, x, clips=clips):
                 pass
             if wrapped:
                 stats = session.stats()
@@ -258,6 +263,13 @@ def over_nccl(fused: bool, norms: bool) -> tuple[bool, dict[str, Any]]:
     """
     plain, _ = run_over_nccl(wrapped=False, fused=fused, norms=norms)
     got, stats = run_over_nccl(wrapped=True, fused=fused, norms=norms)
+    return all(map(torch.equal, plain, got)), stats
+
+
+def clipped_over_nccl() -> tuple[bool, dict[str, Any]]:
+    """As `over_nccl`, clipped by the norm of gradients whose rows are summed and spread."""
+    plain, _ = run_over_nccl(wrapped=False, fused=False, norms=False, clips=True)
+    got, stats = run_over_nccl(wrapped=True, fused=False, norms=False, clips=True)
     return all(map(torch.equal, plain, got)), stats
 
 

@@ -26,14 +26,14 @@ def on_hosts(
     rtol: float,
 ) -> Any:
     """`training.compare` where the hosts have so many ``ranks``, in their order."""
-    with _hosts(ranks):
+    with on_named_hosts(ranks):
         return compare(address, args, options, rtol)
 
 
 def refused(ranks: list[int]) -> str:
     """What `wrap` says of a hierarchy on such hosts."""
     model = DistributedDataParallel(mlp())
-    with _hosts(ranks):
+    with on_named_hosts(ranks):
         try:
             bytesched.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, hierarchy="on")
         except bytesched.PluginError as error:
@@ -63,7 +63,7 @@ def exact(job: Job) -> None:
 
 def rank_3_dies() -> None:
     """In the middle of training, between two rounds of its own."""
-    with _hosts([2, 2]):
+    with on_named_hosts([2, 2]):
         model = DistributedDataParallel(mlp())
         optimizer = bytesched.wrap(adamw(model), model, hierarchy="on", timeout_s=100.0)
         try:
@@ -78,7 +78,8 @@ def rank_3_dies() -> None:
             raise
 
 
-def _hosts(ranks: list[int]) -> Any:
+def on_named_hosts(ranks: list[int]) -> Any:
+    """Hosts that have so many ``ranks``, in their order."""
     names = [f"host{host}" for host, count in enumerate(ranks) for _ in range(count)]
     mine = names[dist.get_rank()]
     return mock.patch.object(socket, "gethostname", return_value=mine)

@@ -37,7 +37,8 @@ _NEVER_SENT: Final = 1 << 20
 _LENGTH_BYTES: Final = 8
 
 #: how long a collective may take before connections are looked at, and again
-_LOOKS_EVERY: Final = timedelta(seconds=1)
+_LOOKS_EVERY_S: Final = 1.0
+_LOOKS_EVERY: Final = timedelta(seconds=_LOOKS_EVERY_S)
 
 
 class _Stopped(RuntimeError):
@@ -86,6 +87,16 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
         return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
+
+    def reduce_scatter(self, part: torch.Tensor, row: torch.Tensor) -> Any:
+        """Begins to sum ``row``, of which this rank gets its ``part``; returns the work."""
+        method = _unguarded(self.backend, "_reduce_scatter_base")
+        return method(self.backend, _real(part), _real(row))
+
+    def all_gather(self, row: torch.Tensor, part: torch.Tensor) -> Any:
+        """Begins to fill ``row`` with every rank's ``part``, by rank; returns the work."""
+        method = _unguarded(self.backend, "_allgather_base")
+        return method(self.backend, _real(row), _real(part))
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
@@ -187,11 +198,13 @@ class Group:
         broken: RuntimeError | None = None
         # Every call gives up the GIL, and has to get it back: most chunks need one.
         while self._is_gloo:
+            began_s = time.monotonic()
             try:
                 work.wait(_LOOKS_EVERY)
                 return
             except RuntimeError:
-                if work.is_completed():
+                # What has failed before the limit has ended; Gloo's reduce-scatter never says so.
+                if work.is_completed() or time.monotonic() - began_s < _LOOKS_EVERY_S:
                     break
                 if broken is not None:
                     # It had time to finish with what had arrived before.
@@ -316,6 +329,11 @@ def _unguarded(backend: Any, name: str) -> Any:
     if method is None:
         return lambda backend, *args: getattr(backend, name)(*args)
     return getattr(method, "__wrapped__", method)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory, as numbers that every backend adds up."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _text_in(data: bytes) -> str:

@@ -112,6 +112,8 @@ class Exchange:
         failed: called with the first error.
     """
 
+    order = "exchange"
+
     def __init__(
         self,
         group: Group,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter_ns
@@ -102,13 +102,15 @@ class ParameterSpread:
         """
         self._exchange.scheduler.act(partial(self._hasten, self._armed))
 
-    def arm(self, turn: int) -> None:
+    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
         """The next `spread` of this rank may be of ``turn``. The user's thread."""
         self._armed = turn
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks``, which are others, send them next; front first."""
         listed = sorted(chunks, key=lambda chunk: chunk.index)
+        if not listed:
+            return
         with self._changed:
             self._coming += len(listed)
         self._exchange.scheduler.act(partial(self._begin_coming, len(listed), perf_counter_ns()))

@@ -89,6 +89,18 @@ IN_SHARD = [
     scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SHARD),
     scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SHARD),
 ]
+WAYS: list[dict[str, object]] = [{"split": "on"}, {"shard": True}]
+ROWS = [
+    scenario(
+        victim, moment, fault, *limit, suffix=f"-of-rows-{number}", fields={**way, "rows": True}
+    )
+    for number, way in enumerate(WAYS)
+    for victim, moment, fault, *limit in (
+        (LEADER, "in_backward", "kill"),
+        (FOLLOWER, "after_step", "kill"),
+        (FOLLOWER, "in_backward", "stop", TIMEOUT_S),
+    )
+]
 ANSWERING = [
     Scenario(f"{fault}-in-an-answer", fails_in_an_answer, (FOLLOWER, fault, timeout_s))
     for fault, timeout_s in (("kill", NO_TIMEOUT_S), ("stop", TIMEOUT_S), ("raise", NO_TIMEOUT_S))
@@ -191,6 +203,16 @@ def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> Non
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
     assert died.told["order"] == "exchange"
+
+
+@each(ROWS)
+def test_dies_where_rows_are_summed_by_collectives(scenario: Scenario, runs: Runs) -> None:
+    ends = runs.of(scenario)
+    victim, _, fault, *_ = scenario.args
+    died, survivor = ends if victim == LEADER else reversed(ends)
+    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
+    check_told_of(survivor, {expected})
+    assert died.told["order"] == "rows"
 
 
 @each(ANSWERING)

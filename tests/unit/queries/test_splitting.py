@@ -96,7 +96,11 @@ def splitting(ranks: Ranks, failed: list[BaseException]) -> tuple[Splitting, Any
 
     progress = SimpleNamespace(raise_first=raise_first, outstanding_bytes=0)
     context: Any = SimpleNamespace(
-        backend=ranks, progress=progress, meter=SimpleNamespace(changed=nothing), observers=None
+        backend=ranks,
+        progress=progress,
+        meter=SimpleNamespace(changed=nothing),
+        observers=None,
+        streams=None,
     )
     splitter: Any = SimpleNamespace(cut=nothing, carrier=lambda *_, **__: Split(progress))
     setting = Setting(partition_bytes=16, credit_bytes=16)

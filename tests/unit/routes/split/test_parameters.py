@@ -110,7 +110,7 @@ class _Rank:
     def step(self, turn: int) -> None:
         """What the other rank owns is to come."""
         other = 1 - self.group.rank
-        self.parameters.arm(turn)
+        self.parameters.arm(turn, [], [])
         self.parameters.expect(self.slots[other].chunks)
 
     def spread(self, turn: int) -> None:

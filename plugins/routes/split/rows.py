@@ -1,0 +1,116 @@
+"""Rows: a chunk of each owner, side by side in memory that collectives sum and spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+import torch
+
+from bytesched.task import CommTask
+
+from ...layout.packing import Packer
+from ...layout.plan import Plan
+
+__all__ = ["Row", "RowHop", "RowMemory", "rows_of"]
+
+
+class Row:
+    """At most one chunk of each owner, in parts of one length: the longest chunk's.
+
+    Args:
+        chunks: by owner; None where an owner has no chunk in it.
+        is_shared: whether they are of tensors that no rank sums alone.
+    """
+
+    def __init__(self, number: int, chunks: Sequence[CommTask | None], *, is_shared: bool) -> None:
+        self.number = number
+        self.chunks = tuple(chunks)
+        self.is_shared = is_shared
+        #: elements of a part
+        self.length = max(chunk.stop_at - chunk.start_at for chunk in self.present())
+        self.itemsize = self.present()[0].itemsize
+
+    def present(self) -> list[CommTask]:
+        """Its chunks, by owner."""
+        return [chunk for chunk in self.chunks if chunk is not None]
+
+    def __repr__(self) -> str:
+        return f"<Row {self.number} of {len(self.present())} chunks, {self.length} elements each>"
+
+
+class RowHop(CommTask):
+    """The sum of a row, or its spread.
+
+    Its bytes are those of an all-reduce that takes as long: half of the row.
+    """
+
+    __slots__ = ("is_spread", "row")
+
+    def __init__(self, row: Row, *, index: int, priority: int, is_spread: bool) -> None:
+        super().__init__(
+            f"{'spread' if is_spread else 'sum'} of row {row.number}, {row.present()[0].name}",
+            start_at=0,
+            stop_at=max(1, row.length * len(row.chunks) // 2),
+            itemsize=row.itemsize,
+            priority=priority,
+        )
+        self.row = row
+        self.is_spread = is_spread
+        self.index = index
+
+
+def rows_of(plan: Plan, packer: Packer, ranks: int) -> list[Row]:
+    """Every chunk of ``plan``, which is cut by owners, in a row; as backward completes them.
+
+    A row has chunks of one kind, alike in memory and on the wire.
+    """
+    groups: dict[tuple[object, ...], list[list[CommTask]]] = {}
+    for chunk in sorted(plan.chunks, key=plan.computed):
+        memory, buffer = packer.memory(chunk), plan.buffers[chunk.index]
+        key = (
+            memory.dtype,
+            buffer.dtype,
+            buffer.device,
+            plan.kind(chunk),
+            chunk.index in plan.shared,
+        )
+        by_owner = groups.setdefault(key, [[] for _ in range(ranks)])
+        by_owner[plan.owners[chunk.index]].append(chunk)
+    made = [
+        (chunks, key[-1] is True)
+        for key, by_owner in groups.items()
+        for chunks in zip_longest(*by_owner)
+    ]
+
+    def complete(row: tuple[tuple[CommTask | None, ...], bool]) -> tuple[int, int]:
+        return max(plan.computed(chunk) for chunk in row[0] if chunk is not None)
+
+    return [
+        Row(number, chunks, is_shared=is_shared)
+        for number, (chunks, is_shared) in enumerate(sorted(made, key=complete))
+    ]
+
+
+class RowMemory:
+    """Memory for rows and for parts of them, used again. Any thread."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor, elements: int) -> torch.Tensor:
+        """So many elements of the kind of ``like``; they have any value."""
+        try:
+            return self._free[like.dtype, like.device, elements].pop()
+        except (KeyError, IndexError):
+            # What fills up a row travels, too: it shall be a number.
+            return like.new_zeros(elements)
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing uses these any more."""
+        for tensor in tensors:
+            key = tensor.dtype, tensor.device, tensor.numel()
+            self._free.setdefault(key, []).append(tensor)
+
+    def clear(self) -> None:
+        self._free.clear()
