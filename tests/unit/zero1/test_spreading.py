@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +39,8 @@ class Rank:
     def _notify(self) -> None:
         self.notified += 1
 
-    def arm(self, turn: int) -> None:
-        self.log.append(("arm", turn))
+    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+        self.log.append(("arm", turn, leaving, coming))
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         self.log.append(("expect", list(chunks)))
@@ -65,7 +65,7 @@ def test_what_is_armed_is_under_way_until_it_has_left_and_come() -> None:
     for turn in (1, 2):
         assert rank.spreading.arm([rank.own], [rank.foreign]) == [others]
         assert rank.spreading.turn == turn
-        assert rank.log == [("arm", turn)]
+        assert rank.log == [("arm", turn, [mine], [others])]
         rank.log.clear()
         assert rank.under_way.comes([others])
         assert not rank.under_way.comes([mine])
@@ -77,10 +77,8 @@ def test_what_is_armed_is_under_way_until_it_has_left_and_come() -> None:
         assert rank.notified == 2 * turn
 
 
-def test_nothing_is_expected_of_nobody() -> None:
+def test_chunks_are_expected_of_their_owners() -> None:
     rank = Rank()
-    rank.spreading.expect([])
-    assert not rank.log
     rank.spreading.expect(rank.foreign.chunks)
     assert rank.log == [("expect", rank.foreign.chunks)]
 
@@ -113,4 +111,4 @@ def test_gradients_are_sent_in_the_turn_that_was_armed_last() -> None:
     rank.spreading.arm([rank.own], [])
     rank.spreading.send_gradients(chunk, lambda slice_: torch.full((8,), 7.0))
     assert rank.staged[chunk.index].tolist() == [7.0] * 8
-    assert rank.log == [("arm", 1), ("spread", chunk, 1)]
+    assert rank.log == [("arm", 1, [chunk], []), ("spread", chunk, 1)]
