@@ -33,6 +33,7 @@ class Exchange:
     send: list[int]
     receive: list[int]
     name: str
+    is_urgent: bool = True
     forward: Transfer | None = None
     backward: Transfer | None = None
 
@@ -53,7 +54,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, one: Exchange) -> Tensor:
         ctx.one = one
-        one.forward = one.peers.start(x, one.send, one.receive, one.name)
+        one.forward = one.peers.start(x, one.send, one.receive, one.name, is_urgent=one.is_urgent)
         return one.forward.rows
 
     @staticmethod
@@ -74,7 +75,9 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         one: Exchange = ctx.one
-        one.backward = one.peers.start(gradient, one.receive, one.send, f"{one.name} backward")
+        one.backward = one.peers.start(
+            gradient, one.receive, one.send, f"{one.name} backward", is_urgent=one.is_urgent
+        )
         # For the shape alone: `_Begin` has what arrives.
         return gradient, None
 
@@ -122,7 +125,7 @@ def exchange(
         return x
     # A rank whose own counts are wrong tells the others, which would wait for it.
     counts = [*send, *receive] if fits else [0] * (2 * size)
-    table = peers.gather(form, counts, x.device)
+    table = peers.gather(form, counts, x.device, is_urgent=True)
     table.check_forms()
     table.check_sizes()
     one = Exchange(peers, send, receive, "moe exchange")

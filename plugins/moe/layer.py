@@ -38,14 +38,16 @@ class MoE(nn.Module):
     `data_parallel` keeps DistributedDataParallel away from them.
 
     Args:
-        gate: gives a `Routing` over all experts; a `TopKGate` or a `DTSGate`. experts: this rank's,
-        of which every rank has as many; see `own_experts`. Each maps a matrix,
-            one row a token, to another one of that shape.
+        gate: gives a `Routing` over all experts; a `TopKGate` or a `DTSGate`.
+        experts: this rank's, of which every rank has as many; see `own_experts`. Each maps a
+            matrix, one row a token, to another one of that shape.
         group: the ranks that share out the experts; all of them if it is None. Without
             torch.distributed, one process holds all experts.
         data_parallel_group: the ranks that hold the same experts; the first one's weights are
-        taken. most_pieces: at most so many are made of a dispatch. piece_bytes: and no more than
-        one for so many bytes.
+            taken. None where no other rank does.
+        most_pieces: a dispatch is cut into at most so many pieces.
+        piece_bytes: and into no more than one for so many bytes of the busiest rank.
+        is_urgent: False lets exchanges and gradients share the link, to compare.
     """
 
     auxiliary_loss: Tensor
@@ -61,6 +63,7 @@ class MoE(nn.Module):
         *,
         most_pieces: int = 4,
         piece_bytes: int = 256 * 1024,
+        is_urgent: bool = True,
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -70,6 +73,7 @@ class MoE(nn.Module):
         self.group = group
         self.most_pieces = most_pieces
         self.piece_bytes = piece_bytes
+        self.is_urgent = is_urgent
         peers = peers_of(group)
         own = len(self.experts)
         self._ranks = peers.size if peers else 1
@@ -116,7 +120,7 @@ class MoE(nn.Module):
             return _apply(self.experts, list(rows.split(counts)))
         own = len(self.experts)
         form = Form.of(rows, self.most_pieces, self.piece_bytes)
-        table = peers.gather(form, counts, rows.device)
+        table = peers.gather(form, counts, rows.device, is_urgent=self.is_urgent)
         table.check_forms()
         row_bytes = rows.shape[1] * rows.element_size()
         pieces = cut(
@@ -126,18 +130,18 @@ class MoE(nn.Module):
             ),
         )
         self.pieces = len(pieces)
-        return _in_pieces(peers, self.experts, rows, table.counts, pieces)
+        return _in_pieces(self, peers, rows, table.counts, pieces)
 
 
 def _in_pieces(
+    layer: MoE,
     peers: Peers,
-    experts: nn.ModuleList,
     rows: Tensor,
     counts: Sequence[Sequence[int]],
     pieces: Sequence[Piece],
 ) -> Tensor:
     """What all ranks' experts make of ``rows``; ``counts`` by rank and expert."""
-    own = len(experts)
+    experts, own = layer.experts, len(layer.experts)
     offsets = [0]
     for count in counts[peers.rank]:
         offsets.append(offsets[-1] + count)
@@ -160,7 +164,7 @@ def _in_pieces(
             for rank in range(peers.size)
         ]
         places.append(torch.cat(place).to(rows.device))
-        one = Exchange(peers, send, receive, "moe dispatch")
+        one = Exchange(peers, send, receive, "moe dispatch", layer.is_urgent)
         dispatches.append((begin(rows[places[-1]], one), one))
     returns: list[tuple[Tensor, Exchange]] = []
     for piece, (arriving, one) in zip(pieces, dispatches, strict=True):
@@ -179,7 +183,7 @@ def _in_pieces(
         ordered = [
             back[index * peers.size + rank] for rank in range(peers.size) for index in range(each)
         ]
-        home = Exchange(peers, one.receive, one.send, "moe return")
+        home = Exchange(peers, one.receive, one.send, "moe return", layer.is_urgent)
         returns.append((begin(torch.cat(ordered), home), home))
     arrived_home = torch.cat([finish(coming, home) for coming, home in returns])
     # Every row is in one place of one piece.

@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -54,29 +55,32 @@ class Peers:
         self.rank = group.rank
         self.size = group.size
 
-    def gather(self, form: Form, counts: Sequence[int], device: torch.device) -> Table:
+    def gather(
+        self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
+    ) -> Table:
         """The form and the counts of every rank; collective, with as many counts on each."""
         mine = torch.tensor([*form.row(), *counts], dtype=torch.int64, device=device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        section = urgency.begin("moe counts")
-        try:
+        with urgency.urgent("moe counts") if is_urgent else nullcontext():
             work = self._issue("moe counts", self._group.backend.allgather, [rows], [mine])
             self.complete(work, "moe counts")
-        finally:
-            section.end()
         return Table.read([row.tolist() for row in rows])
 
-    def start(self, x: Tensor, send: list[int], receive: list[int], name: str) -> Transfer:
+    def start(
+        self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
+    ) -> Transfer:
         """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
         sent = x.detach().contiguous()
         rows = sent.new_empty((sum(receive), *x.shape[1:]))
-        section = urgency.begin(name)
+        section = urgency.begin(name) if is_urgent else None
         try:
             work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # Where experts compute meanwhile, nobody waits: the section ends with the transfer.
-            work.get_future().add_done_callback(lambda _: section.end())
+            if section is not None:
+                work.get_future().add_done_callback(lambda _: section.end())
         except BaseException:
-            section.end()
+            if section is not None:
+                section.end()
             raise
         return Transfer(self, rows, sent, work, name)
 

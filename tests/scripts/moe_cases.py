@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.checkpoint import checkpoint
 
 from bytesched.errors import MismatchError, TransportError
@@ -59,9 +60,9 @@ def exchange_equals_torch(pattern: str, dtype: torch.dtype) -> tuple[bool, bool]
     def of_torch(rows: Tensor) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return dist.nn.functional.all_to_all_single(
-                rows.new_empty(sum(receive), WIDTH), rows, receive, send
-            )
+            empty = rows.new_empty(sum(receive), WIDTH)
+            got: Tensor = all_to_all_single(empty, rows, receive, send)
+            return got
 
     ours = outcome(lambda rows: moe.exchange(rows, send, receive))
     theirs = outcome(of_torch)
@@ -287,7 +288,8 @@ def used_in_many_ways() -> dict[str, bool]:
     def chained(layer: moe.MoE, x: Tensor, *, again: bool) -> None:
         torch.manual_seed(rank)
         call = (lambda t: checkpoint(layer, t, use_reentrant=False)) if again else layer
-        (call(call(x)) ** 2).sum().backward()
+        loss: Tensor = (call(call(x)) ** 2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     same(
         "checkpointed",
@@ -338,7 +340,7 @@ def grid_equals_alone() -> list[str]:
         # A replica of its own weights gets those of the first.
         with torch.no_grad():
             for parameter in layer.experts.parameters():
-                parameter *= 2
+                parameter.mul_(2)
     layer = moe.MoE(layer.gate, layer.experts, grid.expert_parallel, grid.data_parallel)
     for name, value in layer.state_dict().items():
         if not torch.equal(value, alone.layer.state_dict()[name]):
@@ -358,12 +360,13 @@ def grid_equals_alone() -> list[str]:
 def checkpoints() -> list[str]:
     """What is wrong with the full file and those of ranks."""
     rank = dist.get_rank()
-    model = nn.Sequential(nn.Identity(), layer_of(gate_of("dts"), own=True))
+    layer = layer_of(gate_of("dts"), own=True)
+    model = nn.Sequential(nn.Identity(), layer)
     alone = nn.Sequential(nn.Identity(), layer_of(gate_of("dts"), own=False))
     wrong = []
     with torch.no_grad():
-        for parameter in model[1].experts.parameters():
-            parameter += rank + 1
+        for parameter in layer.experts.parameters():
+            parameter.add_(rank + 1)
     full = moe.full_state_dict(model)
     if sorted(full) != sorted(alone.state_dict()):
         wrong.append(f"names {sorted(full)}")
