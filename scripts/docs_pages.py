@@ -26,6 +26,7 @@ FACES = (
     "bytesched.plugins",
     "bytesched.plugins.burst",
     "bytesched.plugins.horovod",
+    "bytesched.plugins.moe",
     "bytesched.plugins.mpi_kvstore",
     "bytesched.plugins.wave",
     "bytesched.testing",

@@ -1,0 +1,32 @@
+"""Mixture of experts: an all-to-all that gradients make way for, gates, and a layer over both.
+
+`MoE` cuts its exchange into pieces, so that experts compute on one while the next is on its way
+(Tutel, Hwang et al., MLSys 2023; FasterMoE, He et al., PPoPP 2022). `DTSGate` is the gate of EvoMoE
+(Nie et al., 2021), dense at first and sparse later; only what it keeps is sent.
+"""
+
+from __future__ import annotations
+
+from .checkpoint import full_state_dict
+from .clip import clip_grad_norm_
+from .exchange import exchange
+from .gates import DTSGate, TopKGate
+from .gradients import data_parallel, reduce_expert_gradients
+from .grid import Grid, expert_groups, own_experts
+from .layer import MoE
+from .schedule import Temperature
+
+__all__ = [
+    "DTSGate",
+    "Grid",
+    "MoE",
+    "Temperature",
+    "TopKGate",
+    "clip_grad_norm_",
+    "data_parallel",
+    "exchange",
+    "expert_groups",
+    "full_state_dict",
+    "own_experts",
+    "reduce_expert_gradients",
+]

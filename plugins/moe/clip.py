@@ -1,0 +1,46 @@
+"""The norm of all gradients, in which each expert counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .gradients import layers
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales gradients to a norm of at most ``max_norm``; returns the norm before; collective.
+
+    As torch's function for one process that has all experts. To be called when all gradients are
+    reduced. Replicas of an expert count as one, and all ranks get the same bits.
+    """
+    shared = dict.fromkeys(model.parameters())
+    squares = []
+    for layer in layers(model).values():
+        own = list(layer.experts.parameters())
+        for parameter in own:
+            shared.pop(parameter, None)
+        mine = _square(own)
+        if layer.numbers != range(layer.gate.experts):
+            size = dist.get_world_size(layer.group)
+            theirs = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(theirs, mine, group=layer.group)
+            mine = torch.stack(theirs).sum(dim=0)
+        squares.append(mine)
+    norm = torch.stack([_square(shared), *squares]).sum().sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    return norm
+
+
+def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The sum of squares of gradients, in float64."""
+    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

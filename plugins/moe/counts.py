@@ -1,0 +1,109 @@
+"""What ranks tell each other before they send: who sends how much to whom, and in which form.
+
+Every rank learns everything, so all come to the same verdict: either all send, or all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytesched.errors import MismatchError
+
+__all__ = ["Form", "Table"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What must be the same on all ranks; ``wrong`` is why this rank cannot send, or empty."""
+
+    dtype: int
+    width: int
+    needs_gradient: bool
+    most_pieces: int
+    piece_bytes: int
+    wrong: bool = False
+
+    @staticmethod
+    def of(x: Tensor, most_pieces: int = 1, piece_bytes: int = 1, *, wrong: bool = False) -> Form:
+        """The form of rows ``x``."""
+        known = x.dtype in _DTYPES and x.dim() == 2
+        return Form(
+            dtype=_DTYPES.index(x.dtype) if known else -1,
+            width=x.shape[1] if known else -1,
+            needs_gradient=x.requires_grad and torch.is_grad_enabled(),
+            most_pieces=most_pieces,
+            piece_bytes=piece_bytes,
+            wrong=wrong or not known,
+        )
+
+    def row(self) -> list[int]:
+        """As numbers."""
+        return [
+            self.dtype,
+            self.width,
+            int(self.needs_gradient),
+            self.most_pieces,
+            self.piece_bytes,
+            int(self.wrong),
+        ]
+
+    def __str__(self) -> str:
+        dtype = str(_DTYPES[self.dtype]) if self.dtype >= 0 else "no floating-point matrix"
+        gradient = "with gradient" if self.needs_gradient else "without gradient"
+        limits = f"at most {self.most_pieces} pieces of {self.piece_bytes} bytes"
+        return f"{dtype} of width {self.width} {gradient}, {limits}"
+
+
+_FORM_NUMBERS = len(Form(0, 0, needs_gradient=False, most_pieces=1, piece_bytes=1).row())
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of every rank, by rank: its form, and its counts as it gave them."""
+
+    forms: tuple[Form, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def read(rows: Sequence[Sequence[int]]) -> Table:
+        """What ranks have gathered: a form and counts from each."""
+        forms = tuple(
+            Form(row[0], row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows
+        )
+        return Table(forms, tuple(tuple(row[_FORM_NUMBERS:]) for row in rows))
+
+    def check_forms(self) -> None:
+        """Raises MismatchError, on all ranks alike, if one cannot send or has another form."""
+        for rank, form in enumerate(self.forms):
+            if form.wrong or min(self.counts[rank], default=0) < 0:
+                raise MismatchError(
+                    f"rank {rank} of the exchange has rows and counts that do not fit "
+                    f"({form}; counts {list(self.counts[rank])}): nothing was sent"
+                )
+            if form != self.forms[0]:
+                raise MismatchError(
+                    f"the ranks of the exchange disagree: rank 0 has {self.forms[0]}, "
+                    f"rank {rank} has {form}: nothing was sent"
+                )
+
+    def check_sizes(self) -> None:
+        """Raises MismatchError if a rank awaits other sizes than are sent.
+
+        Counts are what a rank sends to each, then what it awaits from each.
+        """
+        size = len(self.counts)
+        for sender, row in enumerate(self.counts):
+            for receiver in range(size):
+                awaited = self.counts[receiver][size + sender]
+                if row[receiver] != awaited:
+                    raise MismatchError(
+                        f"the ranks disagree about sizes: rank {sender} of the exchange sends "
+                        f"{row[receiver]} rows to rank {receiver}, which awaits {awaited}: "
+                        "nothing was sent"
+                    )

@@ -1,0 +1,155 @@
+"""The ranks that experts are spread over, and the process group that exchanges use alone.
+
+On the group of the gradients an all-to-all would queue behind all-reduces that were started before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytesched import urgency
+from bytesched.config import Config
+from bytesched.errors import TransportError
+
+from ..routes.groups.group import Group
+from ..routes.groups.opening import kind_of, open_group
+from .counts import Form, Table
+
+__all__ = ["Peers", "Transfer", "peers_of"]
+
+
+class Transfer:
+    """Rows on their way in one direction; ``rows`` are complete after `wait`."""
+
+    def __init__(self, peers: Peers, rows: Tensor, sent: Tensor, work: Any, name: str) -> None:
+        self.rows = rows
+        # Gloo reads it until the work is complete.
+        self._sent: Tensor | None = sent
+        self._peers = peers
+        self._work = work
+        self._name = name
+
+    def wait(self) -> Tensor:
+        """The rows, once they are all here. Raises TransportError."""
+        if self._work is not None:
+            self._peers.complete(self._work, self._name)
+            self._work = self._sent = None
+        return self.rows
+
+
+class Peers:
+    """The ranks of one exchange, this one among them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    def gather(
+        self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
+    ) -> Table:
+        """The form and the counts of every rank; collective, with as many counts on each."""
+        mine = torch.tensor([*form.row(), *counts], dtype=torch.int64, device=device)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        with urgency.urgent("moe counts") if is_urgent else nullcontext():
+            work = self._issue("moe counts", self._group.backend.allgather, [rows], [mine])
+            self.complete(work, "moe counts")
+        return Table.read([row.tolist() for row in rows])
+
+    def start(
+        self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
+    ) -> Transfer:
+        """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
+        sent = x.detach().contiguous()
+        rows = sent.new_empty((sum(receive), *x.shape[1:]))
+        section = urgency.begin(name) if is_urgent else None
+        try:
+            work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
+            # Where experts compute meanwhile, nobody waits: the section ends with the transfer.
+            if section is not None:
+                work.get_future().add_done_callback(lambda _: section.end())
+        except BaseException:
+            if section is not None:
+                section.end()
+            raise
+        return Transfer(self, rows, sent, work, name)
+
+    def complete(self, work: Any, name: str) -> None:
+        """Waits for ``work``; an error ends the exchange on the other ranks as well."""
+        try:
+            self._group.complete(work)
+        except RuntimeError as error:
+            raise self._failed(error, name) from error
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        self._group.close()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended it."""
+        return self._group.is_aborted
+
+    def _issue(self, name: str, collective: Any, *arguments: Any) -> Any:
+        try:
+            return collective(*arguments)
+        except RuntimeError as error:
+            raise self._failed(error, name) from error
+
+    def _failed(self, cause: RuntimeError, name: str) -> TransportError:
+        error = self._group.error(cause, task=name)
+        self._group.abort()
+        return error
+
+    def __repr__(self) -> str:
+        return f"<Peers rank {self.rank} of {self.size}>"
+
+
+_PEERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
+_OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
+    """The peers of a user's group; None where there is nobody else. Collective at first.
+
+    None as ``group`` is the default one.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    base = dist.group.WORLD if group is None else group
+    if base is None or base.size() == 1:
+        return None
+    peers = _PEERS.get(base)
+    if peers is None or peers.is_broken:
+        number = _OPENED[base] = _OPENED.get(base, 0) + 1
+        device = torch.device("cpu")
+        kind = "gloo"
+        if torch.cuda.is_available() and dist.get_backend(base) != "gloo":
+            device = torch.device("cuda", torch.cuda.current_device())
+            kind = kind_of(base, device)
+        opened = open_group(
+            base, kind, name=f"moe{number}/exchange", timeout_s=Config.load().timeout_s
+        )
+        opened.members = dist.get_process_group_ranks(base)
+        peers = _PEERS[base] = Peers(opened)
+        if multiprocessing.parent_process() is not None:
+            # Children of multiprocessing end without the functions of atexit.
+            Finalize(None, _close_all, exitpriority=999)
+    return peers
+
+
+@atexit.register
+def _close_all() -> None:
+    # Gloo's threads must end before the interpreter does.
+    for peers in list(_PEERS.values()):
+        peers.close()
