@@ -8,8 +8,7 @@ Importing this package imports no framework; `wrap` does, when it is called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from bytesched import tunable
 from bytesched.config import Config
@@ -30,6 +29,8 @@ from bytesched.urgency import urgent
 from bytesched.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from typing_extensions import Unpack
 
     from bytesched.config import ConfigFields
@@ -83,7 +84,7 @@ def wrap(
     model: object,
     *,
     kvstore: KVStore | None = None,
-    groups: Mapping[Any, Any] | None = None,
+    groups: Mapping[object, object] | None = None,
     **fields: Unpack[ConfigFields],
 ) -> OptimizerT: ...
 
@@ -97,7 +98,7 @@ def wrap(
     model: object = None,
     *,
     kvstore: KVStore | None = None,
-    groups: Mapping[Any, Any] | None = None,
+    groups: Mapping[object, object] | None = None,
     **fields: Unpack[ConfigFields],
 ) -> object:
     """Schedule the gradients of an optimizer, or the pushes and pulls of a store.

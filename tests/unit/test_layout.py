@@ -14,6 +14,9 @@ WITHOUT = {
     "engine/running.py",
     "engine/warming.py",
     # Tested with ranks, in tests/procs.
+    "routes/split/collectives.py",
+    "routes/split/row_transport.py",
+    "routes/split/sharded_rows.py",
     "zero1/full_gradients.py",
     "zero1/optimizer_shards.py",
     "zero1/sharded_updates.py",

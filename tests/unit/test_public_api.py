@@ -26,7 +26,7 @@ def test_every_public_name_exists_and_nothing_else_does() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("wrap", ["optimizer", "model", "kvstore", "fields"]),
+        ("wrap", ["optimizer", "model", "kvstore", "groups", "fields"]),
         ("explain_optimizer", ["optimizer"]),
         ("flush", ["x"]),
         ("separable", ["cls"]),
