@@ -103,7 +103,7 @@ class Config:
     `auto`: if a trial on the link shows that it is faster; `on` or `off`."""
     shard: bool = False
     """Each rank updates a part of the model, holds the optimizer's state for that part only, and
-    sends the new parameters to the other ranks. On torch.distributed with Gloo, on CPUs."""
+    sends the new parameters to the other ranks. On torch.distributed, with Gloo or NCCL."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as given to DDP, or learned at once."""
     timeout_s: float = 1800.0

@@ -31,7 +31,7 @@ ADVICE: Final = (
         r"reads all gradients",
         "`clip_grad_norm_ reads all gradients (train.py:88)`",
         "that line needs values of gradients before `step()`, so it waits for them",
-        "under DDP on Gloo and CPUs leave `split` at `auto`: norms, sums and maxima of whole "
+        "under DDP leave `split` at `auto`: norms, sums and maxima of whole "
         "gradients then wait for half of what is sent; read other values less often",
     ),
     Advice(

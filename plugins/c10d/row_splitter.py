@@ -79,9 +79,10 @@ class RowSplitter(ExchangeSplitter):
         reduced: Callable[[CommTask], None],
         observers: Observers,
     ) -> tuple[ShardedExchange, Parameters, list[Group]]:
-        group = self._open_group("rows", self._kind)
+        group, control = self._open_group("rows", self._kind), self._open_group("control", "gloo")
         exchange = ShardedRows(
             group,
+            control,
             plan,
             packer,
             setting,
@@ -94,4 +95,4 @@ class RowSplitter(ExchangeSplitter):
         parameters = RowParameters(
             exchange, plan, streams, spread=owners.spread, gathered=owners.gathered
         )
-        return exchange, parameters, [group]
+        return exchange, parameters, [group, control]

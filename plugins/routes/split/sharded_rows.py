@@ -2,7 +2,8 @@
 
 Nobody leads: one lane carries what all ranks' scripts come to in one order, a round's sums as
 backward completes them, and each step's parameters, front first. A hop waits for those before it
-alone: an update needs the sums of an earlier round or of its own, never what comes after it.
+alone: an update needs the sums of an earlier round or of its own, never what comes after it. Before
+rows of parameters are sent, the ranks compare which these are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..streams import Streams
 from .collectives import RowCounts, hops_of
 from .row_transport import ParameterHop, RowTransport
 from .rows import RowHop, RowMemory, rows_of
+from .turns import Turns
 
 __all__ = ["RowParameters", "ShardedRows"]
 
@@ -38,6 +40,7 @@ class ShardedRows:
 
     Args:
         group: only this carrier uses it.
+        control: of Gloo, on which ranks compare what they send; only this carrier uses it.
         plan: cut by owners.
         packer: of the plan.
         reduced: called when the sums of a chunk have gone to their owner.
@@ -51,6 +54,7 @@ class ShardedRows:
     def __init__(
         self,
         group: Group,
+        control: Group,
         plan: Plan,
         packer: Packer,
         setting: Setting,
@@ -78,6 +82,7 @@ class ShardedRows:
         #: called with each hop that is over and is none of a round
         self.ended: Callable[[CommTask], None] = _nobody
         self._submits = EventThread()
+        self.turns = Turns(control, failed)
         self.scheduler = Scheduler(
             SchedulerCore(Following(), credit_bytes=setting.credit_bytes),
             RowTransport(group, plan, packer, streams, self.memory),
@@ -113,7 +118,7 @@ class ShardedRows:
     def begin_round(self) -> None:
         """A new backward pass begins; its sums go after the parameters of all steps before it."""
         self._counts.begin_round()
-        self.scheduler.ordered(self._order)
+        self.turns.then(partial(self.scheduler.ordered, self._order))
 
     def submit(self, chunk: CommTask) -> None:
         """The gradients of ``chunk``, which is READY, are there."""
@@ -136,6 +141,7 @@ class ShardedRows:
             return
         self._closed = True
         self._submits.close()
+        self.turns.close()
         if not (is_idle and self._counts.is_idle):
             self.group.abort()
         self._submits.join(PATIENCE_S)
@@ -226,7 +232,9 @@ class RowParameters:
         with self._changed:
             hops, self._armed = self._armed, []
         if hops:
-            self._exchange.scheduler.act(partial(self._order, hops))
+            sent = [c.index for hop in hops for c in (hop.own, *hop.foreign) if c is not None]
+            event = partial(self._order, hops)
+            self._exchange.turns.agree(sent, partial(self._exchange.scheduler.act, event))
 
     def stage(self, chunk: CommTask) -> torch.Tensor:
         """The memory that `spread` sends, once what was sent before has left."""

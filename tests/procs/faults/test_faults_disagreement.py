@@ -209,6 +209,15 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
         (FOLLOWER, "gradient", NO_TIMEOUT_S),
         world_size=3,
     ),
+    *(
+        Scenario(
+            f"drops-a-{drops}-of-rows",
+            cases.skips_step_of_shard,
+            (FOLLOWER, drops, NO_TIMEOUT_S, True),
+            world_size=3,
+        )
+        for drops in ("step", "gradient")
+    ),
 )
 def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
