@@ -37,8 +37,7 @@ _NEVER_SENT: Final = 1 << 20
 _LENGTH_BYTES: Final = 8
 
 #: how long a collective may take before connections are looked at, and again
-_LOOKS_EVERY_S: Final = 1.0
-_LOOKS_EVERY: Final = timedelta(seconds=_LOOKS_EVERY_S)
+_LOOKS_EVERY: Final = timedelta(seconds=1)
 
 
 class _Stopped(RuntimeError):
@@ -204,7 +203,8 @@ class Group:
                 return
             except RuntimeError:
                 # What has failed before the limit has ended; Gloo's reduce-scatter never says so.
-                if work.is_completed() or time.monotonic() - began_s < _LOOKS_EVERY_S:
+                took_s = time.monotonic() - began_s
+                if work.is_completed() or took_s < _LOOKS_EVERY.total_seconds():
                     break
                 if broken is not None:
                     # It had time to finish with what had arrived before.
