@@ -223,7 +223,7 @@ def test_a_group_that_is_never_destroyed_does_not_end_in_a_crash() -> None:
 
         mark_all_to_alls(distributed_c10d)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        # The registry of functional collectives keeps the group for ever.
+        # After a functional collective, its group outlives the interpreter.
         all_to_all_single(torch.ones(4), None, None, dist.group.WORLD).sum().item()
     """
     done = subprocess.run(
