@@ -80,6 +80,28 @@ def mixed_by_all_to_alls(job: Job) -> None:
         assert "0 sections" in repr(URGENCY) or "1 sections" in repr(URGENCY), URGENCY
 
 
+class _Exchanging(nn.Module):
+    """As `_Swapping`, by a functional collective, whose backward pass is another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        group = dist.group.WORLD
+        assert group is not None
+        return all_to_all_single_autograd(x, None, None, group) + 0
+
+
+def mixed_by_functional_all_to_alls(job: Job) -> None:
+    model = job.ddp(nn.Sequential(nn.Linear(8, 8), _Exchanging(), nn.Linear(8, 8)))
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    job.record_state(model, optimizer)
+    # From torch 2.15 on.
+    if job.wrapped and hasattr(dist.ProcessGroup, "register_post_hook"):
+        figures = bytesched.stats(optimizer)
+        assert float(figures["urgent_sections"]) >= 2 * STEPS, figures
+
+
 def two_models(job: Job) -> None:
     models = [job.ddp(mlp()), job.ddp(mlp())]
     optimizers = [adamw(models[0]), sgd(models[1])]
@@ -509,6 +531,8 @@ CASES: dict[str, Case] = {
     for case in (
         optimizer_after_ddp,
         optimizer_before_ddp,
+        mixed_by_all_to_alls,
+        mixed_by_functional_all_to_alls,
         two_models,
         two_models_of_one_optimizer,
         two_optimizers,

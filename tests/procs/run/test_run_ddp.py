@@ -14,6 +14,7 @@ MODES = {
     "optimizer_after_ddp": ["cross"],
     "optimizer_before_ddp": ["cross"],
     "mixed_by_all_to_alls": ["cross"],
+    "mixed_by_functional_all_to_alls": ["cross"],
     "two_models": ["cross", "cross"],
     "two_models_of_one_optimizer": ["cross"],
     "two_optimizers": ["cross", "cross"],
