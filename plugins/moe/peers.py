@@ -8,8 +8,9 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -24,26 +25,27 @@ from bytesched.errors import TransportError
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_group
 from .counts import Form, Table
+from .messages import Exchanges
 
 __all__ = ["Peers", "Transfer", "peers_of"]
 
 
 class Transfer:
-    """Rows on their way in one direction; ``rows`` are complete after `wait`."""
+    """Rows on their way in one direction; ``rows`` are complete after `wait`.
 
-    def __init__(self, peers: Peers, rows: Tensor, sent: Tensor, work: Any, name: str) -> None:
+    Args:
+        end: waits for them, once.
+    """
+
+    def __init__(self, rows: Tensor, end: Callable[[], None]) -> None:
         self.rows = rows
-        # Gloo reads it until the work is complete.
-        self._sent: Tensor | None = sent
-        self._peers = peers
-        self._work = work
-        self._name = name
+        self._end: Callable[[], None] | None = end
 
     def wait(self) -> Tensor:
         """The rows, once they are all here. Raises TransportError."""
-        if self._work is not None:
-            self._peers.complete(self._work, self._name)
-            self._work = self._sent = None
+        end, self._end = self._end, None
+        if end is not None:
+            end()
         return self.rows
 
 
@@ -54,6 +56,7 @@ class Peers:
         self._group = group
         self.rank = group.rank
         self.size = group.size
+        self._exchanges = Exchanges(group) if group.backend.name() == "gloo" else None
 
     def gather(
         self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
@@ -74,6 +77,11 @@ class Peers:
         rows = sent.new_empty((sum(receive), *x.shape[1:]))
         section = urgency.begin(name) if is_urgent else None
         try:
+            if self._exchanges is not None:
+                # Filled on other threads, of which autograd need not know.
+                parts = sent.data.split(send), rows.data.split(receive)
+                task = self._exchanges.begin(name, *parts, section)
+                return Transfer(rows, partial(self._exchanges.wait, task))
             work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # Where experts compute meanwhile, nobody waits: the section ends with the transfer.
             if section is not None:
@@ -82,9 +90,10 @@ class Peers:
             if section is not None:
                 section.end()
             raise
-        return Transfer(self, rows, sent, work, name)
+        # Until its end, it reads what is sent.
+        return Transfer(rows, lambda: self.complete(work, name, sent))
 
-    def complete(self, work: Any, name: str) -> None:
+    def complete(self, work: Any, name: str, *_sent: Tensor) -> None:
         """Waits for ``work``; an error ends the exchange on the other ranks as well."""
         try:
             self._group.complete(work)
@@ -93,6 +102,8 @@ class Peers:
 
     def close(self) -> None:
         """Ends threads and connections."""
+        if self._exchanges is not None:
+            self._exchanges.close()
         self._group.close()
 
     @property
