@@ -151,9 +151,10 @@ QUESTIONS = (
         "Experts: all-to-alls beside gradients",
         "A GPT with layers of experts (`--emulate moe`), whose all-to-alls share the link with "
         "gradients. DDP takes {0} times as long as bytesched with its lane, with all-to-alls in a "
-        "group of their own {1} times, bytesched without the lane {2} times, and with the lane and "
-        "all-to-alls in pieces {3} times as long. *idle* sends no gradients. *p50, p95* are those "
-        "of all-to-alls on all ranks, from call to end (pieces: of each), *to idle* the p95 of "
+        "group of their own {1} times, bytesched without the lane {2} times, and with the exchange "
+        "of `bytesched.plugins.moe` in pieces {3} times as long. *idle* sends no gradients. *p50, p95* are those "
+        "of all-to-alls on all ranks, from call to end (pieces: how long each was waited for), "
+        "*to idle* the p95 of "
         "bytesched over that of idle, *x T\\** of the bound for whole all-to-alls. Links have "
         "half the rate of those in the other tables, and compute is as much slower, so that two "
         "cores suffice.",

@@ -10,6 +10,7 @@ from torch import nn
 
 from bytesched.bench.systems import EXCHANGE_PIECES
 
+from ...moe.peers import peers_of
 from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
 from .data_parallel import Running, make_optimizer, set_up
 
@@ -20,16 +21,19 @@ def _on_its_own(*, is_urgent: bool) -> Exchanges:
     return Exchanges(dist.new_group(), is_urgent=is_urgent)
 
 
+def _in_pieces() -> Exchanges:
+    peers = peers_of(None)
+    assert peers is not None
+    return InPieces(peers, count=EXCHANGE_PIECES)
+
+
 #: what carries all-to-alls, and the system that carries gradients; "" sends none
 _SYSTEMS: dict[str, tuple[Callable[[], Exchanges], str]] = {
     "ddp": (lambda: Exchanges(None, is_urgent=False), "ddp"),
     "ddp-own-group": (lambda: _on_its_own(is_urgent=False), "ddp"),
     "bytesched-no-lane": (lambda: _on_its_own(is_urgent=False), "bytesched"),
     "bytesched": (lambda: _on_its_own(is_urgent=True), "bytesched"),
-    "bytesched-pieces": (
-        lambda: InPieces(dist.new_group(), is_urgent=True, count=EXCHANGE_PIECES),
-        "bytesched",
-    ),
+    "bytesched-pieces": (_in_pieces, "bytesched"),
     "idle": (lambda: _on_its_own(is_urgent=False), ""),
 }
 

@@ -6,10 +6,8 @@ emulated model, once for each other rank: all of them reach the loss, and their 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 
 from bytesched import urgency
 from bytesched.bench.profile import ELEMENT_BYTES, LayerProfile
+
+from ...moe.peers import Peers, Transfer
 
 __all__ = ["EmulatedExperts", "Exchanges", "InPieces", "Pass"]
 
@@ -90,59 +90,42 @@ class Exchanges:
 
 
 class InPieces(Exchanges):
-    """The same cut into pieces: experts compute on one while the next is on its way.
+    """The exchange of `bytesched.plugins.moe`, cut: experts compute on one piece meanwhile.
 
-    Pieces are sent one after the other, in the same order on all ranks: dispatches, then what
-    experts have computed. As long as one is to be sent, gradients wait.
+    Pieces are sent in one order on all ranks: dispatches, then what experts have computed. Of each,
+    ``taken_ms`` has how long it was waited for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, is_urgent: bool, count: int) -> None:
-        super().__init__(group, is_urgent=False)
-        self._holds = is_urgent
+    def __init__(self, peers: Peers, *, count: int) -> None:
+        super().__init__(None, is_urgent=True)
+        self._peers = peers
         self._count = count
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="all-to-all")
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._section: urgency.Section | None = None
 
     def through(self, x: Tensor, nbytes: int, compute: Pass) -> Tensor:
-        began_s = time.perf_counter()
+        pieces = [piece.detach() for piece in x.tensor_split(self._count)]
         each = nbytes // self._count
-        arriving = [self._submit(piece, each) for piece in x.tensor_split(self._count)]
-        computed_s = 0.0
+        waited_ms = -sum(self.taken_ms)
+        arriving = [self._begin(piece, each) for piece in pieces]
         returning = []
-        for piece in arriving:
-            arrived = piece.result()
-            computing_s = time.perf_counter()
+        for piece, transfer in zip(pieces, arriving, strict=True):
+            arrived = self._arrived(piece, transfer)
             compute(1 / self._count)
-            computed_s += time.perf_counter() - computing_s
-            returning.append(self._submit(arrived, each))
-        found = torch.cat([piece.result() for piece in returning])
-        self._waits(time.perf_counter() - began_s - computed_s)
+            returning.append((arrived, self._begin(arrived, each)))
+        found = torch.cat([self._arrived(piece, transfer) for piece, transfer in returning])
+        self._waits((waited_ms + sum(self.taken_ms)) / 1e3)
         return found
 
-    def close(self) -> None:
-        self._sender.shutdown()
-        super().close()
+    def _begin(self, piece: Tensor, nbytes: int) -> Transfer:
+        ranks = self._peers.size
+        sent = torch.zeros(ranks, max(piece.numel(), nbytes // ELEMENT_BYTES // ranks))
+        sent[:, : piece.numel()] = piece
+        return self._peers.start(sent, [1] * ranks, [1] * ranks, "all-to-all", is_urgent=True)
 
-    def _submit(self, piece: Tensor, nbytes: int) -> Future[Tensor]:
-        with self._lock:
-            self._waiting += 1
-        return self._sender.submit(self._send, piece, nbytes)
-
-    def _send(self, piece: Tensor, nbytes: int) -> Tensor:
-        if self._holds and self._section is None:
-            self._section = urgency.begin("all-to-all")
-        try:
-            with torch.no_grad():
-                return self.exchanged(piece, nbytes)
-        finally:
-            with self._lock:
-                self._waiting -= 1
-                is_last = not self._waiting
-            if is_last and self._section is not None:
-                self._section.end()
-                self._section = None
+    def _arrived(self, piece: Tensor, transfer: Transfer) -> Tensor:
+        began_s = time.perf_counter()
+        received = transfer.wait()
+        self.taken_ms.append(1e3 * (time.perf_counter() - began_s))
+        return (piece + received[:, : piece.numel()].mean(0)) / 2
 
 
 class _Through(torch.autograd.Function):

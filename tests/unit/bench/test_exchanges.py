@@ -10,6 +10,7 @@ from torch import Tensor
 from bytesched.bench.profile import LayerProfile
 from bytesched.bench.table import percentile
 from bytesched.plugins.bench.workloads.experts import EmulatedExperts, Exchanges, InPieces
+from bytesched.plugins.moe.peers import Transfer
 
 LAYER = LayerProfile("experts", 1.0, 2.0, (), 0, 4096)
 
@@ -40,6 +41,16 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
 
 
+class TwoPeers:
+    """Peers of which the other one has twice as much."""
+
+    size = 2
+
+    def start(self, x: Tensor, *_: object, is_urgent: bool) -> Transfer:
+        assert is_urgent
+        return Transfer(torch.stack([x[0], 2 * x[0]]), lambda: None)
+
+
 def passed(exchanges: Exchanges) -> tuple[Tensor, Tensor, list[float]]:
     pace = Paces()
     experts = EmulatedExperts(LAYER, pace)
@@ -54,7 +65,7 @@ def passed(exchanges: Exchanges) -> tuple[Tensor, Tensor, list[float]]:
 
 @pytest.mark.usefixtures("two_ranks")
 def test_pieces_give_the_same_bits_and_compute_as_long() -> None:
-    whole, cut = Exchanges(None, is_urgent=True), InPieces(None, is_urgent=True, count=4)
+    whole, cut = Exchanges(None, is_urgent=True), InPieces(TwoPeers(), count=4)  # type: ignore[arg-type]
     one, other = passed(whole), passed(cut)
     assert one[0].equal(other[0])
     assert one[1].equal(other[1])
