@@ -131,7 +131,8 @@ def _cells(question: Question, result: dict[str, Any]) -> list[str]:
     systems = [_system(result, column) for column in question.columns]
     times_ms = [system["figures"]["iteration_ms"] for system in systems if system]
     ours = systems[-1]
-    cells = [f"{result['compute']['optimum_ms']:.1f}"]
+    bounds = [result["compute"].get(name) for name in ("optimum_ms", "pieces_optimum_ms")]
+    cells = [" / ".join(f"{bound:.1f}" for bound in bounds if bound)]
     for system in systems:
         if not system:
             cells.append("-")
@@ -163,7 +164,7 @@ def _exchange_cells(result: dict[str, Any], systems: Sequence[dict[str, Any]]) -
         return " / ".join(_number(system, f"exchange_{name}_ms") for name in ("p50", "p95"))
 
     idle = result["systems"].get("idle", {})
-    ratio = systems[-1].get("figures", {}).get("exchange_p95_to_idle")
+    ratio = systems[-2].get("figures", {}).get("exchange_p95_to_idle")
     to_idle = "-" if ratio is None else f"{ratio:.2f}x"
     return [times(idle), ", ".join(map(times, systems)), to_idle]
 

@@ -150,14 +150,15 @@ QUESTIONS = (
         "moe",
         "Experts: all-to-alls beside gradients",
         "A GPT with layers of experts (`--emulate moe`), whose all-to-alls share the link with "
-        "gradients. DDP takes {0} times as long as bytesched with its lane, with all-to-alls in a "
-        "group of their own {1} times, bytesched without the lane {2} times, and with the exchange "
-        "of `bytesched.plugins.moe` in pieces {3} times as long. *idle* sends no gradients. *p50, p95* are those "
-        "of all-to-alls on all ranks, from call to end (pieces: how long each was waited for), "
-        "*to idle* the p95 of "
-        "bytesched over that of idle, *x T\\** of the bound for whole all-to-alls. Links have "
-        "half the rate of those in the other tables, and compute is as much slower, so that two "
-        "cores suffice.",
+        "gradients. DDP with `all_to_all_single` takes {0} times as long as bytesched with the "
+        "exchange of `bytesched.plugins.moe` in pieces (*module*), with a group of its own for "
+        "all-to-alls {1} times. With `all_to_all_single` beside `wrap` it takes {2} times as "
+        "long, and {3} times inside an urgent section (*lane*). *idle* sends no gradients. "
+        "*p50, p95* are those of all-to-alls on all ranks, from call to end (*module*: how long "
+        "each piece was waited for), *to idle* the p95 of the lane over that of idle. T\\* is "
+        "the bound for whole all-to-alls and for pieces, *x T\\** of the latter. Links have half "
+        "the rate of those in the other tables, and compute is as much slower, so that two cores "
+        "suffice.",
         (
             Series(
                 "chrt -r 5 bytesched bench --lab {hosts} --rate {rate} --emulate moe --comm-ratio "
@@ -173,8 +174,8 @@ QUESTIONS = (
             Column("ddp", ("ddp",)),
             Column("own group", ("ddp-own-group",)),
             Column("no lane", ("bytesched-no-lane",)),
-            Column("bytesched in pieces", ("bytesched-pieces",)),
-            Column("bytesched", ("bytesched",)),
+            Column("lane", ("bytesched",)),
+            Column("module", ("bytesched-pieces",)),
         ),
         minutes=9.5,
         more=("exchanges",),

@@ -183,9 +183,9 @@ TITLES = (
 
 EXCHANGE_TITLES = ("p50 ms", "p95 ms", "x idle", "waits ms")
 EXCHANGE_LEGEND = (
-    "p50, p95: of all-to-alls of all ranks, from call to end (bytesched-pieces: how long each piece "
-    "was waited for); x idle: that p95 over the one where no gradients are sent. waits: how long an "
-    "iteration waits for them.",
+    "p50, p95: of all-to-alls of all ranks, from call to end (bytesched-pieces: how long each "
+    "piece was waited for); x idle: that p95 over the one where no gradients are sent. waits: how "
+    "long an iteration waits for them.",
     "x T* of bytesched-pieces: of the bound for all-to-alls in pieces, of the others: for whole "
     "ones. ddp: all-to-alls in the group of DDP; ddp-own-group: in one of their own.",
     "Links and compute are slower by the same factor than what they stand for, so that the ranks' "
