@@ -43,6 +43,10 @@ __all__ = ["ExchangeCarrier", "ExchangeSplitter", "ShardedCarrier"]
 
 #: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
 _UNSENT_BYTES: Final = 128 << 10
+#: Where memory counts, an owner has at least so many chunks: it receives some of them from each
+#: rank at a time. Chunks of so many bytes are small enough.
+_CHUNKS_OF_OWNER: Final = 8
+_SMALL_BYTES: Final = 256 << 10
 
 
 class ExchangeSplitter:
@@ -72,8 +76,9 @@ class ExchangeSplitter:
     def cut_for_owners(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
-        partition_bytes = self._chunk_bytes(partition_bytes)
         nbytes = [slot.view.nbytes for slot in plan.slots]
+        small_bytes = max(_SMALL_BYTES, sum(nbytes) // (_CHUNKS_OF_OWNER * self._ranks))
+        partition_bytes = min(self._chunk_bytes(partition_bytes), small_bytes)
         may_cut = [
             may and has_parts(slot.view.numel(), self._ranks)
             for may, slot in zip(may_cut, plan.slots, strict=True)

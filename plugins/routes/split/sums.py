@@ -17,13 +17,16 @@ from bytesched.transport import Done
 from ...layout.packing import Packer
 from ..groups.group import PATIENCE_S, Group
 from ..groups.messages import Messages
+from .ring import ALIGNED_BYTES, Ring
 
 __all__ = ["Sums"]
 
-#: What a rank receives ahead of its own gradients, from all others together; and at least so many
-#: chunks of each, so that senders seldom wait for a rank that is a little behind.
+#: What a rank receives ahead of its own gradients: from all others together at most so much, and
+#: not more than one part in so many of all gradients; but at least so many chunks of each, so that
+#: senders seldom wait for a rank that is a little behind.
 _AHEAD_BYTES: Final = 16 << 20
-_AHEAD_CHUNKS: Final = 4
+_AHEAD_PART: Final = 4
+_AHEAD_CHUNKS: Final = 2
 
 
 class _Receiving(NamedTuple):
@@ -58,18 +61,15 @@ class Sums:
         self._chunks = chunks
         self._receive = receive
         self._peers = group.size - 1
-        largest_bytes = max((packer.memory(chunk).nbytes for chunk in chunks), default=0)
-        self._ahead_bytes = max(_AHEAD_BYTES // max(self._peers, 1), _AHEAD_CHUNKS * largest_bytes)
-        self._largest: dict[torch.dtype, int] = {}
-        for chunk in chunks:
-            memory = packer.memory(chunk)
-            self._largest[memory.dtype] = max(self._largest.get(memory.dtype, 0), memory.numel())
-        #: memory that nothing is received into
-        self._free: dict[torch.dtype, list[torch.Tensor]] = {dtype: [] for dtype in self._largest}
+        nbytes = [packer.memory(chunk).nbytes for chunk in chunks]
+        # All ranks own about as much.
+        most_bytes = min(_AHEAD_BYTES // max(self._peers, 1), sum(nbytes) // _AHEAD_PART)
+        ahead_bytes = max(most_bytes, _AHEAD_CHUNKS * (max(nbytes, default=0) + ALIGNED_BYTES))
+        #: what is received into
+        self._ring = Ring(self._peers * ahead_bytes)
         #: of this round: chunks that are not received yet, and what is on its way of the next ones
         self._to_receive: deque[CommTask] = deque()
         self._receiving: dict[int, _Receiving] = {}
-        self._receiving_bytes = 0
         self._broken: RuntimeError | None = None
         self._closed = False
         self._queue: SimpleQueue[tuple[CommTask, Done] | _Round | None] = SimpleQueue()
@@ -95,7 +95,7 @@ class Sums:
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE_S)
         # What refers to this may live on for a while; its memory need not.
-        self._free.clear()
+        self._ring.close()
 
     # -- the thread --------------------------------------------------------------------
 
@@ -132,22 +132,19 @@ class Sums:
 
     def _receive_ahead(self) -> None:
         """Begins to receive the next chunks, as far as there is memory for them."""
-        while self._to_receive and self._receiving_bytes < self._ahead_bytes:
-            chunk = self._to_receive.popleft()
-            memory: list[torch.Tensor | None] = [None] * self._group.size
-            works: list[Any] = [None] * self._group.size
-            for rank in range(self._group.size):
-                if rank != self._group.rank:
-                    memory[rank] = part = self._taken(chunk)
-                    works[rank] = self._receive(part, rank, chunk)
+        while self._to_receive:
+            chunk = self._to_receive[0]
+            parts = self._ring.take(self._packer.memory(chunk), self._peers)
+            if parts is None:
+                break
+            self._to_receive.popleft()
+            memory: list[torch.Tensor | None] = [*parts]
+            memory.insert(self._group.rank, None)
+            works = [
+                None if part is None else self._receive(part, rank, chunk)
+                for rank, part in enumerate(memory)
+            ]
             self._receiving[chunk.index] = _Receiving(memory, works)
-            self._receiving_bytes += self._packer.memory(chunk).nbytes
-
-    def _taken(self, chunk: CommTask) -> torch.Tensor:
-        like = self._packer.memory(chunk)
-        free = self._free[like.dtype]
-        whole = free.pop() if free else like.new_empty(self._largest[like.dtype])
-        return whole[: like.numel()]
 
     def _add_up(self, chunk: CommTask) -> None:
         receiving = self._receiving.pop(chunk.index)
@@ -155,11 +152,8 @@ class Sums:
             if work is not None:
                 self._messages.wait(work, rank, task=chunk.name)
         self.add(chunk, receiving.memory)
-        for part in receiving.memory:
-            if part is not None:
-                whole = part.as_strided((self._largest[part.dtype],), (1,))
-                self._free[part.dtype].append(whole)
-        self._receiving_bytes -= self._packer.memory(chunk).nbytes
+        # Chunks are summed in the order in which they are received.
+        self._ring.give_back()
 
     def add(self, chunk: CommTask, received: Sequence[torch.Tensor | None]) -> None:
         """Puts the sum of ``chunk`` into the arena, from what the other ranks have for it."""
