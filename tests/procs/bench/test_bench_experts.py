@@ -45,7 +45,8 @@ def test_all_systems_train_the_same_and_time_all_to_alls(tmp_path: Path) -> None
         expected = "of its rank alone" if name == "idle" else "identical"
         assert system["losses"] == expected, name
         figures = system["figures"]
-        assert 0 < figures["exchange_p50_ms"] <= figures["exchange_p95_ms"]
+        # A piece that has come meanwhile is waited for in no time.
+        assert 0 <= figures["exchange_p50_ms"] <= figures["exchange_p95_ms"]
         # Two of them in either pass, of which bytesched-pieces cuts each.
         count = 4 * (4 if name == "bytesched-pieces" else 1)
         for turn in system["rounds"]:
