@@ -29,7 +29,9 @@ ORDERS = {
     ("split", "collectives"): {"rows"},
     ("sharded", "collectives"): {"rows"},
 }
-WORKING = [cell for cell in cells() if not why_not(cell)]
+#: a whole all-reduce is one collective on either wire
+SAME = [cell for cell in cells() if cell.carried == "whole" and cell.wire == "collectives"]
+WORKING = [cell for cell in cells() if not why_not(cell) and cell not in SAME]
 IMPOSSIBLE = [cell for cell in cells() if why_not(cell)]
 
 
