@@ -85,6 +85,8 @@ def wrap(
     *,
     kvstore: KVStore | None = None,
     groups: Mapping[object, object] | None = None,
+    accumulate: str | None = None,
+    micro_batches: int = 1,
     **fields: Unpack[ConfigFields],
 ) -> OptimizerT: ...
 
@@ -99,6 +101,8 @@ def wrap(
     *,
     kvstore: KVStore | None = None,
     groups: Mapping[object, object] | None = None,
+    accumulate: str | None = None,
+    micro_batches: int = 1,
     **fields: Unpack[ConfigFields],
 ) -> object:
     """Schedule the gradients of an optimizer, or the pushes and pulls of a store.
@@ -112,6 +116,9 @@ def wrap(
     parameter, or a module for all parameters below it, to a process group, or to None for no other
     rank. A module's attribute `data_parallel_group` says the same.
 
+    With `accumulate="adama"`, Adam and AdamW fold each of `micro_batches` gradients into their
+    moments as it comes, and release it: no memory for gradients, other steps than Adam's.
+
     A store alone is returned as a `ScheduledKVStore` around it; MXNet's own store gets one with the
     calls of MXNet. A `gluon.Trainer` of MXNet is returned itself.
 
@@ -119,7 +126,7 @@ def wrap(
     """
     from bytesched import plugins
 
-    return plugins.wrap(optimizer, model, kvstore, groups, **fields)
+    return plugins.wrap(optimizer, model, kvstore, groups, accumulate, micro_batches, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:

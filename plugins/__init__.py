@@ -31,11 +31,18 @@ log = logging.getLogger("bytesched")
 
 
 def wrap(
-    optimizer: Any, model: Any = None, kvstore: Any = None, groups: Any = None, **fields: Any
+    optimizer: Any,
+    model: Any = None,
+    kvstore: Any = None,
+    groups: Any = None,
+    accumulate: Any = None,
+    micro_batches: Any = 1,
+    **fields: Any,
 ) -> Any:
     """See :func:`bytesched.wrap`."""
     announce(optimizer, model)
-    return wrap_found(optimizer, model, kvstore, groups or {}, **fields)
+    folding = accumulate, micro_batches
+    return wrap_found(optimizer, model, kvstore, groups or {}, folding, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:
@@ -71,13 +78,23 @@ def sharded_state(optimizer: Any) -> ShardedState:
 
 
 def wrap_found(
-    optimizer: Any, model: Any = None, kvstore: Any = None, groups: Any = None, **fields: Any
+    optimizer: Any,
+    model: Any = None,
+    kvstore: Any = None,
+    groups: Any = None,
+    folding: tuple[Any, Any] = (None, 1),
+    **fields: Any,
 ) -> Any:
     """As :func:`wrap`, for what was found in a script that does not call it."""
     is_mxnet = model is None and type(optimizer).__module__.split(".")[0] == "mxnet"
     is_store = model is None and all(hasattr(optimizer, n) for n in ("init", "push", "pull"))
     try:
         config = settings(fields)
+        accumulate, micro_batches = folding
+        if folding != (None, 1):
+            from .moments.refusals import check_request
+
+            check_request(accumulate, micro_batches)
         if not is_mxnet and not is_store:
             check(optimizer, model)
         if is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer):
@@ -85,6 +102,11 @@ def wrap_found(
                 raise PluginError(
                     "shard = True needs the ranks of torch.distributed: it is not there for "
                     "Horovod, MXNet and parameter stores"
+                )
+            if accumulate is not None:
+                raise PluginError(
+                    f"accumulate = {accumulate!r} needs the ranks of torch.distributed: it is not "
+                    "there for Horovod, MXNet and parameter stores"
                 )
             if model is not None and _has_groups(model, groups):
                 raise PluginError(
@@ -103,7 +125,13 @@ def wrap_found(
         from .stores.scheduled.begin import begin as wrap_store
 
         return wrap_store(optimizer, config)
-    begin = partial(_begin, kvstore=kvstore, groups=groups, is_configured=bool(fields))
+    begin = partial(
+        _begin,
+        kvstore=kvstore,
+        groups=groups,
+        micro_batches=micro_batches if accumulate else None,
+        is_configured=bool(fields),
+    )
     return wrap_optimizer(optimizer, model, config, begin)
 
 
@@ -114,6 +142,7 @@ def _begin(
     *,
     kvstore: Any,
     groups: Any,
+    micro_batches: int | None,
     is_configured: bool,
 ) -> Wrapped | None:
     """The session behind an optimizer, over what carries its gradients; collective."""
@@ -126,8 +155,12 @@ def _begin(
 
         return begin_over_horovod(optimizer, model, config)
     from .c10d.ddp import begin as begin_over_c10d
+    from .moments.folding import Accumulation
 
-    return begin_over_c10d(optimizer, model, config, groups, is_configured=is_configured)
+    accumulation = None if micro_batches is None else Accumulation(optimizer, micro_batches)
+    return begin_over_c10d(
+        optimizer, model, config, groups, accumulation, is_configured=is_configured
+    )
 
 
 def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:

@@ -26,6 +26,11 @@ from bytesched.log import show
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, slots_of, stays_plain
 from ..engine.session import Session
+from ..layout.slots import Slot
+from ..moments.folding import Accumulation
+from ..moments.refusals import refuse_settings as refuse_folding
+from ..moments.refusals import refuse_slots
+from ..moments.slots import MomentSlot
 from ..proxies.compiling import has_compiled
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
@@ -109,6 +114,7 @@ def begin(
     model: nn.Module,
     config: Config,
     groups: Mapping[Any, Any] | None = None,
+    accumulation: Accumulation | None = None,
     *,
     is_configured: bool,
 ) -> Session | None:
@@ -117,6 +123,7 @@ def begin(
     Args:
         groups: over which ranks parameters are reduced, beside what layers say (see grouping);
             None: all parameters over all ranks.
+        accumulation: gradients are folded into the optimizer's moments, which travel.
         is_configured: whether settings were given with this optimizer.
 
     Raises `PluginError` for what cannot be wrapped, and `MismatchError` if the ranks differ.
@@ -135,10 +142,16 @@ def begin(
             decline(model, why)
         if is_lost:
             raise PluginError(why)
+        if accumulation is not None and config.enabled:
+            raise PluginError(f"nothing would fold the gradients (accumulate='adama'): {why}")
         return None
     if known:
         if is_configured:
             log.warning("already wrapped; settings from the first wrap() stay in force")
+        if accumulation is not None:
+            raise PluginError(
+                "accumulate='adama': this model has been wrapped already, with another optimizer"
+            )
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
             _refuse_to_shard(optimizer)
@@ -152,7 +165,7 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             _refuse_to_shard(optimizer)
-        session = attach(optimizer, model, config, entry, groups)
+        session = attach(optimizer, model, config, entry, groups, accumulation)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -175,6 +188,7 @@ def attach(
     config: Config,
     entry: Entry,
     groups: Mapping[Any, Any] | None = None,
+    accumulation: Accumulation | None = None,
 ) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
@@ -191,16 +205,27 @@ def attach(
         if ddp is not None:
             refuse_reduced(ddp, grouping)
     ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)} - grouping.ids
-    slots = slots_of(model, optimizer, ignored=ignored)
+    is_folded = accumulation is not None
+    kind_of_slot = MomentSlot if is_folded else Slot
+    slots = slots_of(model, optimizer, ignored=ignored, kind=kind_of_slot)
     in_groups = group_statements(slots, grouping)
     kind = kind_of(base, slots[0].parameter.device)
     find_unused = _find_unused(ddp, config)
+    folded: list[str] = []
+    if accumulation is not None:
+        refuse_folding(optimizer, config, find_unused)
+        refuse_slots(slots, optimizer)
+        if in_groups:
+            raise PluginError("accumulate='adama' reduces all parameters over all ranks")
+        find_unused = False
+        folded = [f"accumulate = 'adama', micro_batches = {accumulation.micro_batches}"]
     if in_groups and config.find_unused_parameters is None:
         # Whether an expert is used depends on the batch, and DDP does not look at it.
         find_unused = True
     entry.agree(
         [
             *in_groups,
+            *folded,
             *statements(slots, optimizer, config),
             f"find_unused_parameters = {find_unused}",
             f"static_graph = {ddp is not None and ddp.static_graph}",
@@ -238,11 +263,14 @@ def attach(
         slots,
         config,
         backend=backend,
-        splitter=None if parts else _splitter(base, backend, device, name, data.hosts, config),
+        splitter=None
+        if parts or is_folded
+        else _splitter(base, backend, device, name, data.hosts, config),
         sync=partial(_syncs, weak_ddp),
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
+        accumulation=accumulation,
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
@@ -257,7 +285,7 @@ def attach(
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
             # Nor does DDP reduce over some ranks.
-            can_stop = can_stop and not grouping.ids
+            can_stop = can_stop and not grouping.ids and not is_folded
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
             session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()

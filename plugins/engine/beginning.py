@@ -29,13 +29,18 @@ def stays_plain(why: str) -> bool:
 
 
 def slots_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, ignored: Container[int] = ()
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    ignored: Container[int] = (),
+    kind: type[Slot] = Slot,
 ) -> list[Slot]:
     """All parameters of ``model`` that require a gradient, on one device, in its own order.
 
     Args:
         optimizer: of some of them at least.
         ignored: ids of parameters that are left out.
+        kind: what is made for each of the others.
 
     Raises `PluginError` for a model or an optimizer that is not so.
     """
@@ -46,7 +51,7 @@ def slots_of(
                 raise PluginError(
                     f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
                 )
-            slots.append(Slot(name, parameter))
+            slots.append(kind(name, parameter))
     if not slots:
         raise PluginError("the model has no parameter that requires a gradient")
     devices = {slot.parameter.device for slot in slots}

@@ -18,6 +18,7 @@ from bytesched.values import size_text
 from ..dependency.context import Context
 from ..layout.plan import Plan
 from ..layout.slots import Slot
+from ..moments.folding import Accumulation, Folding
 from ..proxies.entries import guard_entries
 from ..proxies.hooks import StayingForwardHook, StayingHook
 from ..routes.backend import Backend
@@ -56,6 +57,8 @@ class Session(HookedModel):
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
         splitter: makes carriers that split every all-reduce, where there can be any.
+        accumulation: gradients are folded into the moments of its optimizer, for which ``slots``
+            are made; it says what is reduced in place of ``sync``.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Session(HookedModel):
         static_graph: bool,
         observers: Observers,
         splitter: ShardedSplitter | None = None,
+        accumulation: Accumulation | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
         guard_entries()
@@ -85,6 +89,11 @@ class Session(HookedModel):
         elif config.tune and backend.rank == 0:
             log.warning("tune is on, but sizes cannot change during training over %s", backend.wire)
         context = Context(backend, self._progress, self._streams, self._meter, observers)
+        self._folding: Folding | None = None
+        if accumulation is not None:
+            self._folding = Folding(accumulation, slots, context, self._apply_all)
+            self._sync = self._folding.is_last
+            self._undo.append(self._folding.close)
         warming_up = WarmingUp(
             slots,
             config,
@@ -93,6 +102,7 @@ class Session(HookedModel):
             handover=self._handover,
             decisions=decisions,
             splitter=splitter if config.split != "off" else None,
+            folding=self._folding,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
             recorded=self._drop_forward_hook,
@@ -105,7 +115,12 @@ class Session(HookedModel):
             static_graph=static_graph,
             phase=warming_up,
         )
-        self._stepping = Stepping(self._rounds, self._handover, context, sharded=config.shard)
+        self._stepping = Stepping(
+            self._rounds,
+            self._handover,
+            context,
+            takes_gradients=config.shard or self._folding is not None,
+        )
         try:
             self._hook(root)
         except BaseException:
@@ -134,6 +149,8 @@ class Session(HookedModel):
 
         ``kind`` is the class whose ``step()`` does them.
         """
+        if self._folding is not None:
+            self._folding.check(optimizer)
         if self.is_sharded and self.plan is not None:
             raise PluginError(
                 "with shard=True, wrap every optimizer of a model before its first backward pass"
@@ -203,6 +220,9 @@ class Session(HookedModel):
                 "torch.compile was applied after bytesched.wrap: scheduling inside backward, "
                 "stepping whole; wrap the compiled model to cross the barrier"
             )
+
+    def _apply_all(self) -> None:
+        self._rounds.phase.synchronize_all()
 
     def _warmed_up(self, running: Running) -> None:
         """The user's thread, at the end of the first round."""

@@ -30,16 +30,16 @@ class Stepping:
     An optimizer is not kept alive, except by updates that are outstanding.
 
     Args:
-        sharded: no step is ever the user's own over everything, and once it is taken no gradient
-            can be read: so it is taken after all hooks and the closure.
+        takes_gradients: no step is ever the user's own over everything, and once it is taken no
+            gradient can be read: so it is taken after all hooks and the closure.
     """
 
     def __init__(
-        self, rounds: Rounds, handover: Handover, context: Context, *, sharded: bool
+        self, rounds: Rounds, handover: Handover, context: Context, *, takes_gradients: bool
     ) -> None:
         self._rounds = rounds
         self._handover = handover
-        self._sharded = sharded
+        self._takes_gradients = takes_gradients
         self._progress = context.progress
         self._meter = context.meter
         self._names = {id(slot.parameter): slot.name for slot in rounds.slots}
@@ -121,7 +121,7 @@ class Stepping:
         why = "step() was called with arguments" if has_arguments else why_now(optimizer)
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
-        is_last = self._sharded or (deferred.cross and not hooked and not why)
+        is_last = self._takes_gradients or (deferred.cross and not hooked and not why)
         if self._handover.off or not is_last or (closure is None and not hooked):
             if closure is not None:
                 why = why or "step(closure)"

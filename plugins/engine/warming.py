@@ -17,6 +17,8 @@ from ..dependency.gates import Gates
 from ..dependency.synchronizing import Synchronizing
 from ..layout.plan import Plan
 from ..layout.slots import Slot
+from ..moments.folding import Folding
+from ..moments.updates import MomentUpdates
 from ..proxies.first_use import FirstUse
 from ..queries.splitting import Splitting
 from ..routes.carrier import Traffic
@@ -43,6 +45,7 @@ class WarmingUp:
     Args:
         first_use: learns which parameters it uses first.
         decisions: of rank 0 about the setting, if it is tuned.
+        folding: what brings gradients to where they are sent from, if anything does.
         find_unused: whether parameters may get no gradient; None if the first round is to show it.
         inside_compiled: called when a gate turns out to be inside compiled code.
         recorded: called when no more iterations are recorded for a tuner.
@@ -63,6 +66,7 @@ class WarmingUp:
         handover: Handover,
         decisions: Decisions | None,
         splitter: ShardedSplitter | None,
+        folding: Folding | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
         recorded: Callable[[], None],
@@ -78,6 +82,7 @@ class WarmingUp:
         self._handover = handover
         self._decisions = decisions
         self._splitter = splitter
+        self._folding = folding
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
         self._recorded = recorded
@@ -166,6 +171,10 @@ class WarmingUp:
         if sharding is not None:
             pending_updates: PendingUpdates = ShardedUpdates(
                 plan.slots, synchronizing, updater, context, sharding
+            )
+        elif self._folding is not None:
+            pending_updates = MomentUpdates(
+                plan.slots, synchronizing, updater, context, self._folding
             )
         else:
             pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..proxies.pending import has_aliases
 
-__all__ = ["is_gradient_shared", "is_laid_out_as", "lies_over"]
+__all__ = ["is_gradient_shared", "is_laid_out_as", "lies_over", "shaped"]
 
 
 def is_laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -47,3 +47,26 @@ def _references() -> int:
 
 
 _REFERENCES = _references()
+
+
+def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The memory of ``flat`` in the shape and, if they are dense, the strides of ``parameter``.
+
+    Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
+    """
+    strides = parameter.stride() if _is_dense(parameter) else None
+    if strides is None:
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if its elements fill their memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

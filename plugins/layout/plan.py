@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
+from typing import Final, TypeAlias
 
 import torch
 
@@ -16,6 +17,13 @@ from .partition import Partition
 from .slots import Bundle, Slice, Slot
 
 __all__ = ["Ownership", "Plan", "Share"]
+
+
+#: What is sent from where it is kept moves to its arena once; so much of it is there twice.
+_SEGMENT_BYTES: Final = 16 * 2**20
+
+#: what can be in one arena: of a dtype, a device, a group of ranks, and a segment
+_Kind: TypeAlias = tuple[torch.dtype, torch.device, "Partition | None", int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +88,14 @@ class Plan:
         self.slots_of: list[list[Slot]] = []
         self._position = {slot: position for position, slot in enumerate(slots)}
         self._ownership: Ownership | None = None
-        kinds: dict[tuple[torch.dtype, torch.device, Partition | None], list[int]] = {}
+        kinds: dict[_Kind, list[int]] = {}
+        kept_bytes = 0
         for position, slot in enumerate(slots):
-            kind = slot.parameter.dtype, slot.parameter.device, slot.partition
+            dtype, device = slot.parameter.dtype, slot.parameter.device
+            kind = dtype, device, slot.partition, kept_bytes // _SEGMENT_BYTES
             kinds.setdefault(kind, []).append(position)
+            if slot.is_in_place:
+                kept_bytes += slot.elements * dtype.itemsize
         self._arenas = [self._lay_out(*kind) for kind in kinds.items()]
         if find_unused:
             self.used_flags = torch.zeros(
@@ -148,7 +160,7 @@ class Plan:
 
     def shares(self, slot: Slot) -> list[Share]:
         """What ranks own of ``slot``, front to back; empty if no rank owns any of it."""
-        position, whole = self._position[slot], slot.view.numel()
+        position, whole = self._position[slot], slot.elements
         bounds = () if self._ownership is None else self._ownership.bounds.get(position, ())
         if bounds:
             ranges = enumerate(pairwise([0, *bounds]))
@@ -188,19 +200,13 @@ class Plan:
         slices = self.slices[chunk.index]
         return -min((self._position[s.slot] for s in slices), default=-1), chunk.index
 
-    def _lay_out(
-        self, kind: tuple[torch.dtype, torch.device, Partition | None], positions: list[int]
-    ) -> _Arena:
+    def _lay_out(self, kind: _Kind, positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
-        memory = torch.zeros(
-            sum(slot.parameter.numel() for slot in slots), dtype=kind[0], device=kind[1]
-        )
+        memory = torch.zeros(sum(slot.elements for slot in slots), dtype=kind[0], device=kind[1])
         offset = 0
         for slot in slots:
-            n = slot.parameter.numel()
-            slot.view = _shaped(memory[offset : offset + n], slot.parameter)
-            slot.realias()
-            offset += n
+            slot.lay_out(memory[offset : offset + slot.elements])
+            offset += slot.elements
         return _Arena(memory, positions)
 
     def _cut(
@@ -213,7 +219,7 @@ class Plan:
         offset = 0
         for position in arena.positions:
             slot = self.slots[position]
-            n = slot.parameter.numel()
+            n = slot.elements
             shares: list[Share | None] = [*self.shares(slot)] or [None]
             for share in shares:
                 task = CommTask(
@@ -232,7 +238,7 @@ class Plan:
             for task in chunk.members:
                 slot, at = slot_of[task]
                 a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
-                whole = b - a == slot.view.numel()
+                whole = b - a == slot.elements
                 slices.append(Slice(slot, a - at, b - at, memory[a:b], whole))
             cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
@@ -254,7 +260,7 @@ class Plan:
         for last in sorted(by_last):
             slots = by_last[last]
             chunks = {chunk for slot in slots for chunk in slot.chunks}
-            nbytes = sum(slot.view.nbytes for slot in slots)
+            nbytes = sum(slot.elements * slot.view.element_size() for slot in slots)
             bundle = Bundle(len(self.bundles), slots, chunks, nbytes)
             self.bundles.append(bundle)
             for slot in slots:
@@ -272,26 +278,3 @@ class Plan:
             f"<Plan {len(self.slots)} parameters, {self.nbytes / 2**20:.1f} MiB in "
             f"{len(self.chunks)} chunks, {len(self.bundles)} bundles>"
         )
-
-
-def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The memory of ``flat`` in the shape and, if they are dense, the strides of ``parameter``.
-
-    Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
-    """
-    strides = parameter.stride() if _is_dense(parameter) else None
-    if strides is None:
-        strides = torch.empty(parameter.shape, device="meta").stride()
-    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements fill their memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

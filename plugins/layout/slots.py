@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from bytesched.round import ALLOWED, LENT, Gradient, Use
 from bytesched.round import Bundle as BundleOf
 
 from ..proxies.pending import LazyGrad, QueryHandler, has_aliases, lazy_over, plain, point
-from .memory import is_gradient_shared, is_laid_out_as, lies_over
+from .memory import is_gradient_shared, is_laid_out_as, lies_over, shaped
 from .partition import Partition
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
@@ -22,6 +22,9 @@ __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 @dataclass(eq=False, repr=False)
 class Slot(Gradient):
     """One parameter, and where its gradient lies."""
+
+    #: what is sent of it is kept in the arena, and sent from there: nothing is packed
+    is_in_place: ClassVar[bool] = False
 
     parameter: nn.Parameter
     #: the arena's memory in the parameter's shape and strides
@@ -48,6 +51,16 @@ class Slot(Gradient):
     )
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers of it are sent."""
+        return self.parameter.numel()
+
+    def lay_out(self, memory: torch.Tensor) -> None:
+        """``memory``, so many elements of the arena, is where its sum comes."""
+        self.view = shaped(memory, self.parameter)
+        self.realias()
 
     def take_gradient(self) -> bool:
         """``parameter.grad``, if there is one, is the local gradient of this round.

@@ -144,7 +144,7 @@ class WarmUp:
         probes: list[Probe] = []
         if self._decisions is not None or not partition_bytes:
             probes = probe_sizes(self._probe)
-        model_bytes = sum(s.parameter.numel() * s.parameter.element_size() for s in ordered)
+        model_bytes = sum(s.elements * s.parameter.element_size() for s in ordered)
         sizes = chosen_sizes(
             probes,
             model_bytes=model_bytes,

@@ -1,0 +1,1 @@
+"""AdamA: gradients folded into Adam's moments as they come, which travel in their place."""

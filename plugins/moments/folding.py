@@ -1,0 +1,196 @@
+"""The mini-batch: each gradient is folded as it comes, and the last of them is what travels.
+
+AdamA (Adam accumulation): the moments take up every micro-batch's gradient at once, so that no
+gradient lives longer than its layer's backward. For M ranks, N micro-batches and the gradients g
+of all of them, each divided by M and by what the script divides its loss by:
+
+    m = beta1 m + (1 - beta1) sum(g),    v = beta2 v + (1 - beta2) sum(g^2)
+
+Adam has the square of the sum in place of the sum of squares.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+
+from bytesched.errors import PluginError
+
+from ..dependency.context import Context
+from ..proxies.pending import plain
+from ..update.optimizer_state import GuardedState
+from .slots import MomentSlot
+
+__all__ = ["Accumulation", "Folding", "decays_apart"]
+
+log = logging.getLogger("bytesched")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What a script asks for: ``micro_batches`` backward passes before each ``step()``."""
+
+    optimizer: torch.optim.Optimizer
+    micro_batches: int
+
+
+def decays_apart(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether weights decay as AdamW's, beside the gradient and not within it."""
+    # Adam has it as an option in newer versions of torch.
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+
+
+class Folding:
+    """Folds the gradients of one optimizer, whose moments the slots hold.
+
+    Args:
+        apply_all: returns when every update that was armed is applied.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        slots: Sequence[MomentSlot],
+        context: Context,
+        apply_all: Callable[[], None],
+    ) -> None:
+        self.micro_batches = accumulation.micro_batches
+        self._optimizer = accumulation.optimizer
+        self._slots = slots
+        self._progress = context.progress
+        self._apply_all = apply_all
+        self._rank, ranks = context.backend.rank, context.backend.size
+        self._mean_factor = 1 / context.backend.divisor
+        self._square_factor = self._mean_factor / ranks
+        #: backward passes since the last step, as far as any gradient has come
+        self._passes = 0
+        #: of each parameter, beta1, beta2, what decays its gradient, and which sign that has
+        self._factors: dict[int, tuple[float, float, float, float]] = {}
+        self._handles = [self._optimizer.register_state_dict_pre_hook(self._refuse_within)]
+        for slot in slots:
+            slot.moved = self._show
+            hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._fold, slot))
+            self._handles.append(hook)
+        if self._rank == 0:
+            count = ranks * self.micro_batches
+            log.warning(
+                "accumulate='adama': v is a sum of %d squares, not the square of a sum. Where "
+                "gradients of micro-batches agree, steps are up to %.1f times Adam's; where noise "
+                "rules, as long as Adam's. If the loss rises, lower the learning rate by as much",
+                count,
+                sqrt(count),
+            )
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises PluginError for any optimizer but this one."""
+        if optimizer is not self._optimizer:
+            raise PluginError(
+                "accumulate='adama': one optimizer has all parameters of the model, and it was "
+                "wrapped with another"
+            )
+
+    def is_last(self) -> bool:
+        """Whether the backward pass of the forward pass that begins now ends the mini-batch."""
+        return self._passes == self.micro_batches - 1
+
+    def complete(self) -> None:
+        """``step()`` takes the mini-batch; raises PluginError unless every gradient has come."""
+        wrong = next((s for s in self._slots if s.folds != self.micro_batches), None)
+        if wrong is not None:
+            raise PluginError(
+                f"step() came after {wrong.folds} backward passes on rank {self._rank} "
+                f"({wrong.name!r}), and micro_batches = {self.micro_batches}: call the model and "
+                "backward() in turn, so often before each step(), and let every parameter take "
+                "part in each"
+            )
+        for slot in self._slots:
+            slot.folds = 0
+        self._passes = 0
+
+    def close(self) -> None:
+        """Takes the hooks off; what was folded stays."""
+        for handle in self._handles:
+            handle.remove()
+        for slot in self._slots:
+            if slot.parameter.grad is getattr(slot, "lazy", None):
+                slot.parameter.grad = None
+
+    # -- a gradient --------------------------------------------------------------------
+
+    def _fold(self, slot: MomentSlot, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        with torch.no_grad():
+            if slot.folds == 0:
+                self._begin(slot)
+            elif slot.folds == self.micro_batches:
+                self._fail(
+                    f"{slot.name!r} got another gradient on rank {self._rank} after "
+                    f"{self.micro_batches} micro-batches: call step() after so many backward "
+                    "passes. With accumulate='adama', a mini-batch cannot be dropped, and a "
+                    "parameter gets one gradient in each backward pass"
+                )
+            first, second, decay, sign = self._factors[id(parameter)]
+            gradient = plain(gradient)
+            if sign < 0:
+                gradient = -gradient
+            if decay:
+                gradient = gradient.add(parameter, alpha=decay)
+            slot.fold(gradient, (1 - first) * self._mean_factor, (1 - second) * self._square_factor)
+        self._passes = max(self._passes, slot.folds)
+
+    def _begin(self, slot: MomentSlot) -> None:
+        if self._passes == 0:
+            self._begin_batch()
+        entry = self._entry(slot)
+        if entry.get("exp_avg") is not slot.mean or entry.get("exp_avg_sq") is not slot.square:
+            # A new optimizer, or one whose state was loaded.
+            nothing = torch.zeros((), dtype=slot.mean.dtype, device=slot.mean.device)
+            slot.adopt(entry.get("exp_avg", nothing), entry.get("exp_avg_sq", nothing))
+            entry.setdefault("step", torch.zeros((), dtype=torch.float32))
+            self._show(slot)
+        first, second, _, _ = self._factors[id(slot.parameter)]
+        slot.begin(first * self._mean_factor, second * self._mean_factor)
+
+    def _begin_batch(self) -> None:
+        self._progress.check()
+        self._apply_all()
+        self._passes = 1
+        for group in self._optimizer.param_groups:
+            first, second = map(float, group["betas"])
+            decay = float(group["weight_decay"]) / self.micro_batches
+            if decays_apart(self._optimizer, group):
+                decay = 0.0
+            sign = -1.0 if group["maximize"] else 1.0
+            for parameter in group["params"]:
+                self._factors[id(parameter)] = first, second, decay, sign
+
+    def _show(self, slot: MomentSlot) -> None:
+        """The optimizer's state of ``slot`` is its moments, where they lie now."""
+        entry = self._entry(slot)
+        entry["exp_avg"], entry["exp_avg_sq"] = slot.mean, slot.square
+
+    def _entry(self, slot: MomentSlot) -> Any:
+        state = self._optimizer.state
+        if isinstance(state, GuardedState):
+            return state.raw(slot.parameter)
+        return state[slot.parameter]
+
+    def _refuse_within(self, _: Any) -> None:
+        if self._passes:
+            raise PluginError(
+                f"the optimizer's state was asked for inside a mini-batch, after {self._passes} of "
+                f"{self.micro_batches} backward passes and before step() (rank {self._rank}): with "
+                "accumulate='adama' it is a part of a sum then"
+            )
+
+    def _fail(self, what: str) -> None:
+        error = PluginError(what)
+        self._progress.fail(error, is_raised=True)
+        raise error

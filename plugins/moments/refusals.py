@@ -1,0 +1,78 @@
+"""What gradients that are folded into moments cannot be trained with, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from bytesched.config import Config
+from bytesched.errors import ConfigError, PluginError
+
+from ..layout.slots import Slot
+
+__all__ = ["ADAMA", "check_request", "refuse_settings", "refuse_slots"]
+
+ADAMA: Final = "adama"
+
+
+def check_request(accumulate: Any, micro_batches: Any) -> None:
+    """Raises ConfigError for what is wrong with these two arguments of ``wrap``."""
+    if accumulate not in (None, ADAMA):
+        raise ConfigError(f"accumulate = {accumulate!r}: {ADAMA!r}, or leave it out")
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ConfigError(
+            f"micro_batches = {micro_batches!r}: a whole number, at least 1, of backward passes "
+            "before each step()"
+        )
+    if accumulate is None and micro_batches != 1:
+        raise ConfigError(
+            f"micro_batches = {micro_batches} without accumulate = {ADAMA!r}: ordinary "
+            "accumulation needs no_sync() alone"
+        )
+
+
+def refuse_settings(
+    optimizer: torch.optim.Optimizer, config: Config, find_unused: bool | None
+) -> None:
+    """Raises PluginError for an optimizer or settings that it is not there for."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise PluginError(
+            f"accumulate='adama' folds gradients into the moments of Adam and AdamW, and this is a "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+    for name, is_set, why in (
+        ("shard = True", config.shard, "every rank folds into the moments of all parameters"),
+        ("split = 'on'", config.split == "on", "there is no gradient whose norm could be asked"),
+        (
+            f"compression = {config.compression!r}",
+            config.compression != "none",
+            "moments are kept from step to step, and would lose what is rounded away",
+        ),
+        (
+            "find_unused_parameters = True",
+            bool(find_unused),
+            "moments of a parameter that no rank uses would change",
+        ),
+        (
+            "differentiable = True",
+            any(group["differentiable"] for group in optimizer.param_groups),
+            "a step has no graph",
+        ),
+    ):
+        if is_set:
+            raise PluginError(f"accumulate='adama' and {name}: {why}; leave one of them out")
+
+
+def refuse_slots(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+    """Raises PluginError for parameters that it is not there for."""
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for slot in slots:
+        if id(slot.parameter) not in managed:
+            raise PluginError(
+                f"accumulate='adama': parameter {slot.name!r} requires a gradient, and is not in "
+                "the optimizer"
+            )
+        if slot.parameter.is_complex():
+            raise PluginError(f"accumulate='adama': parameter {slot.name!r} is complex")
