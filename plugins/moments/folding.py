@@ -23,6 +23,7 @@ import torch
 from bytesched.errors import PluginError
 
 from ..dependency.context import Context
+from ..layout.slots import Slot
 from ..proxies.pending import plain
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
@@ -50,19 +51,20 @@ class Folding:
     """Folds the gradients of one optimizer, whose moments the slots hold.
 
     Args:
+        slots: MomentSlots.
         apply_all: returns when every update that was armed is applied.
     """
 
     def __init__(
         self,
         accumulation: Accumulation,
-        slots: Sequence[MomentSlot],
+        slots: Sequence[Slot],
         context: Context,
         apply_all: Callable[[], None],
     ) -> None:
         self.micro_batches = accumulation.micro_batches
         self._optimizer = accumulation.optimizer
-        self._slots = slots
+        self._slots = [slot for slot in slots if isinstance(slot, MomentSlot)]
         self._progress = context.progress
         self._apply_all = apply_all
         self._rank, ranks = context.backend.rank, context.backend.size
@@ -73,7 +75,7 @@ class Folding:
         #: of each parameter, beta1, beta2, what decays its gradient, and which sign that has
         self._factors: dict[int, tuple[float, float, float, float]] = {}
         self._handles = [self._optimizer.register_state_dict_pre_hook(self._refuse_within)]
-        for slot in slots:
+        for slot in self._slots:
             slot.moved = self._show
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._fold, slot))
             self._handles.append(hook)
