@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class ParameterHop(RowHop):
     Args:
         staged: memory for the part of this rank.
         own: the chunk of which this rank has staged something, if there is one.
-        foreign: chunks of which other ranks have.
+        foreign: chunks of which other ranks have, and which elements of each are put in place.
     """
 
     __slots__ = ("foreign", "own", "staged", "turn")
@@ -34,7 +34,7 @@ class ParameterHop(RowHop):
         super().__init__(row, index=index, priority=0, is_spread=True)
         self.turn = turn
         self.own: CommTask | None = None
-        self.foreign: list[CommTask] = []
+        self.foreign: list[tuple[CommTask, Sequence[slice]]] = []
         self.staged: torch.Tensor | None = None
 
 
@@ -96,10 +96,12 @@ class RowTransport(C10dTransport):
         memory, part = self._under_way[task.index]
         row = task.row
         if isinstance(task, ParameterHop):
-            for chunk in task.foreign:
+            for chunk, parts in task.foreign:
                 buffer = self._plan.buffers[chunk.index]
                 start = self._plan.owners[chunk.index] * row.length
-                buffer.copy_(memory[start : start + buffer.numel()])
+                received = memory[start : start + buffer.numel()]
+                for place in parts:
+                    buffer[place].copy_(received[place])
         elif task.is_spread:
             for whole, part_ in self._parts(row, memory, self._packer.memory, but_own=True):
                 whole.copy_(part_)
