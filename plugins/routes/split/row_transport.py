@@ -70,7 +70,7 @@ class RowTransport(C10dTransport):
     def _begin_sum(self, hop: RowHop) -> Any:
         row = hop.row
         like = self._packer.memory(row.present()[0])
-        memory = self._memory.take(like, row.length * len(row.chunks))
+        memory = self._memory.take(like, row.length, len(row.chunks))
         for chunk, part in self._parts(row, memory, self._packer.pack):
             part.copy_(chunk)
         part = self._memory.take(like, row.length)
@@ -79,7 +79,7 @@ class RowTransport(C10dTransport):
 
     def _begin_spread(self, hop: RowHop) -> Any:
         row, part = hop.row, self._summed.pop(hop.row.number)
-        memory = self._memory.take(part, row.length * len(row.chunks))
+        memory = self._memory.take(part, row.length, len(row.chunks))
         self._under_way[hop.index] = memory, part
         return self._group.all_gather(memory, part)
 
@@ -87,7 +87,7 @@ class RowTransport(C10dTransport):
         row = hop.row
         like = self._plan.buffers[row.present()[0].index]
         part = self._memory.take(like, row.length) if hop.staged is None else hop.staged
-        memory = self._memory.take(like, row.length * len(row.chunks))
+        memory = self._memory.take(like, row.length, len(row.chunks))
         self._under_way[hop.index] = memory, part
         return self._group.all_gather(memory, part)
 
