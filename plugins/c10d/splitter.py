@@ -455,14 +455,16 @@ class ShardedCarrier(ExchangeCarrier):
         super().begin_round()
         self._parameters.begin_round()
 
-    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+    def arm(
+        self, turn: int, leaving: Sequence[CommTask], coming: Mapping[CommTask, Sequence[slice]]
+    ) -> None:
         self._parameters.arm(turn, leaving, coming)
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         self._parameters.expect(chunks)
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
-        return self._parameters.stage(chunk)
+    def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
+        return self._parameters.stage(chunk, turn)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         self._parameters.spread(chunk, turn)

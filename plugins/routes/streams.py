@@ -136,8 +136,11 @@ class CudaStreams(Streams):
         self._queued.put((task, events, then))
 
     def staged(self, task: CommTask, then: _Then) -> None:
+        # What a step updates at once is staged on the user's stream, whoever stages the last part.
+        current = torch.cuda.current_stream(self._device)
+        streams = (self._updating, *tuple(self._users.values()), current)
         events = []
-        for stream in (self._updating, torch.cuda.current_stream(self._device)):
+        for stream in {stream.cuda_stream: stream for stream in streams}.values():
             event = torch.cuda.Event(blocking=True)
             event.record(stream)
             events.append(event)

@@ -246,7 +246,7 @@ class _Owned:
         complete = []
         owned = [(slot, chunk) for slot in slots for chunk in self._spreading.owned_chunks([slot])]
         for slot, chunk in owned:
-            self._spreading.stage(chunk, slot)
+            self._spreading.stage(chunk, slot, self._turn)
         with self._lock:
             for _, chunk in owned:
                 self._left[chunk.index] -= 1

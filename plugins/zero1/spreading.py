@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,17 +23,25 @@ __all__ = ["SpreadCarrier", "Spreading"]
 class SpreadCarrier(Protocol):
     """Carries chunks from their owners to all other ranks."""
 
-    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
-        """What this rank sends next may be of ``turn``: ``leaving``, while ``coming`` come."""
+    def arm(
+        self, turn: int, leaving: Sequence[CommTask], coming: Mapping[CommTask, Sequence[slice]]
+    ) -> None:
+        """What this rank sends next may be of ``turn``: ``leaving``, while ``coming`` come.
+
+        Of those that come, these elements alone are put in place.
+        """
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks`` send something of each."""
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
-        """Memory in the layout of ``chunk``, free to be written; waits until it is."""
+    def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
+        """Memory in the layout of ``chunk``, for what ``turn`` sends of it; waits for nothing."""
 
     def spread(self, chunk: CommTask, turn: int) -> None:
-        """Sends what was staged of ``chunk`` to all other ranks; lower turns first, from 1 on."""
+        """Sends what ``turn`` has staged of ``chunk`` to all others; lower turns first, from 1 on.
+
+        What an earlier turn sends of ``chunk`` has left.
+        """
 
 
 class Spreading:
@@ -54,6 +63,10 @@ class Spreading:
         self._round = progress.round
         #: of what was armed last
         self.turn = 0
+        #: of each chunk, the turns that have not left, in order; and those among them that are
+        #: staged, while an earlier one is not or is on its way. Under the lock of progress
+        self._turns: dict[int, deque[int]] = {}
+        self._held: set[tuple[int, int]] = set()
 
     def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
         """The chunks of ``slots`` that are updated here."""
@@ -74,7 +87,10 @@ class Spreading:
         """
         self.turn += 1
         expected, leaving = self.foreign_chunks(foreign), self.owned_chunks(owned)
-        self._carrier.arm(self.turn, leaving, expected)
+        coming = set(foreign)
+        self._carrier.arm(self.turn, leaving, {c: self._parts(c, coming) for c in expected})
+        for chunk in leaving:
+            self._turns.setdefault(chunk.index, deque()).append(self.turn)
         self._round.under_way.expect(expected, leaving)
         return expected
 
@@ -83,28 +99,42 @@ class Spreading:
         self._carrier.expect(chunks)
 
     @torch.no_grad()
-    def stage(self, chunk: CommTask, slot: Slot) -> None:
-        """Puts what ``chunk`` has of ``slot``, which is updated, where `send` finds it.
+    def stage(self, chunk: CommTask, slot: Slot, turn: int) -> None:
+        """Puts what ``chunk`` has of ``slot``, which ``turn`` has updated, where `send` finds it.
 
         At once: the script may write to the parameter before the rest of the chunk is updated.
         """
-        self._stage(chunk, _parameters, slot)
+        self._stage(chunk, turn, _parameters, slot)
 
     def send(self, chunk: CommTask, turn: int) -> None:
-        """Sends the parameters of ``chunk``, which are staged, to all other ranks."""
+        """Sends what ``turn`` has staged of ``chunk``, after what earlier turns send of it.
+
+        A later step may have updated its parameters before an earlier one has updated its own.
+        """
+        with self._progress.changed:
+            if self._turns[chunk.index][0] != turn:
+                self._held.add((chunk.index, turn))
+                return
         self._carrier.spread(chunk, turn)
 
     @torch.no_grad()
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._stage(chunk, part_of)
-        self._carrier.spread(chunk, self.turn)
+        self._stage(chunk, self.turn, part_of)
+        self.send(chunk, self.turn)
 
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
         with self._progress.changed:
+            turns = self._turns[chunk.index]
+            turns.popleft()
+            following = turns[0] if turns and (chunk.index, turns[0]) in self._held else None
+            if following is not None:
+                self._held.remove((chunk.index, following))
             self._round.under_way.left(chunk)
             self._progress.notify()
+        if following is not None:
+            self._carrier.spread(chunk, following)
 
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
@@ -115,15 +145,30 @@ class Spreading:
     def _stage(
         self,
         chunk: CommTask,
+        turn: int,
         part_of: Callable[[Slice], torch.Tensor],
         only: Slot | None = None,
     ) -> None:
-        memory, offset = self._carrier.stage(chunk), 0
-        for slice_ in self._plan.slices[chunk.index]:
-            n = slice_.stop_at - slice_.start_at
+        memory = self._carrier.stage(chunk, turn)
+        for slice_, place in self._places(chunk):
             if only is None or slice_.slot is only:
-                memory[offset : offset + n].copy_(part_of(slice_))
-            offset += n
+                memory[place].copy_(part_of(slice_))
+
+    def _parts(self, chunk: CommTask, slots: Collection[Slot]) -> list[slice]:
+        """Which elements of ``chunk`` are of ``slots``: as few slices as there can be."""
+        found: list[slice] = []
+        for slice_, place in self._places(chunk):
+            if slice_.slot in slots:
+                is_next = bool(found) and found[-1].stop == place.start
+                found.append(slice(found.pop().start if is_next else place.start, place.stop))
+        return found
+
+    def _places(self, chunk: CommTask) -> Iterator[tuple[Slice, slice]]:
+        """The slices of ``chunk``, and where each lies in it."""
+        offset = 0
+        for slice_ in self._plan.slices[chunk.index]:
+            start, offset = offset, offset + slice_.stop_at - slice_.start_at
+            yield slice_, slice(start, offset)
 
     def __repr__(self) -> str:
         return f"<Spreading, turn {self.turn}>"

@@ -28,6 +28,7 @@ from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
 from bytesched.plugins.routes.split.exchange import Exchange
+from bytesched.plugins.update import updater
 from bytesched.plugins.zero1 import sharded_updates
 from bytesched.plugins.zero1.full_gradients import FullGradients
 from bytesched.task import CommTask
@@ -848,4 +849,52 @@ def written_before_its_neighbour_is_updated(job: Job) -> None:
         written.clear()
     assert waited == [True] * len(waited)
     assert bool(waited) == is_owner
+    job.record_state(model, optimizer)
+
+
+class _Scale(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[..., : self.factor.numel()] * self.factor).sum(-1)
+
+
+def stepped_again_before_its_neighbour_is_updated(job: Job) -> None:
+    """Two steps send one chunk: the second has all of it before the first has updated its own."""
+    scales = nn.ModuleList(_Scale(size) for size in (40, 8, 40, 120, 100, 64))
+    sum_of = nn.Module()
+    sum_of.scales = scales
+    sum_of.forward = lambda x: sum(scale(x) for scale in scales)
+    model = job.ddp(sum_of)
+    optimizer = job.wrap(sgd(model), model)
+    again, neighbour = scales[2].factor, scales[3].factor
+    stepped = threading.Event()
+    waited: list[bool] = []
+    update = sharded_updates._Owned.update
+
+    def updates(owned: sharded_updates._Owned, groups: Any) -> None:
+        for taken, some in groups:
+            for slot in some:
+                if slot.parameter is neighbour:
+                    waited.append(stepped.wait(60))
+                update(owned, [(taken, [slot])])
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (model(job.inputs(step, 4, 128)).square().mean() * 1e-3).backward()
+        with (
+            mock.patch.object(sharded_updates._Owned, "update", updates),
+            mock.patch.object(updater, "_BATCH_BYTES", 1),
+        ):
+            optimizer.step()
+            optimizer.zero_grad()
+            again.grad = torch.ones(40)
+            optimizer.step()
+            stepped.set()
+            if job.wrapped:
+                bytesched.flush(optimizer)
+        stepped.clear()
+    assert waited == [True] * len(waited)
     job.record_state(model, optimizer)

@@ -171,7 +171,7 @@ class RowExchange:
         return self._counts.unsummed == 0
 
     def lost(self) -> BaseException | None:
-        """Who waits for a collective looks at connections itself."""
+        """Dead ranks are seen by answers: Gloo's reduce-scatter waits past any limit of a wait."""
         return None
 
     def begin_round(self) -> None:

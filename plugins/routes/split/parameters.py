@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter_ns
@@ -78,15 +79,21 @@ class ParameterSpread:
         self._messages: dict[int, list[Message]] = {}
         #: of each chunk on its way, the messages that have not left, and their turn
         self._unsent: dict[int, tuple[int, _Turn]] = {}
-        #: guards what follows, and wakes who waits for memory
-        self._changed = threading.Condition()
-        #: of each chunk that is staged or on its way: what is sent
-        self._staged: dict[int, torch.Tensor] = {}
+        #: of the turn that was armed last: which elements of each chunk are put in place
+        self._parts: Mapping[CommTask, Sequence[slice]] = {}
+        #: chunks of which something was expected in this round
+        self._expected: set[int] = set()
+        #: guards what follows
+        self._lock = threading.Lock()
+        #: by turn and chunk: what is staged or on its way
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
         #: memory of chunks that have left
         self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        #: chunks on their way from here, and how many are to come
+        #: chunks on their way from here, and of each that is to come, how often
         self._leaving: set[int] = set()
-        self._coming = 0
+        self._coming: Counter[int] = Counter()
+        #: of each, what comes after the first time, and which elements of it are put in place
+        self._late_parts: dict[int, list[tuple[torch.Tensor, Sequence[slice]]]] = {}
         self._closed = False
         exchange.move_fronts = self._move_fronts
 
@@ -100,19 +107,22 @@ class ParameterSpread:
 
         Another rank may need its parameters to come as far as to receive those.
         """
+        self._expected.clear()
         self._exchange.scheduler.act(partial(self._hasten, self._armed))
 
-    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+    def arm(
+        self, turn: int, leaving: Sequence[CommTask], coming: Mapping[CommTask, Sequence[slice]]
+    ) -> None:
         """The next `spread` of this rank may be of ``turn``. The user's thread."""
-        self._armed = turn
+        self._armed, self._parts = turn, coming
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """The owners of ``chunks``, which are others, send them next; front first."""
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         if not listed:
             return
-        with self._changed:
-            self._coming += len(listed)
+        with self._lock:
+            self._coming.update(chunk.index for chunk in listed)
         self._exchange.scheduler.act(partial(self._begin_coming, len(listed), perf_counter_ns()))
         # At once: an owner may wait for these before it sends what is expected already.
         try:
@@ -123,30 +133,33 @@ class ParameterSpread:
         else:
             self._exchange.expect(gathers)
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
-        """The memory that `spread` sends, once what was sent before has left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or chunk.index not in self._leaving)
+    def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
+        """The memory that `spread` sends in ``turn``."""
+        with self._lock:
             if self._closed:
                 raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
-            if chunk.index not in self._staged:
-                buffer = self._plan.buffers[chunk.index]
-                free = self._free.get((buffer.dtype, buffer.numel()))
-                self._staged[chunk.index] = free.pop() if free else torch.empty_like(buffer)
-            return self._staged[chunk.index]
+            if (turn, chunk.index) not in self._staged:
+                self._staged[turn, chunk.index] = self._taken(self._plan.buffers[chunk.index])
+            return self._staged[turn, chunk.index]
+
+    def _taken(self, like: torch.Tensor) -> torch.Tensor:
+        free = self._free.get((like.dtype, like.numel()))
+        return free.pop() if free else torch.empty_like(like)
+
+    def _give(self, memory: torch.Tensor) -> None:
+        self._free.setdefault((memory.dtype, memory.numel()), []).append(memory)
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         """Sends what was staged of ``chunk`` to all others; lower turns, from 1 on, go first."""
-        with self._changed:
+        with self._lock:
             self._leaving.add(chunk.index)
         now_ns = perf_counter_ns()
         self._exchange.scheduler.act(partial(self._begin_spread, chunk, turn, now_ns))
 
     def close(self) -> None:
-        """Wakes who waits for memory. Idempotent."""
-        with self._changed:
+        """Nothing is staged any more. Idempotent."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
 
     # -- events, in the exchange's turn ------------------------------------------------
 
@@ -226,11 +239,9 @@ class ParameterSpread:
             self._unsent[chunk.index] = left - 1, turn
             return
         del self._unsent[chunk.index]
-        with self._changed:
+        with self._lock:
             self._leaving.remove(chunk.index)
-            memory = self._staged.pop(chunk.index)
-            self._free.setdefault((memory.dtype, memory.numel()), []).append(memory)
-            self._changed.notify_all()
+            self._give(self._staged.pop((turn.number, chunk.index)))
         self._exchange.busy.ends(perf_counter_ns())
         self._tell_spread(chunk)
 
@@ -240,8 +251,14 @@ class ParameterSpread:
         return []
 
     def _end_coming(self, chunk: CommTask) -> list[CommTask]:
-        with self._changed:
-            self._coming -= 1
+        with self._lock:
+            self._coming -= Counter([chunk.index])
+            if chunk.index not in self._coming:
+                # In the order of turns, whichever of them was waited for first.
+                for memory, parts in self._late_parts.pop(chunk.index, ()):
+                    for part in parts:
+                        self._plan.buffers[chunk.index][part].copy_(memory[part])
+                    self._give(memory)
         self._exchange.busy.ends(perf_counter_ns())
         self._tell_gathered(chunk)
         return []
@@ -250,12 +267,21 @@ class ParameterSpread:
 
     def _send(self, message: CommTask, done: Done) -> None:
         assert isinstance(message, Message)
-        memory = self._staged[message.chunk.index]
+        _, turn = self._unsent[message.chunk.index]
+        memory = self._staged[turn.number, message.chunk.index]
         self._exchange.send(memory, message.peer, message, message.tag, done)
 
     def _gather(self, chunk: CommTask) -> Gather:
         owner = self._plan.owners[chunk.index]
         memory = self._plan.buffers[chunk.index]
+        if chunk.index in self._expected:
+            # What an earlier turn of this round sends of it may not be used yet, and only some of
+            # it comes again.
+            with self._lock:
+                memory = self._taken(memory)
+                late = self._late_parts.setdefault(chunk.index, [])
+                late.append((memory, self._parts[chunk]))
+        self._expected.add(chunk.index)
         work = self._exchange.receive(memory, owner, chunk, FROM_OWNER)
         return partial(self._arrived, chunk, owner, work)
 
@@ -264,4 +290,4 @@ class ParameterSpread:
         self._exchange.scheduler.act(partial(self._end_coming, chunk))
 
     def __repr__(self) -> str:
-        return f"<ParameterSpread {len(self._unsent)} leaving, {self._coming} coming>"
+        return f"<ParameterSpread {len(self._unsent)} leaving, {self._coming.total()} coming>"

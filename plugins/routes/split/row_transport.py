@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class ParameterHop(RowHop):
     Args:
         staged: memory for the part of this rank.
         own: the chunk of which this rank has staged something, if there is one.
-        foreign: chunks of which other ranks have.
+        foreign: chunks of which other ranks have, and which elements of each are put in place.
     """
 
     __slots__ = ("foreign", "own", "staged", "turn")
@@ -34,7 +34,7 @@ class ParameterHop(RowHop):
         super().__init__(row, index=index, priority=0, is_spread=True)
         self.turn = turn
         self.own: CommTask | None = None
-        self.foreign: list[CommTask] = []
+        self.foreign: list[tuple[CommTask, Sequence[slice]]] = []
         self.staged: torch.Tensor | None = None
 
 
@@ -70,7 +70,7 @@ class RowTransport(C10dTransport):
     def _begin_sum(self, hop: RowHop) -> Any:
         row = hop.row
         like = self._packer.memory(row.present()[0])
-        memory = self._memory.take(like, row.length * len(row.chunks))
+        memory = self._memory.take(like, row.length, len(row.chunks))
         for chunk, part in self._parts(row, memory, self._packer.pack):
             part.copy_(chunk)
         part = self._memory.take(like, row.length)
@@ -79,7 +79,7 @@ class RowTransport(C10dTransport):
 
     def _begin_spread(self, hop: RowHop) -> Any:
         row, part = hop.row, self._summed.pop(hop.row.number)
-        memory = self._memory.take(part, row.length * len(row.chunks))
+        memory = self._memory.take(part, row.length, len(row.chunks))
         self._under_way[hop.index] = memory, part
         return self._group.all_gather(memory, part)
 
@@ -87,7 +87,7 @@ class RowTransport(C10dTransport):
         row = hop.row
         like = self._plan.buffers[row.present()[0].index]
         part = self._memory.take(like, row.length) if hop.staged is None else hop.staged
-        memory = self._memory.take(like, row.length * len(row.chunks))
+        memory = self._memory.take(like, row.length, len(row.chunks))
         self._under_way[hop.index] = memory, part
         return self._group.all_gather(memory, part)
 
@@ -96,10 +96,12 @@ class RowTransport(C10dTransport):
         memory, part = self._under_way[task.index]
         row = task.row
         if isinstance(task, ParameterHop):
-            for chunk in task.foreign:
+            for chunk, parts in task.foreign:
                 buffer = self._plan.buffers[chunk.index]
                 start = self._plan.owners[chunk.index] * row.length
-                buffer.copy_(memory[start : start + buffer.numel()])
+                received = memory[start : start + buffer.numel()]
+                for place in parts:
+                    buffer[place].copy_(received[place])
         elif task.is_spread:
             for whole, part_ in self._parts(row, memory, self._packer.memory, but_own=True):
                 whole.copy_(part_)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 
@@ -13,6 +15,10 @@ from ...layout.packing import Packer
 from ...layout.plan import Plan
 
 __all__ = ["Row", "RowHop", "RowMemory", "rows_of"]
+
+
+#: of what, where, and how many parts
+_Kind: TypeAlias = tuple[torch.dtype, torch.device, int]
 
 
 class Row:
@@ -93,24 +99,36 @@ def rows_of(plan: Plan, packer: Packer, ranks: int) -> list[Row]:
 
 
 class RowMemory:
-    """Memory for rows and for parts of them, used again. Any thread."""
+    """Memory for rows and for parts of them, used again for whatever length. Any thread.
+
+    As many of each are kept as were ever in use at once.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+        self._free: dict[_Kind, list[torch.Tensor]] = {}
+        #: what is in use, by where it begins
+        self._taken: dict[int, tuple[_Kind, torch.Tensor]] = {}
 
-    def take(self, like: torch.Tensor, elements: int) -> torch.Tensor:
-        """So many elements of the kind of ``like``; they have any value."""
-        try:
-            return self._free[like.dtype, like.device, elements].pop()
-        except (KeyError, IndexError):
-            # What fills up a row travels, too: it shall be a number.
-            return like.new_zeros(elements)
+    def take(self, like: torch.Tensor, length: int, parts: int = 1) -> torch.Tensor:
+        """So many parts of ``length`` elements of the kind of ``like``; they have any value."""
+        kind, elements = (like.dtype, like.device, parts), length * parts
+        with self._lock:
+            free = self._free.get(kind)
+            whole = free.pop() if free else None
+            if whole is None or whole.numel() < elements:
+                # What fills up a row travels, too: it shall be a number.
+                whole = like.new_zeros(elements)
+            self._taken[whole.data_ptr()] = kind, whole
+        return whole[:elements]
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing uses these any more."""
-        for tensor in tensors:
-            key = tensor.dtype, tensor.device, tensor.numel()
-            self._free.setdefault(key, []).append(tensor)
+        with self._lock:
+            for tensor in tensors:
+                kind, whole = self._taken.pop(tensor.data_ptr())
+                self._free.setdefault(kind, []).append(whole)
 
     def clear(self) -> None:
-        self._free.clear()
+        with self._lock:
+            self._free.clear()

@@ -9,7 +9,7 @@ rows of parameters are sent, the ranks compare which these are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -112,7 +112,10 @@ class ShardedRows:
         return False
 
     def lost(self) -> BaseException | None:
-        """Who waits for a collective looks at connections itself."""
+        """Dead ranks are seen by answers and requests.
+
+        A wait for a collective does not always: Gloo's reduce-scatter goes on past its limit.
+        """
         return None
 
     def begin_round(self) -> None:
@@ -190,16 +193,14 @@ class RowParameters:
         self._tell_gathered = gathered
         self._rows = {chunk.index: row for row in exchange.rows for chunk in row.present()}
         self._index = exchange.free_index
-        #: guards what follows, and wakes who waits for memory
-        self._changed = threading.Condition()
+        #: guards what follows
+        self._lock = threading.Lock()
         #: of turns that were armed and have no place in the order yet
         self._armed: list[ParameterHop] = []
         #: by turn and row, hops that are not over
         self._hops: dict[tuple[int, int], ParameterHop] = {}
-        #: of each chunk that is staged or on its way, what is sent
-        self._staged: dict[int, torch.Tensor] = {}
-        #: chunks on their way from here
-        self._leaving: set[int] = set()
+        #: by turn and chunk: what is staged or on its way
+        self._staged: dict[tuple[int, int], torch.Tensor] = {}
         self._closed = False
         exchange.ended = self._ended
 
@@ -211,9 +212,11 @@ class RowParameters:
     def begin_round(self) -> None:
         """The exchange has put its sums behind all turns that were armed."""
 
-    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+    def arm(
+        self, turn: int, leaving: Sequence[CommTask], coming: Mapping[CommTask, Sequence[slice]]
+    ) -> None:
         """The next `spread` of this rank may be of ``turn``. The user's thread."""
-        with self._changed:
+        with self._lock:
             hops: dict[int, ParameterHop] = {}
             for chunk in (*leaving, *coming):
                 row = self._rows[chunk.index]
@@ -224,42 +227,40 @@ class RowParameters:
                 if self._plan.owners[chunk.index] == self._exchange.group.rank:
                     hops[row.number].own = chunk
                 else:
-                    hops[row.number].foreign.append(chunk)
+                    hops[row.number].foreign.append((chunk, coming[chunk]))
             self._armed += sorted(hops.values(), key=_front)
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         """What was armed has its place in the order: after all before it. The user's thread."""
-        with self._changed:
+        with self._lock:
             hops, self._armed = self._armed, []
         if hops:
-            sent = [c.index for hop in hops for c in (hop.own, *hop.foreign) if c is not None]
+            own = [hop.own.index for hop in hops if hop.own is not None]
+            sent = [*own, *(chunk.index for hop in hops for chunk, _ in hop.foreign)]
             event = partial(self._order, hops)
             self._exchange.turns.agree(sent, partial(self._exchange.scheduler.act, event))
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
-        """The memory that `spread` sends, once what was sent before has left."""
+    def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
+        """The memory that `spread` sends in ``turn``."""
         row, buffer = self._rows[chunk.index], self._plan.buffers[chunk.index]
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or chunk.index not in self._leaving)
+        with self._lock:
             if self._closed:
                 raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
-            if chunk.index not in self._staged:
-                self._staged[chunk.index] = self._exchange.memory.take(buffer, row.length)
-            return self._staged[chunk.index][: buffer.numel()]
+            if (turn, chunk.index) not in self._staged:
+                self._staged[turn, chunk.index] = self._exchange.memory.take(buffer, row.length)
+            return self._staged[turn, chunk.index][: buffer.numel()]
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         """Sends what was staged of ``chunk``, in its turn."""
-        with self._changed:
-            self._leaving.add(chunk.index)
+        with self._lock:
             hop = self._hops[turn, self._rows[chunk.index].number]
-            hop.staged = self._staged[chunk.index]
+            hop.staged = self._staged[turn, chunk.index]
         self._streams.staged(hop, self._begin)
 
     def close(self) -> None:
-        """Wakes who waits for memory. Idempotent."""
-        with self._changed:
+        """Nothing is staged any more. Idempotent."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
 
     # -- events, in the exchange's turn ------------------------------------------------
 
@@ -278,15 +279,13 @@ class RowParameters:
 
     def _ended(self, hop: CommTask) -> None:
         assert isinstance(hop, ParameterHop)
-        with self._changed:
+        with self._lock:
             del self._hops[hop.turn, hop.row.number]
             if hop.own is not None:
-                self._leaving.remove(hop.own.index)
-                del self._staged[hop.own.index]
-                self._changed.notify_all()
+                del self._staged[hop.turn, hop.own.index]
         if hop.own is not None:
             self._tell_spread(hop.own)
-        for chunk in hop.foreign:
+        for chunk, _ in hop.foreign:
             self._tell_gathered(chunk)
 
     def __repr__(self) -> str:

@@ -84,9 +84,10 @@ class Turns:
             self._fail(
                 MismatchError(
                     f"rank {self._group.rank} and another rank send different parameters or "
-                    "gradients next: on one of them a step() was left out, or a gradient was set "
-                    "to None. With shard=True each rank waits for what the others update: do the "
-                    "same on all ranks, or train without shard=True"
+                    "gradients next: on one of them a step() was left out, a gradient was set to "
+                    "None, or optimizers step in another order. With shard=True each rank waits "
+                    "for what the others update: do the same on all ranks, or train without "
+                    "shard=True"
                 )
             )
         self._go(go)

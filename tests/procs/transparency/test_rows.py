@@ -56,6 +56,7 @@ def test_split(two_ranks: Ranks, script: Callable[..., None]) -> None:
     shard.cut_and_clipped,
     shard.rounded_beside_complex,
     shard.written_before_its_neighbour_is_updated,
+    shard.stepped_again_before_its_neighbour_is_updated,
     shard.adversaries,
     unstepped.unused_in_between,
     unstepped.some_taken_later,

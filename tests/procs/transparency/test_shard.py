@@ -77,6 +77,7 @@ import bytesched
     shard.rounded_beside_complex,
     shard.cut_and_tied,
     shard.written_before_its_neighbour_is_updated,
+    shard.stepped_again_before_its_neighbour_is_updated,
     shard.held_and_read_when_unused,
     shard.hooked_last,
     shard.all_in_closures,

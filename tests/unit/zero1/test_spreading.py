@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,13 +39,15 @@ class Rank:
     def _notify(self) -> None:
         self.notified += 1
 
-    def arm(self, turn: int, leaving: Sequence[CommTask], coming: Sequence[CommTask]) -> None:
+    def arm(
+        self, turn: int, leaving: Sequence[CommTask], coming: Mapping[CommTask, Sequence[slice]]
+    ) -> None:
         self.log.append(("arm", turn, leaving, coming))
 
     def expect(self, chunks: Iterable[CommTask]) -> None:
         self.log.append(("expect", list(chunks)))
 
-    def stage(self, chunk: CommTask) -> torch.Tensor:
+    def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
         return self.staged[chunk.index]
 
     def spread(self, chunk: CommTask, turn: int) -> None:
@@ -65,7 +67,7 @@ def test_what_is_armed_is_under_way_until_it_has_left_and_come() -> None:
     for turn in (1, 2):
         assert rank.spreading.arm([rank.own], [rank.foreign]) == [others]
         assert rank.spreading.turn == turn
-        assert rank.log == [("arm", turn, [mine], [others])]
+        assert rank.log == [("arm", turn, [mine], {others: [slice(0, 6)]})]
         rank.log.clear()
         assert rank.under_way.comes([others])
         assert not rank.under_way.comes([mine])
@@ -86,12 +88,14 @@ def test_chunks_are_expected_of_their_owners() -> None:
 def test_a_parameter_is_staged_as_it_is_when_it_is_updated() -> None:
     rank = Rank()
     (chunk,) = rank.own.chunks
-    rank.spreading.stage(chunk, rank.own)
+    rank.spreading.arm([rank.own], [])
+    rank.log.clear()
+    rank.spreading.stage(chunk, rank.own, 1)
     with torch.no_grad():
         rank.own.parameter.zero_()
     assert rank.staged[chunk.index].tolist() == list(range(8))
-    rank.spreading.send(chunk, 3)
-    assert rank.log == [("spread", chunk, 3)]
+    rank.spreading.send(chunk, 1)
+    assert rank.log == [("spread", chunk, 1)]
 
 
 def test_of_a_chunk_with_several_parameters_each_is_staged_in_its_place() -> None:
@@ -99,9 +103,9 @@ def test_of_a_chunk_with_several_parameters_each_is_staged_in_its_place() -> Non
     rank.plan.cut(1 << 20, Ownership(2, owners=[0, 0]))
     (chunk,) = rank.own.chunks
     rank.staged[chunk.index] = torch.full((14,), -1.0)
-    rank.spreading.stage(chunk, rank.foreign)
+    rank.spreading.stage(chunk, rank.foreign, 1)
     assert rank.staged[chunk.index].tolist() == [-1.0] * 8 + list(range(8, 14))
-    rank.spreading.stage(chunk, rank.own)
+    rank.spreading.stage(chunk, rank.own, 1)
     assert rank.staged[chunk.index].tolist() == list(range(14))
 
 
@@ -111,4 +115,35 @@ def test_gradients_are_sent_in_the_turn_that_was_armed_last() -> None:
     rank.spreading.arm([rank.own], [])
     rank.spreading.send_gradients(chunk, lambda slice_: torch.full((8,), 7.0))
     assert rank.staged[chunk.index].tolist() == [7.0] * 8
-    assert rank.log == [("arm", 1, [chunk], []), ("spread", chunk, 1)]
+    assert rank.log == [("arm", 1, [chunk], {}), ("spread", chunk, 1)]
+
+
+def test_a_turn_that_is_staged_first_waits_for_what_an_earlier_one_sends_of_a_chunk() -> None:
+    rank = Rank()
+    (chunk,) = rank.own.chunks
+    for _ in range(3):
+        rank.spreading.arm([rank.own], [])
+    rank.log.clear()
+    rank.spreading.send(chunk, 3)
+    rank.spreading.send(chunk, 2)
+    assert rank.log == []
+    rank.spreading.send(chunk, 1)
+    for turn in (1, 2, 3):
+        assert rank.log == [("spread", chunk, number) for number in range(1, turn + 1)]
+        rank.spreading.spread(chunk)
+    assert rank.under_way.is_empty
+
+
+def test_of_a_chunk_that_comes_only_what_a_step_takes_is_put_in_place() -> None:
+    rank = Rank()
+    rank.plan.cut(1 << 20, Ownership(2, owners=[1, 1]))
+    rank.spreading.ownerships = OwnedShards(rank.plan, 0)
+    (chunk,) = rank.foreign.chunks
+    first, second = rank.plan.slots
+    for slots, parts in (
+        ([first], [slice(0, 8)]),
+        ([second], [slice(8, 14)]),
+        ([first, second], [slice(0, 14)]),
+    ):
+        rank.spreading.arm([], slots)
+        assert rank.log.pop()[3] == {chunk: parts}

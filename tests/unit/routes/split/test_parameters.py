@@ -110,12 +110,12 @@ class _Rank:
     def step(self, turn: int) -> None:
         """What the other rank owns is to come."""
         other = 1 - self.group.rank
-        self.parameters.arm(turn, [], [])
+        self.parameters.arm(turn, [], {})
         self.parameters.expect(self.slots[other].chunks)
 
     def spread(self, turn: int) -> None:
         for chunk in self.slots[self.group.rank].chunks:
-            self.parameters.stage(chunk)
+            self.parameters.stage(chunk, turn)
             self.parameters.spread(chunk, turn)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.split.collectives import RowExchange
-from bytesched.plugins.routes.split.rows import rows_of
+from bytesched.plugins.routes.split.rows import RowMemory, rows_of
 from bytesched.plugins.routes.streams import Streams
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
@@ -138,3 +138,15 @@ def test_every_rank_has_the_same_sums(ranks: int) -> None:
                     assert torch.equal(views[position], total)
                 torch.testing.assert_close(views[position], total)
     together(lambda rank: made[rank].exchange.close(), ranks)
+
+
+def test_memory_serves_rows_of_any_length() -> None:
+    memory, like = RowMemory(), torch.zeros(1)
+    for length in (5, 3, 8, 2):
+        row, part = memory.take(like, length, 4), memory.take(like, length)
+        assert (row.numel(), part.numel()) == (4 * length, length)
+        longest = row.untyped_storage().nbytes(), part.untyped_storage().nbytes()
+        memory.give([part, row])
+    assert longest == (4 * 8 * like.itemsize, 8 * like.itemsize)
+    one, other = memory.take(like, 2), memory.take(like, 2)
+    assert one.data_ptr() != other.data_ptr()
