@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Protocol
 
@@ -73,7 +73,11 @@ class Loop:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self._idle_nap_s = idle_nap_s
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Not a SimpleQueue: Python's waits for ever if a wait of microseconds is over before it has
+        # looked at the clock again (3.11), as on a busy machine.
+        self._inbox: deque[Callable[[], None]] = deque()
+        #: held by the loop while there is nothing in the inbox
+        self._empty = threading.Lock()
         self._requests: list[Any] = []
         self._posted: list[_Posted] = []
         self._expected: list[_Expected] = []
@@ -91,7 +95,10 @@ class Loop:
 
     def call(self, what: Callable[[], None]) -> None:
         """Calls ``what`` in the loop's thread, soon."""
-        self._inbox.put(what)
+        self._inbox.append(what)
+        # Another thread may have released it.
+        with contextlib.suppress(RuntimeError):
+            self._empty.release()
 
     def start(self) -> None:
         """Runs in a thread of its own."""
@@ -103,7 +110,7 @@ class Loop:
         def begin() -> None:
             self._stop_at_s = monotonic() + timeout_s
 
-        self._inbox.put(begin)
+        self.call(begin)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s + 5.0)
 
@@ -161,12 +168,9 @@ class Loop:
                 nap_s = _SHORTEST_NAP_S
             else:
                 nap_s = min(1.5 * nap_s, _LONGEST_NAP_S if self._is_busy() else self._idle_nap_s)
-            try:
-                self._guarded(self._inbox.get(timeout=nap_s))
-                while True:
-                    self._guarded(self._inbox.get_nowait())
-            except Empty:
-                pass
+            self._empty.acquire(timeout=nap_s)
+            while self._inbox:
+                self._guarded(self._inbox.popleft())
         for request in self._requests:
             with contextlib.suppress(MPI.Exception):
                 request.Cancel()
