@@ -31,6 +31,7 @@ from .phase import Life
 from .rounds import Rounds
 from .running import Running
 from .stepping import Stepping
+from .turns import open_turns
 from .warming import WarmingUp
 
 __all__ = ["Session"]
@@ -105,6 +106,9 @@ class Session(HookedModel):
             static_graph=static_graph,
             phase=warming_up,
         )
+        if config.share:
+            device = slots[0].parameter.device
+            self._rounds.turns = open_turns(config.share, device, context)
         self._stepping = Stepping(self._rounds, self._handover, context, sharded=config.shard)
         try:
             self._hook(root)
@@ -121,6 +125,10 @@ class Session(HookedModel):
         after = StayingForwardHook(self._after_forward)
         self._forward_hook = root.register_forward_hook(after, always_call=True)
         self._undo.append(self._forward_hook.remove)
+        if (turns := self._rounds.turns) is not None:
+            ended = StayingForwardHook(lambda *_: turns.forward_ends())
+            self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
+            self._undo.append(turns.close)
         self._undo.append(self._stepping.close)
 
     def disown(self) -> None:
@@ -173,10 +181,14 @@ class Session(HookedModel):
         """The root is called; its own hook calls this."""
         if self._is_disowned:
             return
-        if not torch.is_grad_enabled():
-            if not module.training:
-                self._life.synchronize_all()
-            return
+        if torch.is_grad_enabled():
+            self._before_training_forward()
+        elif not module.training:
+            self._life.synchronize_all()
+        if self._rounds.turns is not None:
+            self._rounds.turns.forward_begins()
+
+    def _before_training_forward(self) -> None:
         self._progress.check()
         self._rounds.complain_if_interrupted()
         self._streams.begin()
