@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -19,7 +20,7 @@ from ..dependency.context import Context
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..proxies.entries import guard_entries
-from ..proxies.hooks import StayingForwardHook, StayingHook
+from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from ..routes.backend import Backend
 from ..routes.handover import Handover
 from ..warmup.retuning import Decisions
@@ -120,15 +121,18 @@ class Session(HookedModel):
         if self._sync is not None:
             for slot in self._rounds.slots:
                 self._undo.append(self._rounds.hook(slot))
+        if (turns := self._rounds.turns) is not None:
+            # Behind what DDP does at first, which waits for other ranks.
+            inner = root.module if isinstance(root, DistributedDataParallel) else root
+            self._undo.append(gate(inner, lambda _: turns.forward_begins(), _nothing))
+            ended = StayingForwardHook(lambda *_: turns.forward_ends())
+            self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
+            self._undo.append(turns.close)
         before = StayingHook(self.before_forward, self._inside_compiled)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
         self._forward_hook = root.register_forward_hook(after, always_call=True)
         self._undo.append(self._forward_hook.remove)
-        if (turns := self._rounds.turns) is not None:
-            ended = StayingForwardHook(lambda *_: turns.forward_ends())
-            self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
-            self._undo.append(turns.close)
         self._undo.append(self._stepping.close)
 
     def disown(self) -> None:
@@ -183,10 +187,11 @@ class Session(HookedModel):
             return
         if torch.is_grad_enabled():
             self._before_training_forward()
-        elif not module.training:
-            self._life.synchronize_all()
-        if self._rounds.turns is not None:
-            self._rounds.turns.forward_begins()
+        else:
+            if not module.training:
+                self._life.synchronize_all()
+            if self._rounds.turns is not None:
+                self._rounds.turns.brief_forward_begins()
 
     def _before_training_forward(self) -> None:
         self._progress.check()
@@ -289,6 +294,10 @@ class Session(HookedModel):
     @property
     def _life(self) -> Life:
         return self._rounds.phase
+
+
+def _nothing() -> None:
+    pass
 
 
 def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:

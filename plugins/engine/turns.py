@@ -37,16 +37,18 @@ class ModelTurns:
         self._is_brief = False
 
     def forward_begins(self) -> None:
-        """Nothing is waited for any more before the model computes."""
+        """The model is about to compute; with gradients, if this is to be a turn."""
         if torch.is_grad_enabled():
             if self._is_ours:
                 self._turn.give_back()
+            self._turn.take(self._look)
             self._is_ours = True
-        elif self._turn in HELD:
-            return
-        else:
+
+    def brief_forward_begins(self) -> None:
+        """The same without gradients: at the end of it the turn is over."""
+        if self._turn not in HELD:
+            self._turn.take(self._look)
             self._is_brief = True
-        self._turn.take(self._look)
 
     def forward_ends(self) -> None:
         """Also if it has raised."""

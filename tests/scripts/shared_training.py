@@ -31,6 +31,7 @@ def main(seed: int = 7) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+        print(f"step {step}", flush=True)
         if step % 4 == 3:
             model.eval()
             with torch.no_grad():

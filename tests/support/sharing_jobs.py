@@ -52,6 +52,12 @@ class SharedJob:
             assert process.returncode == 0, errors
         return [json.loads(output.splitlines()[-1]) for output, _ in ended]
 
+    def wait_for(self, line: str) -> None:
+        """Returns when rank 0 has printed that line."""
+        output = self.processes[0].stdout
+        assert output is not None
+        assert any(printed.strip() == line for printed in output), line
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()

@@ -4,38 +4,43 @@ another that is gone."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import shared_training
 from sharing_jobs import sharing
 
 SCRIPT = Path(shared_training.__file__)
 
-
-def test_two_jobs_take_turns_with_the_bits_of_each_alone() -> None:
-    with sharing(SCRIPT, 2, options=["--set", "share="]) as (alone,):
-        (first, _) = expected = alone.found()
-    assert first["turns"] == 0
-    with sharing(SCRIPT, 2, 2) as jobs:
-        found = [job.found() for job in jobs]
-    for ranks in found:
-        for rank, one in zip(ranks, expected, strict=True):
-            assert rank["losses"] == one["losses"]
-            assert rank["weights"] == one["weights"]
-            assert rank["mode"] == "cross"
-            # A forward pass and the backward pass after it at least.
-            assert rank["turns"] >= shared_training.STEPS
-            assert rank["turns_ended"] == 0
+Ranks = list[dict[str, Any]]
 
 
-def test_a_job_goes_on_beside_one_that_is_killed() -> None:
-    with sharing(SCRIPT, 2, 2, 2, arguments=["3"]) as (killed, *others):
+class Found(NamedTuple):
+    alone: Ranks
+    together: list[Ranks]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """A job alone; and two like it beside one that is killed and one with more ranks."""
+    with sharing(SCRIPT, 2, options=["--set", "share="]) as (job,):
+        alone = job.found()
+    with sharing(SCRIPT, 2, 2, 2, 3) as (killed, *jobs):
+        killed.wait_for("step 3")
         killed.kill()
-        found = [job.found() for job in others]
-    assert found[0] == found[1] or found[0][0]["losses"] == found[1][0]["losses"]
+        return Found(alone, [job.found() for job in jobs])
 
 
-def test_jobs_of_other_numbers_of_ranks() -> None:
-    with sharing(SCRIPT, 1, 2, 3) as jobs:
-        found = [job.found() for job in jobs]
-    assert [rank["turns"] > 0 for rank in found[1]] == [True, True]
-    assert [rank["turns"] > 0 for rank in found[2]] == [True, True, True]
+def test_jobs_that_take_turns_have_the_bits_of_each_alone(found: Found) -> None:
+    for ranks in found.together[:2]:
+        for rank, alone in zip(ranks, found.alone, strict=True):
+            assert rank["losses"] == alone["losses"]
+            assert rank["weights"] == alone["weights"]
+            assert rank["mode"] == "cross"
+
+
+def test_all_ranks_of_all_jobs_take_turns(found: Found) -> None:
+    assert [rank["turns"] for rank in found.alone] == [0, 0]
+    assert [len(ranks) for ranks in found.together] == [2, 2, 3]
+    for ranks in found.together:
+        assert all(rank["turns"] >= shared_training.STEPS for rank in ranks)
