@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bytesched.bench.profile import load_profile
+from bytesched.bench.profile import load_profile, parse_profile
 from bytesched.bench.provenance import provenance
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.specification import Specification
+from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.ranks import Start, run_all
@@ -56,6 +57,8 @@ def _specification(spec: Specification, options: Namespace) -> ShareSpecificatio
     """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
     if spec.kind != "emulate":
         raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
+    if rank_view().launcher != "none":
+        raise ConfigError("--share starts the ranks of all jobs itself: leave the launcher out")
     if not options.systems:
         systems: dict[str, str] = {}
     elif len(spec.systems) == 1 and spec.systems[0].kind == "bytesched":
@@ -71,6 +74,8 @@ def _specification(spec: Specification, options: Namespace) -> ShareSpecificatio
     profiles = [spec.content, *(load_profile(name).to_json() for name in names)]
     if len(profiles) > _MOST_JOBS:
         raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
+    if any(parse_profile(content, "of the bench").exchanged_bytes for content in profiles):
+        raise ConfigError("--share is not for a profile with layers of experts")
     return ShareSpecification(
         profiles=tuple(profiles),
         options=systems,

@@ -90,7 +90,9 @@ def turn_rates(jobs: Sequence[SharingJob]) -> list[float]:
     for began_s in turns.began_s:
         counted = [at_s for at_s in began_s if at_s >= since_s]
         found.append((len(counted) - 1) / (counted[-1] - counted[0]))
-    return found
+    # A link that is never idle carries no more: what a job hides behind its own compute, too.
+    busy = max(1.0, bound_share(jobs, found))
+    return [rate / busy for rate in found]
 
 
 def work(jobs: Sequence[SharingJob], rates: Sequence[float]) -> float:

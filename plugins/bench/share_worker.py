@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.bench.profile import parse_profile
 from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification
 from bytesched.environment import rank_view, set_variables
-from bytesched.lab.ranks import Place
+from bytesched.lab.ranks import BenchError, Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
 from bytesched.records import from_json
 
@@ -35,17 +35,28 @@ from .workloads.shared_pace import SharedPace
 __all__ = ["main"]
 
 _PROBES: Final = 5
+#: beginnings of iterations that a rate is made from
+_LEAST_INSIDE: Final = 3
 
 
 class _Iterations:
-    """The seeds of a job's iterations, and when these began."""
+    """The seeds of a job's iterations, and when those after its warm-up began.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        together: all jobs train, and begin these at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, warmup: int, *, together: bool) -> None:
         self._rank, self._size = group.rank(), group.size()
+        self._warmup = warmup
+        self._together = together
         self.starts_s: list[float] = []
 
     def seed_of(self, step: int) -> int:
-        self.starts_s.append(time.monotonic())
+        if step == self._warmup and self._together:
+            dist.barrier()
+        if step >= self._warmup:
+            self.starts_s.append(time.monotonic())
         return step * self._size + self._rank
 
 
@@ -121,7 +132,8 @@ class SharingBench:
             running = self._set_up(arm, model)
         dist.barrier()
         if self._job in jobs:
-            iterations = _Iterations(self._group)
+            together = len(jobs) > 1
+            iterations = _Iterations(self._group, self._spec.warmup, together=together)
             trained = train(
                 Workload(model, emulated_loss),
                 running,
@@ -133,7 +145,7 @@ class SharingBench:
             if self._host == 0:
                 found = {
                     "job": self._job,
-                    "starts_s": iterations.starts_s[self._spec.warmup :],
+                    "starts_s": iterations.starts_s,
                     "bits": [trained["losses"], trained["weights"]],
                     "figures": trained["stats"],
                 }
@@ -173,12 +185,20 @@ class SharingBench:
 
 
 def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
-    """Iterations per second of each job, while all of them train; 0 of one that does not."""
+    """Iterations per second of each job, while all of them train; 0 of one that does not.
+
+    Raises `BenchError` if one came to its end before another one had warmed up.
+    """
     since_s = max(one["starts_s"][0] for one in found.values())
     until_s = min(one["starts_s"][-1] for one in found.values())
     rates = [0.0] * (1 + max(found))
     for job, one in found.items():
         inside = [at_s for at_s in one["starts_s"] if since_s <= at_s <= until_s]
+        if len(inside) < _LEAST_INSIDE:
+            raise BenchError(
+                f"job {job} had {max(0, len(inside) - 1)} iterations while all jobs trained: their "
+                "paces differ too much for so few; give more --iterations"
+            )
         rates[job] = (len(inside) - 1) / (inside[-1] - inside[0])
     return rates
 
