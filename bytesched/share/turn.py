@@ -31,6 +31,8 @@ _LIMITS_S: Final = (0.5, 10.0)
 _LAST_TURNS: Final = 16
 #: how often a wait checks what else may have gone wrong
 _LOOKS_EVERY_S: Final = 1.0
+#: how often the device is asked whether it has computed all of a turn
+_QUEUED_LOOKS_EVERY_S: Final = 0.0005
 #: after which it is logged, once, who is waited for
 _PATIENCE_S: Final = 30.0
 
@@ -46,7 +48,8 @@ class Turn:
     Args:
         tickets: the queue of that device.
         timeout_s: longest time to wait for it.
-        settle: returns when the device has computed what is queued by now; None: it has.
+        queued: called when the turn is given back; what it returns tells whether the device has
+            computed what was queued by then. None: it has, always.
         limits_s: the least and the most time after which a turn ends by itself.
     """
 
@@ -55,19 +58,19 @@ class Turn:
         tickets: Tickets,
         *,
         timeout_s: float,
-        settle: Callable[[], None] | None = None,
+        queued: Callable[[], Callable[[], bool]] | None = None,
         limits_s: tuple[float, float] = _LIMITS_S,
     ) -> None:
         self._tickets = tickets
         self._timeout_s = timeout_s
-        self._settle = settle
+        self._queued = queued
         self._limits_s = limits_s
         self._changed = threading.Condition()
         self._ticket: Ticket | None = None
         #: a thread waits for the turn
         self._is_awaited = False
-        #: it is given back as soon as the device has computed what is queued
-        self._is_ending = False
+        #: it is given back as soon as this says that the device has computed what was queued
+        self._is_computed: Callable[[], bool] | None = None
         self._since_s = 0.0
         #: this turn has come to its limit; those who computed go on without it
         self._is_over = False
@@ -97,7 +100,7 @@ class Turn:
             return
         began_s = monotonic()
         with self._changed:
-            while self._is_awaited or self._is_ending:
+            while self._is_awaited or self._is_computed is not None:
                 self._check(began_s, look)
                 self._changed.wait(_LOOKS_EVERY_S)
             if self in HELD or self._is_closed:
@@ -124,11 +127,11 @@ class Turn:
         with self._changed:
             if self in HELD:
                 self._measure()
-                if self._settle is None:
+                if self._queued is None:
                     self._end()
                 else:
                     HELD.discard(self)
-                    self._is_ending = True
+                    self._is_computed = self._queued()
                     self._changed.notify_all()
             elif self._is_over:
                 self._measure()
@@ -155,7 +158,7 @@ class Turn:
 
     def _end(self) -> None:
         HELD.discard(self)
-        self._is_ending = False
+        self._is_computed = None
         if self._ticket is not None:
             self._ticket.give_back()
             self._ticket = None
@@ -199,30 +202,24 @@ class Turn:
         with self._changed:
             is_idle = False
             while not self._is_closed:
-                if self._is_ending:
-                    self._settled()
+                if self._is_computed is not None:
+                    is_over = monotonic() >= self._since_s + self._limit_s
+                    if is_over or self._is_computed():
+                        self._end()
+                        self._changed.notify_all()
+                    else:
+                        self._changed.wait(_QUEUED_LOOKS_EVERY_S)
                 elif self not in HELD:
                     if is_idle:
                         break
                     # Nobody wakes it for a turn that begins: it is awake before any limit is over.
-                    is_idle = not self._changed.wait(self._limits_s[0]) and self not in HELD
+                    woken = self._changed.wait(self._limits_s[0])
+                    is_idle = not woken and self not in HELD and self._is_computed is None
                 elif (left_s := self._since_s + self._limit_s - monotonic()) > 0:
                     self._changed.wait(left_s)
                 else:
                     self._give_up()
             self._keeper = None
-
-    def _settled(self) -> None:
-        assert self._settle is not None
-        self._changed.release()
-        try:
-            self._settle()
-        except Exception:
-            log.debug("the device has an error, which its next use raises", exc_info=True)
-        finally:
-            self._changed.acquire()
-        self._end()
-        self._changed.notify_all()
 
     def _give_up(self) -> None:
         self.ended += 1
@@ -242,7 +239,7 @@ class Turn:
         self._changed = threading.Condition()
         self._keeper = None
         self._is_closed = True
-        self._is_awaited = self._is_ending = False
+        self._is_awaited, self._is_computed = False, None
         if self._ticket is not None:
             self._ticket.forget()
             self._ticket = None

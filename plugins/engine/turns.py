@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,16 @@ def open_turns(share: str, device: torch.device, context: Context) -> ModelTurns
     turn = _turns.get(folder)
     if turn is None:
         tickets = Tickets(folder, f"rank {backend.rank} of {backend.size}")
-        settle = None if device.type == "cpu" else context.streams.settle
-        _turns[folder] = turn = Turn(tickets, timeout_s=backend.timeout_s, settle=settle)
+        queued = None if device.type == "cpu" else partial(_queued, device)
+        _turns[folder] = turn = Turn(tickets, timeout_s=backend.timeout_s, queued=queued)
     return ModelTurns(turn, context)
+
+
+def _queued(device: torch.device) -> Callable[[], bool]:
+    """What tells whether all is computed that the current stream has queued by now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
 
 
 def _shared_as(device: torch.device, rank: int) -> str:

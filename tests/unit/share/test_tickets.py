@@ -119,6 +119,19 @@ def test_death_frees_a_place(tickets: Tickets, fork) -> None:  # type: ignore[no
     assert len(tickets.standing()) == 2
 
 
+def test_a_stopped_process_keeps_its_place(tickets: Tickets, fork) -> None:  # type: ignore[no-untyped-def]
+    """As in a debugger: whoever waits learns its name, and decides how long to wait."""
+    pid, connection = fork(_stand(tickets))
+    assert connection.recv() == "drawn"
+    os.kill(pid, signal.SIGSTOP)
+    mine = tickets.draw()
+    assert not mine.wait(0.01)
+    assert f"process {pid} (" in mine.front
+    os.kill(pid, signal.SIGCONT)
+    connection.send("give it back")
+    assert mine.wait(LONG_S)
+
+
 def test_a_place_of_a_dead_process_is_none_for_who_comes_later(tickets, fork) -> None:  # type: ignore[no-untyped-def]
     pid, connection = fork(_stand(tickets))
     assert connection.recv() == "drawn"

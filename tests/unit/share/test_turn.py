@@ -147,16 +147,10 @@ def test_a_limit_follows_the_length_of_turns(tickets: Tickets) -> None:
 
 
 def test_it_ends_when_the_device_has_computed(tickets: Tickets, other: Turn) -> None:
-    computed, is_asked = threading.Event(), threading.Event()
-
-    def settle() -> None:
-        is_asked.set()
-        assert computed.wait(LONG_S)
-
-    mine = Turn(tickets, timeout_s=LONG_S, settle=settle, limits_s=NO_LIMITS_S)
+    computed = threading.Event()
+    mine = Turn(tickets, timeout_s=LONG_S, queued=lambda: computed.is_set, limits_s=NO_LIMITS_S)
     mine.take()
     mine.give_back()
-    assert is_asked.wait(LONG_S)
     assert mine not in HELD
     assert len(tickets.standing()) == 1
     computed.set()
@@ -164,6 +158,15 @@ def test_it_ends_when_the_device_has_computed(tickets: Tickets, other: Turn) -> 
     other.give_back()
     mine.take()
     assert mine in HELD
+    mine.close()
+
+
+def test_a_device_that_computes_on_has_the_limit_too(tickets: Tickets, other: Turn) -> None:
+    mine = Turn(tickets, timeout_s=LONG_S, queued=lambda: lambda: False, limits_s=(0.05, 0.05))
+    mine.take()
+    mine.give_back()
+    other.take()
+    assert other in HELD
     mine.close()
 
 
