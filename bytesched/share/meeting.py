@@ -37,5 +37,6 @@ def device_folder(share: str, device: str) -> Path:
 
 def processor(rank: int) -> str:
     """The processors of this rank: ranks of other jobs with its number on this host share them."""
-    local_rank = rank_view().local_rank
-    return f"{socket.gethostname()}-cpu{local_rank if local_rank >= 0 else rank}"
+    view = rank_view()
+    is_known = view.launcher != "none" and view.local_rank >= 0
+    return f"{socket.gethostname()}-cpu{view.local_rank if is_known else rank}"
