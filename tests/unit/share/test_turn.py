@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,3 +184,23 @@ def test_none_is_taken_after_the_end(turn: Turn) -> None:
     assert turn not in HELD
     turn.take()
     assert turn not in HELD
+
+
+def test_a_forked_child_has_none_and_its_parent_keeps_it(turn: Turn, other: Turn) -> None:
+    """As a worker of a loader that is started between forward and backward."""
+    turn.take()
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        turn.take()
+        turn.give_back()
+        os.write(writing, b"held" if HELD else b"none")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reading, 10) == b"none"
+    os.close(reading)
+    os.close(writing)
+    assert turn in HELD
+    assert len(tickets_of(turn)) == 1
+    turn.give_back()
+    other.take()
+    assert other in HELD
