@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypedDict
 from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
 from bytesched.grid import Cell, refusal
+from bytesched.share.meeting import parse_share
 from bytesched.values import (
     AUTOMATIC,
     nearest,
@@ -62,6 +63,7 @@ class ConfigFields(TypedDict, total=False):
     split: str
     hierarchy: str
     shard: bool
+    share: str
     find_unused_parameters: bool | None
     timeout_s: float
     timeline: str
@@ -104,6 +106,9 @@ class Config:
     shard: bool = False
     """Each rank updates a part of the model, holds the optimizer's state for that part only, and
     sends the new parameters to the other ranks. On torch.distributed, with Gloo or NCCL."""
+    share: str = ""
+    """Jobs of one machine with the same name here take turns on each device: one computes while
+    gradients of the others travel. A name, or a folder in which they meet; empty: no turns."""
     find_unused_parameters: bool | None = None
     """Whether parameters may stay out of the loss; None: as given to DDP, or learned at once."""
     timeout_s: float = 1800.0
@@ -249,6 +254,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "split": one_of("auto", "on", "off"),
     "hierarchy": one_of("auto", "on", "off"),
     "shard": parse_flag,
+    "share": parse_share,
     "find_unused_parameters": parse_optional_flag,
     "timeout_s": parse_timeout,
     "timeline": parse_path,

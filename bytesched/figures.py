@@ -65,3 +65,9 @@ class Figures(TypedDict):
     """Seconds in which a chunk did not start for an urgent section, of all wrapped objects."""
     urgent_released: int
     """Urgent sections that let everything go at their limit of time."""
+    turns: int
+    """Turns of this process on devices that it shares with other jobs (`share`)."""
+    turn_wait_s: float
+    """Seconds in which it waited for these."""
+    turns_ended: int
+    """How many of them came to their limit of time."""

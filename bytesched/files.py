@@ -77,8 +77,13 @@ def read_text(path: Path) -> str:
 
 
 @contextmanager
-def locked(path: Path, timeout_s: float) -> Iterator[None]:
+def locked(
+    path: Path, timeout_s: float, *, looks_every_s: float = _LOOKS_EVERY_S
+) -> Iterator[None]:
     """Holds the file ``path``, which stays behind, empty: one process or thread at a time does.
+
+    Args:
+        looks_every_s: how long it sleeps between two attempts.
 
     Raises ``TimeoutError`` if another one does not let go, ``OSError`` if it cannot be opened, as
     a link cannot.
@@ -90,7 +95,7 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
         while not _is_taken(descriptor):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(errno.ETIMEDOUT, f"held for {timeout_s:g} s", str(path))
-            time.sleep(_LOOKS_EVERY_S)
+            time.sleep(looks_every_s)
         yield
     finally:
         os.close(descriptor)

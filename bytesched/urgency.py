@@ -14,11 +14,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic, perf_counter_ns
 from typing import Final
 
 from bytesched.scheduler import Scheduler
+from bytesched.share.turn import HELD, released
 from bytesched.task import CommTask
 
 __all__ = ["URGENCY", "Section", "Urgency", "begin", "urgent"]
@@ -251,8 +252,11 @@ def urgent(name: str = "urgent") -> Iterator[None]:
     waits for a gradient or a parameter, everything goes on, and after a limit (four times the
     longest of the last sections, at most a second) as well. Sections may be nested, on any threads.
     """
-    section = URGENCY.begin(name)
-    try:
-        yield
-    finally:
-        section.end()
+    # What ranks wait for together may need the turn of another rank; and a section that waits for
+    # a turn would hold gradients back.
+    with released() if HELD else nullcontext():
+        section = URGENCY.begin(name)
+        try:
+            yield
+        finally:
+            section.end()

@@ -97,6 +97,11 @@ def wrap_found(
             check_request(accumulate, micro_batches)
         if not is_mxnet and not is_store:
             check(optimizer, model)
+        if config.share and (is_mxnet or is_store):
+            raise PluginError(
+                "share is for models of torch, whose forward and backward passes take turns: a "
+                "store, or MXNet, has none"
+            )
         if is_mxnet or is_store or kvstore is not None or _is_horovods(optimizer):
             if config.shard:
                 raise PluginError(

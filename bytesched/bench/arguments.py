@@ -34,6 +34,7 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --model vgg --batch 4,8,16,32 --record vgg.json --systems ddp --rounds 1
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
+  bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
@@ -185,6 +186,14 @@ def bench_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="OLD.json: measure the same again, and fail on a regression; OLD.json NEW.json: "
         "compare two results",
+    )
+    add(
+        "--share",
+        nargs="?",
+        const="",
+        metavar="PROFILES",
+        help="measure jobs that share devices and links: alone, side by side and in turns; beside "
+        "that of --emulate one like it, or one of each of these profiles",
     )
     add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")
     return parser

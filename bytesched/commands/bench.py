@@ -23,6 +23,7 @@ from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import priority, provenance
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS, setting
+from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import Specification, specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
 from bytesched.bench.table import add_figures, table, thread_table
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = same_again(old.get("command", ""), arguments)
             options = parser.parse_args(arguments)
         spec = specification(options, view)
+        if options.share is not None:
+            print("\n".join(["", *measure_sharing(spec, options, arguments)]))
+            return 0
         its_setting = setting(options, spec, view)
         if old is not None:
             check_same(old, its_setting)

@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--policy", "NAME", "which ready chunk goes first: priority, fifo or prophet"),
         ("--partition-bytes", "SIZE", "size of the chunks, such as 512KiB; 0: from the link"),
         ("--credit-bytes", "SIZE", "most bytes in flight; 0: chosen with the partition"),
+        ("--share", "NAME", "take turns on each device with other jobs of that name"),
         ("--timeline", "FOLDER", "write a timeline of each rank there"),
         ("--figures", "FOLDER", "write the figures of each rank there, at the end"),
         ("--set", "FIELD=VALUE", "any other setting; may be repeated"),

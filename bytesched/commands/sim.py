@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bytesched.bench.profile import load_profile, shipped_profiles
+from bytesched.bench.profile import Profile, load_profile, shipped_profiles
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, System, parse_systems
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
@@ -24,6 +24,7 @@ from bytesched.sim.curve import AXES, SEND_S, Case, sweep
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
 from bytesched.sim.recorded import recorded_jitter
+from bytesched.sim.sharing import SHARING_LEGEND, predict_sharing, sharing_rows
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
 from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
 from bytesched.sim.verdict import gain, verdict
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_outputs(options)
         climate, model = _climate(options), _model(options)
+        options.sharing = _shared_profiles(options, model.profile)
         systems = _systems(options, has_experts=bool(model.profile.exchanged_bytes))
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
     except ConfigError as error:
@@ -76,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print("\n".join(_headline(cases[0], links)))
     print()
-    if options.curve:
+    if options.share is not None:
+        predictions = _sharing(cases, options.sharing)
+    elif options.curve:
         predictions = _curve(cases[0], options)
     else:
         predictions = _table(cases)
@@ -116,6 +120,33 @@ def _table(cases: Sequence[Case]) -> list[dict[str, Any]]:
     for case, of_case in zip(cases, found, strict=True):
         print(verdict(case, of_case))
     return [one.to_json() for of_case in found for one in of_case]
+
+
+def _sharing(cases: Sequence[Case], profiles: Sequence[Profile]) -> list[dict[str, Any]]:
+    """Print what jobs of these profiles take, of which that of the cases is the first."""
+    found = []
+    for case in cases:
+        models = [case.model, *(replace(case.model, profile=profile) for profile in profiles)]
+        jobs = predict_sharing([replace(case, model=model) for model in models])
+        found.append((case.fabric.ranks, jobs))
+    lines = sharing_rows(found)
+    print("\n".join(aligned(lines, ">" * len(lines[0]))))
+    print(SHARING_LEGEND)
+    return [{"ranks": ranks, "jobs": [asdict(job) for job in jobs]} for ranks, jobs in found]
+
+
+def _shared_profiles(options: argparse.Namespace, first: Profile) -> list[Profile]:
+    """Of the jobs beside the first one. Raises `ConfigError`."""
+    if options.share is None:
+        return []
+    for name in ("curve", "png", "systems"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not for --share")
+    names = [name for name in options.share.split(",") if name]
+    profiles = [load_profile(name).scaled(options.compute_scale) for name in names] or [first]
+    if any(profile.exchanged_bytes for profile in (first, *profiles)):
+        raise ConfigError("--share is not for a profile with layers of experts")
+    return profiles
 
 
 def _curve(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -398,6 +429,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help=f"what to predict ({','.join(SYSTEMS[:-1])}; of a profile with layers of experts "
         f"{','.join(EXCHANGE_SYSTEMS)})",
+    )
+    add(
+        "--share",
+        nargs="?",
+        const="",
+        metavar="PROFILES",
+        help="predict jobs that take turns on shared devices: beside that of --profile one like "
+        "it, or one of each of these",
     )
     add("--clip", action="store_true", help="the script clips by the norm of all gradients")
     add(

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import sys
 from typing import Any, Final
 
+from bytesched.share.turn import HELD, released
 from bytesched.urgency import begin
 
 __all__ = ["mark_all_to_alls"]
@@ -81,8 +83,17 @@ def _replace_functions(module: Any) -> None:
 
 
 def _marked(function: Any) -> Any:
+    parameters = inspect.signature(function)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if HELD and not parameters.bind(*args, **kwargs).arguments.get("async_op"):
+            # It waits for other ranks, which may need a turn that another job has.
+            with released():
+                return urgent_call(*args, **kwargs)
+        return urgent_call(*args, **kwargs)
+
+    def urgent_call(*args: Any, **kwargs: Any) -> Any:
         section = begin(function.__name__)
         work = None
         try:

@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
 from bytesched.round import Round
+from bytesched.share.turn import HELD, released
 from bytesched.urgency import URGENCY
 
 from ..layout.slots import Job, Slot
@@ -99,6 +100,9 @@ class Progress:
         self.refuse_in_update(what)
         if URGENCY.is_held:
             with URGENCY.waiting():
+                return self.wait(done, what, until=until)
+        if HELD and not self.done_by(0.0, done):
+            with released():
                 return self.wait(done, what, until=until)
         deadline = monotonic() + self._timeout_s
         while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.observe import Observers
+from bytesched.share.turn import turn_figures
 from bytesched.urgency import URGENCY
 
 from ..dependency.progress import Progress
@@ -156,6 +157,7 @@ class HookedModel(ABC):
             "rank": self._backend.rank,
             "world_size": self._backend.size,
             **URGENCY.figures(),
+            **turn_figures(),
         }
 
     def __repr__(self) -> str:

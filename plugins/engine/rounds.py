@@ -26,6 +26,7 @@ from ..layout.slots import Slot
 from ..routes.handover import Handover
 from .by_hand import ByHand
 from .phase import Phase
+from .turns import ModelTurns
 
 __all__ = ["Rounds"]
 
@@ -73,6 +74,8 @@ class Rounds:
         self.finished = 0
         #: what looks at the first steps for gradients that the script reduces itself
         self.by_hand: ByHand | None = None
+        #: on a device that several jobs share
+        self.turns: ModelTurns | None = None
         self._rank = context.backend.rank
         self._progress = context.progress
         self._round = context.progress.round
@@ -174,6 +177,8 @@ class Rounds:
     def _begin(self) -> None:
         self._progress.check()
         self.phase.begin_round(forward_seen=self.forward_seen)
+        if self.turns is not None:
+            self.turns.backward_begins()
         self.forward_seen = False
 
     # -- end ---------------------------------------------------------------------------
@@ -211,6 +216,8 @@ class Rounds:
         self._finish()
 
     def _finish(self) -> None:
+        if self.turns is not None:
+            self.turns.backward_ends()
         self.finished += 1
         phase = self.phase.end_round()
         if phase is not self.phase:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -20,7 +21,7 @@ from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..moments.folding import Accumulation, Folding
 from ..proxies.entries import guard_entries
-from ..proxies.hooks import StayingForwardHook, StayingHook
+from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from ..routes.backend import Backend
 from ..routes.handover import Handover
 from ..warmup.retuning import Decisions
@@ -32,6 +33,7 @@ from .phase import Life
 from .rounds import Rounds
 from .running import Running
 from .stepping import Stepping
+from .turns import open_turns
 from .warming import WarmingUp
 
 __all__ = ["Session"]
@@ -115,6 +117,9 @@ class Session(HookedModel):
             static_graph=static_graph,
             phase=warming_up,
         )
+        if config.share:
+            device = slots[0].parameter.device
+            self._rounds.turns = open_turns(config.share, device, context)
         self._stepping = Stepping(
             self._rounds,
             self._handover,
@@ -131,6 +136,13 @@ class Session(HookedModel):
         if self._sync is not None:
             for slot in self._rounds.slots:
                 self._undo.append(self._rounds.hook(slot))
+        if (turns := self._rounds.turns) is not None:
+            # Behind what DDP does at first, which waits for other ranks.
+            inner = root.module if isinstance(root, DistributedDataParallel) else root
+            self._undo.append(gate(inner, lambda _: turns.forward_begins(), _nothing))
+            ended = StayingForwardHook(lambda *_: turns.forward_ends())
+            self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
+            self._undo.append(turns.close)
         before = StayingHook(self.before_forward, self._inside_compiled)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
@@ -190,10 +202,15 @@ class Session(HookedModel):
         """The root is called; its own hook calls this."""
         if self._is_disowned:
             return
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._before_training_forward()
+        else:
             if not module.training:
                 self._life.synchronize_all()
-            return
+            if self._rounds.turns is not None:
+                self._rounds.turns.brief_forward_begins()
+
+    def _before_training_forward(self) -> None:
         self._progress.check()
         self._rounds.complain_if_interrupted()
         self._streams.begin()
@@ -297,6 +314,10 @@ class Session(HookedModel):
     @property
     def _life(self) -> Life:
         return self._rounds.phase
+
+
+def _nothing() -> None:
+    pass
 
 
 def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:

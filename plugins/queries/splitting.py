@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from bytesched.observe import Observers
+from bytesched.share.turn import released
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
@@ -222,7 +223,10 @@ class Splitting:
 
     def _enter(self) -> None:
         try:
-            self._split = self._entered()
+            # The other ranks have to come here first, for which they may need a turn that a job
+            # has which waits for one of this rank.
+            with released():
+                self._split = self._entered()
         except BaseException as error:  # noqa: BLE001 - it is raised
             # The other ranks learn of it, as they take part in it.
             self._context.progress.raise_first(error)

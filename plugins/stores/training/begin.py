@@ -115,6 +115,10 @@ def _in_store(
         raise PluginError(
             f"{name} cannot update parts of a parameter: let the workers update (updates=False)"
         )
+    if config.share:
+        raise PluginError(
+            "share is not for a store that updates: let the workers update, or drop it"
+        )
     if config.compression != "none":
         raise PluginError("a store that updates sends parameters, which are not compressed")
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -56,6 +56,12 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--batch 4,8", "several sizes is for --record"),
         ("--batch 4,8 --record b.json --emulate gpt", "several sizes is for --record"),
         ("--json nowhere/there.json", "no such folder"),
+        ("--model gpt --share", "needs --emulate"),
+        ("--emulate gpt --share --systems ddp", "--share measures bytesched"),
+        ("--emulate gpt --share gtp", "did you mean gpt"),
+        ("--emulate gpt --share gpt,gpt,gpt,gpt,gpt,gpt,gpt,gpt", "at most 8 jobs"),
+        ("--emulate gpt --share moe", "layers of experts"),
+        ("--emulate gpt --share --cpu", "--cpu is not for --share"),
         ("--emulate gpt --clip 1 --systems ddp,deepspeed", "--clip is not for"),
     ],
 )

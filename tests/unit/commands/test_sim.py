@@ -44,6 +44,9 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--bandwidth fast", "for example 1gbit"),
         ("--iterations 0", "at least 1"),
         ("--json nowhere/there.json", "no such folder"),
+        ("--share --curve ranks", "--curve is not for --share"),
+        ("--share gtp", "did you mean gpt"),
+        ("--share moe", "layers of experts"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -153,3 +156,16 @@ def test_a_picture_of_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arguments = f"--profile {profile} --ranks 2 --systems ddp,bytesched --png {file}"
     assert sim.main(arguments.split()) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_that_share_are_as_fast_as_their_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tiny = tmp_path / "share.json", tmp_path / "tiny.json"
+    tiny.write_text(json.dumps(TINY_TO_SEND))
+    text = said(f"--profile {tiny} --ranks 2 --bandwidth 1gbit --share vgg --json {path}", capsys)
+    assert "one after the other" in text
+    (found,) = json.loads(path.read_text())["predictions"]
+    assert found["ranks"] == 2
+    assert len(found["jobs"]) == 2
+    assert found["jobs"][1]["compute_s"] > found["jobs"][0]["compute_s"]

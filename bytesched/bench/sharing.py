@@ -1,0 +1,168 @@
+"""Jobs that share devices and links, measured: alone, side by side, and in turns."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bytesched.bench.profile import load_profile, parse_profile
+from bytesched.bench.provenance import provenance
+from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
+from bytesched.bench.specification import Specification
+from bytesched.environment import rank_view
+from bytesched.errors import ConfigError
+from bytesched.files import write_text
+from bytesched.lab.ranks import Start, run_all
+from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
+from bytesched.table import aligned
+
+__all__ = ["CROSSOVER", "DDP", "SIDE_BY_SIDE", "ShareSpecification", "measure_sharing"]
+
+WORKER: Final = "bytesched.plugins.bench.share_worker"
+DDP: Final = "ddp, side by side"
+SIDE_BY_SIDE: Final = "side by side"
+CROSSOVER: Final = "crossover"
+_ONE_AFTER_THE_OTHER: Final = "one after the other"
+_MOST_JOBS: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareSpecification:
+    """What `bytesched bench --share` measures."""
+
+    #: the profile of each job, emulated on a device of which each host has one
+    profiles: tuple[object, ...]
+    #: of bytesched
+    options: dict[str, str]
+    iterations: int
+    rounds: int
+    warmup: int
+    optimizer: str
+    #: norm of all gradients; 0: not clipped
+    clip: float
+    compute_scale: float
+    comm_ratio: float | None
+    threads: int
+    timeout_s: float
+
+
+def _specification(spec: Specification, options: Namespace) -> ShareSpecification:
+    """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
+    if spec.kind != "emulate":
+        raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
+    if rank_view().launcher != "none":
+        raise ConfigError("--share starts the ranks of all jobs itself: leave the launcher out")
+    if not options.systems:
+        systems: dict[str, str] = {}
+    elif len(spec.systems) == 1 and spec.systems[0].kind == "bytesched":
+        systems = spec.systems[0].options
+    else:
+        raise ConfigError("--share measures bytesched: --systems bytesched, with options if any")
+    for name in ("png", "record", "compare", "cpu"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not for --share")
+    if spec.ranks_per_host > 1:
+        raise ConfigError("--share has one rank of each job on a host: leave --ranks-per-host out")
+    names = [name for name in options.share.split(",") if name] or [options.emulate]
+    profiles = [spec.content, *(load_profile(name).to_json() for name in names)]
+    if len(profiles) > _MOST_JOBS:
+        raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
+    if any(parse_profile(content, "of the bench").exchanged_bytes for content in profiles):
+        raise ConfigError("--share is not for a profile with layers of experts")
+    return ShareSpecification(
+        profiles=tuple(profiles),
+        options=systems,
+        iterations=spec.iterations,
+        rounds=spec.rounds,
+        warmup=spec.warmup,
+        optimizer=spec.optimizer,
+        clip=spec.clip,
+        compute_scale=spec.compute_scale,
+        comm_ratio=spec.comm_ratio,
+        threads=spec.threads,
+        timeout_s=spec.timeout_s,
+    )
+
+
+def measure_sharing(
+    bench: Specification, options: Namespace, arguments: Sequence[str]
+) -> list[str]:
+    """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
+    spec = _specification(bench, options)
+    hosts = options.lab or options.workers or DEFAULT_WORKERS
+    rate = (options.rate or DEFAULT_RATE) if options.lab else None
+    with tempfile.TemporaryDirectory(prefix="bytesched-share-") as folder:
+        start = Start(
+            WORKER,
+            result=str(Path(folder, "result.json")),
+            threads=spec.threads,
+            ranks_per_host=len(spec.profiles),
+        )
+        network = run_all(spec, start, hosts, rate, Path(folder))
+        found = json.loads(Path(start.result).read_text())
+    if options.json:
+        command = shlex.join(["bytesched", "bench", *arguments])
+        result = {
+            **provenance(command),
+            "network": network,
+            "specification": asdict(spec),
+            **found,
+        }
+        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
+    return [_headline(found, hosts, network), "", *table(found)]
+
+
+def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
+    jobs = "; ".join(
+        f"{job['name']}: compute {job['compute_ms']:.1f} ms, link {job['link_ms']:.1f} ms, "
+        f"alone {job['alone_ms']:.1f} ms, T* {job['optimum_ms']:.1f} ms"
+        for job in found["jobs"]
+    )
+    return (
+        f"{len(found['jobs'])} jobs of {hosts} ranks (emulated compute, one device on each host), "
+        f"{network}\n{jobs}"
+    )
+
+
+def jobs_of(found: dict[str, Any]) -> list[SharingJob]:
+    """The jobs of a result."""
+    return [
+        SharingJob(
+            *(job[name] / 1e3 for name in ("compute_ms", "alone_ms", "link_ms", "optimum_ms"))
+        )
+        for job in found["jobs"]
+    ]
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The lines of a table: how fast each job is, how much is done, and how near the bound."""
+    jobs = jobs_of(found)
+    serial_s = sum(job.iteration_s for job in jobs)
+    lines: list[tuple[str, ...]] = [("jobs", "iteration ms", "work", "of the bound", "same bits")]
+    lines.append(_row(_ONE_AFTER_THE_OTHER, jobs, [1 / serial_s] * len(jobs), "-"))
+    for name, turns in found["arms"].items():
+        rates = [statistics.median(rates) for rates in zip(*turns["rates"], strict=True)]
+        lines.append(_row(name, jobs, rates, "yes" if turns["same_bits"] else "NO"))
+    lines.append(_row("crossover, predicted", jobs, turn_rates(jobs), "-"))
+    return [
+        *aligned(lines, "<>>><"),
+        "",
+        "iteration: of each job. work: how many times as much as one job after the other.",
+        "of the bound: 100 % if the device or the link is always busy, or no job can be faster.",
+        "Side by side, jobs get equal shares of the device, without a cost of switching.",
+    ]
+
+
+def _row(
+    name: str, jobs: Sequence[SharingJob], rates: Sequence[float], bits: str
+) -> tuple[str, ...]:
+    each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
+    near = 100 * bound_share(jobs, rates)
+    return name, each, f"{work(jobs, rates):.3f}x", f"{near:.1f} %", bits

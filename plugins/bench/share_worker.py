@@ -1,0 +1,221 @@
+"""One rank of a job of `bytesched bench --share`, one of each on every host.
+
+``python -m bytesched.plugins.bench.share_worker SPECIFICATION PLACE``
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.bench.profile import parse_profile
+from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification
+from bytesched.environment import rank_view, set_variables
+from bytesched.lab.ranks import BenchError, Place
+from bytesched.link.bound import gradients, optimum_s, split_optimum_s
+from bytesched.records import from_json
+
+from .block import SEED, train
+from .leaving import leave_after
+from .link import PROBE_BYTES
+from .systems.data_parallel import Running, make_optimizer, scheduled
+from .workloads.emulated import EmulatedModel, emulated_loss
+from .workloads.models import Workload
+from .workloads.shared_pace import SharedPace
+
+__all__ = ["main"]
+
+_PROBES: Final = 5
+#: beginnings of iterations that a rate is made from
+_LEAST_INSIDE: Final = 3
+
+
+class _Iterations:
+    """The seeds of a job's iterations, and when those after its warm-up began.
+
+    Args:
+        together: all jobs train, and begin these at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, warmup: int, *, together: bool) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._warmup = warmup
+        self._together = together
+        self.starts_s: list[float] = []
+
+    def seed_of(self, step: int) -> int:
+        if step == self._warmup and self._together:
+            dist.barrier()
+        if step >= self._warmup:
+            self.starts_s.append(time.monotonic())
+        return step * self._size + self._rank
+
+
+class SharingBench:
+    """Runs all jobs in each of the ways, on every rank the same."""
+
+    def __init__(self, spec: ShareSpecification, place: Place) -> None:
+        self._spec = spec
+        jobs = len(spec.profiles)
+        self._host, self._job = divmod(dist.get_rank(), jobs)
+        # Ranks of one job are on one host each; what LOCAL_RANK says is the number of the job.
+        set_variables({"LOCAL_RANK": str(self._host)})
+        hosts = dist.get_world_size() // jobs
+        groups = [dist.new_group([h * jobs + j for h in range(hosts)]) for j in range(jobs)]
+        group = groups[self._job]
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        folder = Path(place.result).parent
+        self._turns = str(folder / "turns")
+        self._pace = SharedPace(folder / f"device{self._host}", self._job)
+        self._bytes_per_s = self._measured_rate()
+        profiles = [parse_profile(content, "of the bench") for content in spec.profiles]
+        scales = [
+            profile.nbytes / self._bytes_per_s / (profile.compute_s * spec.comm_ratio)
+            if spec.comm_ratio
+            else spec.compute_scale
+            for profile in profiles
+        ]
+        self._profiles = [one.scaled(scale) for one, scale in zip(profiles, scales, strict=True)]
+
+    def run(self) -> dict[str, Any]:
+        """The result, on rank 0."""
+        alone: list[list[float]] = []
+        arms: dict[str, dict[str, Any]] = {
+            arm: {"rates": [], "same_bits": True} for arm in (DDP, SIDE_BY_SIDE, CROSSOVER)
+        }
+        for turn in range(self._spec.rounds):
+            found = [self._block("alone", [job]) for job in range(len(self._profiles))]
+            expected = [one[job]["bits"] for job, one in enumerate(found)]
+            alone.append([_rates(one)[job] for job, one in enumerate(found)])
+            self._say(turn, "alone", alone[-1])
+            for arm, its in arms.items():
+                together = self._block(arm, range(len(self._profiles)))
+                its["rates"].append(_rates(together))
+                its["same_bits"] &= [together[job]["bits"] for job in sorted(together)] == expected
+                its["figures"] = [together[job]["figures"] for job in sorted(together)]
+                self._say(turn, arm, its["rates"][-1])
+        return {"jobs": self._described(alone), "arms": arms, "alone": alone}
+
+    def _described(self, alone: list[list[float]]) -> list[dict[str, Any]]:
+        bound_s = split_optimum_s if self._spec.clip else optimum_s
+        found = []
+        for profile, rates in zip(self._profiles, zip(*alone, strict=True), strict=True):
+            work = gradients(profile.chain())
+            best_s = bound_s(work, profile.compute_s, self._bytes_per_s)
+            found.append(
+                {
+                    "name": profile.name,
+                    "compute_ms": 1e3 * profile.compute_s,
+                    "alone_ms": 1e3 / statistics.median(rates),
+                    "link_ms": 1e3 * profile.nbytes / self._bytes_per_s,
+                    "optimum_ms": 1e3 * best_s,
+                }
+            )
+        return found
+
+    def _block(self, arm: str, jobs: Any) -> dict[int, dict[str, Any]]:
+        """Trains these jobs from their beginning; what each of them found."""
+        found: dict[str, Any] | None = None
+        if self._job in jobs:
+            torch.manual_seed(SEED)
+            model = EmulatedModel(self._profiles[self._job], self._pace)
+            running = self._set_up(arm, model)
+        dist.barrier()
+        if self._job in jobs:
+            together = len(jobs) > 1
+            iterations = _Iterations(self._group, self._spec.warmup, together=together)
+            trained = train(
+                Workload(model, emulated_loss),
+                running,
+                warmup=self._spec.warmup,
+                iterations=self._spec.iterations,
+                seed_of=iterations.seed_of,
+                clip=self._spec.clip,
+            )
+            if self._host == 0:
+                found = {
+                    "job": self._job,
+                    "starts_s": iterations.starts_s,
+                    "bits": [trained["losses"], trained["weights"]],
+                    "figures": trained["stats"],
+                }
+            del model, running
+            gc.collect()
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found)
+        return {one["job"]: one for one in every if one is not None}
+
+    def _set_up(self, arm: str, model: EmulatedModel) -> Running:
+        wrapped = DistributedDataParallel(model, process_group=self._group)
+        optimizer = make_optimizer(self._spec.optimizer, model.parameters())
+        if arm == DDP:
+            return Running(wrapped, optimizer)
+        share = {"share": self._turns} if arm == CROSSOVER else {}
+        return scheduled(optimizer, wrapped, self._spec.options | share)
+
+    def _measured_rate(self) -> float:
+        """Bytes per second of the first job's large all-reduces, as every rank knows it."""
+        found = [0.0]
+        if self._job == 0:
+            buffer = torch.zeros(PROBE_BYTES // 4)
+            taken_s = []
+            for _ in range(1 + _PROBES):
+                dist.barrier(self._group)
+                began_s = time.perf_counter()
+                dist.all_reduce(buffer, group=self._group)
+                taken_s.append(time.perf_counter() - began_s)
+            found = [PROBE_BYTES / statistics.median(taken_s[1:])]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _say(self, turn: int, arm: str, rates: list[float]) -> None:
+        if dist.get_rank() == 0:
+            each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
+            print(f"round {turn + 1}/{self._spec.rounds}  {arm:<20} {each} ms", flush=True)
+
+
+def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
+    """Iterations per second of each job, while all of them train; 0 of one that does not.
+
+    Raises `BenchError` if one came to its end before another one had warmed up.
+    """
+    since_s = max(one["starts_s"][0] for one in found.values())
+    until_s = min(one["starts_s"][-1] for one in found.values())
+    rates = [0.0] * (1 + max(found))
+    for job, one in found.items():
+        inside = [at_s for at_s in one["starts_s"] if since_s <= at_s <= until_s]
+        if len(inside) < _LEAST_INSIDE:
+            raise BenchError(
+                f"job {job} had {max(0, len(inside) - 1)} iterations while all jobs trained: their "
+                "paces differ too much for so few; give more --iterations"
+            )
+        rates[job] = (len(inside) - 1) / (inside[-1] - inside[0])
+    return rates
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; rank 0 writes the result into the file that its place names."""
+    spec, place = from_json(ShareSpecification, argv[0]), from_json(Place, argv[1])
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=spec.timeout_s))
+    result = SharingBench(spec, place).run()
+    if rank_view().rank == 0:
+        Path(place.result).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    leave_after(main)
