@@ -10,7 +10,7 @@ from together import together
 from torch import Tensor
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.moe.messages import Exchanges
+from bytesched.plugins.exchanges.messages import Exchanges
 from bytesched.urgency import URGENCY
 
 MIB = 1 << 20
