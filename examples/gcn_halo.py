@@ -22,13 +22,13 @@ CLASSES = 8
 
 
 class Data:
-    """A stochastic block model: ``--inside`` of all edges are drawn inside a block.
+    """A stochastic block model: a share ``inside`` of all edges is drawn inside a block.
 
     Blocks are of equal size, one for each rank; every vertex has an edge to itself, and weights
     are those of a GCN: ``1 / sqrt(degree * degree)``.
     """
 
-    def __init__(self, vertices: int, degree: int, inside: float, blocks: int, width: int) -> None:
+    def __init__(self, vertices: int, degree: int, inside: float, blocks: int) -> None:
         random = torch.Generator().manual_seed(0)
         self.block = torch.arange(vertices) * blocks // vertices
         drawn = vertices * degree // 2
@@ -43,11 +43,16 @@ class Data:
         self.target = torch.cat([b, a, itself])
         degrees = torch.bincount(self.target, minlength=vertices).float()
         self.weight = (degrees[self.source] * degrees[self.target]).rsqrt()
-        self.features = torch.randn(vertices, width, generator=random)
-        # A class depends on the neighbours, as what a GCN can learn.
-        scores = self.features @ torch.randn(width, CLASSES, generator=random)
-        edges = scores[self.source] * self.weight.unsqueeze(1)
-        self.classes = torch.zeros_like(scores).index_add(0, self.target, edges).argmax(1)
+
+    def rows(self, width: int) -> tuple[Tensor, Tensor]:
+        """Features of every vertex, and its class, which its neighbours decide."""
+        random = torch.Generator().manual_seed(1)
+        vertices = len(self.block)
+        features = torch.randn(vertices, width, generator=random)
+        scores = features @ torch.randn(width, CLASSES, generator=random)
+        edges = torch.stack([self.target, self.source])
+        neighbours = torch.sparse_coo_tensor(edges, self.weight, (vertices, vertices))
+        return features, (neighbours.coalesce() @ scores).argmax(1)
 
 
 class GCN(nn.Module):
@@ -70,10 +75,10 @@ class GCN(nn.Module):
 
 def train(options: argparse.Namespace) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    data = Data(options.vertices, options.degree, options.inside, ranks, options.width)
+    data = Data(options.vertices, options.degree, options.inside, ranks)
     # A rank needs the owners of all vertices, and the edges that end at its own.
     partition = graphs.Partition(data.block, data.source, data.target, data.weight)
-    features, classes = data.features[partition.vertices], data.classes[partition.vertices]
+    features, classes = (of_all[partition.vertices] for of_all in data.rows(options.width))
 
     torch.manual_seed(0)
     model = DistributedDataParallel(GCN(partition, options.width))
