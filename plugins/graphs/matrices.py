@@ -1,7 +1,7 @@
 """Sparse matrices whose products add up in one fixed order, so that equal inputs give equal bits.
 
-A product adds each row's entries by column, one after the other, beginning at zero or at what is
-there: a row summed in several products has the bits of one product over all of its columns.
+A product adds each row's entries by column, one after the other. So a sum that goes on in another
+product, whose first column is the sum so far, has the bits of one product over all columns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,29 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["added", "by_rows", "entries", "product"]
+__all__ = ["by_rows", "entries", "going_on", "product"]
 
 
 def entries(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """The matrix in coordinates, sorted by row and column; what is given twice is added up."""
     places = torch.stack([rows, columns])
     return torch.sparse_coo_tensor(places, values, shape, check_invariants=False).coalesce()
+
+
+def going_on(matrix: Tensor) -> Tensor:
+    """With ``[total, x]`` below each other, what gives ``total + matrix @ x``; by rows."""
+    rows, columns = matrix.indices()
+    own, width = matrix.shape
+    itself = torch.arange(own, device=rows.device)
+    ones = torch.ones(own, dtype=matrix.dtype, device=rows.device)
+    return by_rows(
+        entries(
+            torch.cat([itself, rows]),
+            torch.cat([itself, own + columns]),
+            torch.cat([ones, matrix.values()]),
+            (own, own + width),
+        )
+    )
 
 
 def by_rows(matrix: Tensor) -> Tensor:
@@ -36,9 +52,3 @@ def product(matrix: Tensor, x: Tensor) -> Tensor:
     else:
         total = torch.sparse.mm(matrix, x)
     return total
-
-
-def added(total: Tensor, matrix: Tensor, x: Tensor) -> None:
-    """Adds ``matrix @ x`` to ``total``, of a matrix of `entries`."""
-    if matrix._nnz():
-        total.addmm_(matrix, x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .matrices import by_rows, entries
+from .matrices import by_rows, entries, going_on
 
 __all__ = ["Halo", "Piece", "cut"]
 
@@ -35,9 +35,9 @@ class Piece:
     #: how many rows each rank gets, and sends
     send: list[int]
     receive: list[int]
-    #: edges from the rows received to own vertices, in coordinates
-    matrix: Tensor
-    #: the same, from own vertices to those rows, by rows
+    #: from a sum so far, and the rows received below it, to the sum with these
+    going_on: Tensor
+    #: edges of the rows received, from own vertices to those rows, by rows
     transposed: Tensor
 
 
@@ -76,7 +76,7 @@ def cut(halo: Halo, most_rows: int) -> list[Piece]:
                     give=halo.give[to][sent],
                     send=_only(to, sent.stop - sent.start, size),
                     receive=_only(by, count, size),
-                    matrix=matrix,
+                    going_on=going_on(matrix),
                     transposed=by_rows(matrix.t().coalesce()),
                 )
             )

@@ -17,6 +17,7 @@ import bytesched
 from bytesched.errors import BytesschedError, MismatchError, TransportError
 from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
+from bytesched.plugins.graphs.matrices import by_rows, product
 
 VERTICES, WIDTH, CLASSES = 60, 5, 3
 
@@ -155,7 +156,7 @@ def bits(dtype: torch.dtype) -> list[bool]:
         graph.weight[mine],
         (len(part.vertices), len(everything)),
     )
-    in_order = torch.sparse.mm(matrix.coalesce(), features[everything])
+    in_order = product(by_rows(matrix.coalesce()), features[everything])
     same.append(torch.equal(found[0][0], in_order))
     # Whole numbers have no rounding, so that every order gives the same bits.
     whole = Graph(graph.owner, graph.source, graph.target, (8 * graph.weight).round())
