@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,10 @@ import bytesched
 from bytesched.errors import BytesschedError, MismatchError, TransportError
 from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
+from bytesched.plugins.graphs.laps import laps
 from bytesched.plugins.graphs.matrices import by_rows, product
+from bytesched.report.shares import read_shares
+from bytesched.trace.timeline import trace_name
 
 VERTICES, WIDTH, CLASSES = 60, 5, 3
 
@@ -224,6 +228,22 @@ def keeps_inputs() -> dict[str, bool]:
     with torch.inference_mode():
         exchanges("in inference", True, x.clone())
     return found
+
+
+def traced(folder: str) -> tuple[dict[str, float], float, bool]:
+    """Shares of epochs, how long halos were under way, and whether another layer is told."""
+    part = graph_of("directed", dist.get_world_size()).part(piece_bytes=64)
+    model = GCN(part)
+    features, classes = rows_of()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = bytesched.wrap(optimizer, model, timeline=folder)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss_of(model(features[part.vertices]), classes[part.vertices]).backward()
+        optimizer.step()
+    bytesched.unwrap(optimizer)
+    (found,) = read_shares([Path(folder) / trace_name(dist.get_rank())])
+    return found.of, found.under_way, bool(laps()._observers)
 
 
 # -- errors ----------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from graphs_cases import (
@@ -13,6 +15,7 @@ from graphs_cases import (
     keeps_inputs,
     number_of_pieces,
     raises_in_the_middle,
+    traced,
     trained,
 )
 from ranks import Ranks, run_fresh
@@ -67,6 +70,14 @@ def test_the_first_layer_exchanges_once_while_its_inputs_stay(two_ranks: Ranks) 
     for found in two_ranks.run(keeps_inputs):
         assert len(found) == 9
         assert all(found.values()), found
+
+
+def test_a_trace_says_what_an_epoch_goes_to(two_ranks: Ranks, tmp_path: Path) -> None:
+    for shares, under_way, is_told in two_ranks.run(traced, str(tmp_path)):
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(shares[kind] > 0 for kind in ("aggregation", "transformation", "halo", "other"))
+        assert 0 < under_way < 1
+        assert not is_told
 
 
 def test_ranks_that_disagree_are_told_on_all_of_them_before_anything_is_sent(
