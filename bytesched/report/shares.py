@@ -91,7 +91,7 @@ def draw_shares(bars: Sequence[tuple[str, Shares]], out_png: str | Path, *, titl
     with canvas(9.0, AROUND_IN + ROW_IN * len(bars), Path(out_png)) as figure:
         height = figure.get_figheight()
         axes = figure.subplots()
-        figure.subplots_adjust(left=0.2, right=0.97, top=1 - 0.75 / height, bottom=0.34 / height)
+        figure.subplots_adjust(left=0.24, right=0.97, top=1 - 0.75 / height, bottom=0.34 / height)
         figure.text(0.012, 1 - 0.22 / height, title, size=12, weight="bold", color=INK, va="center")
         axes.set_xlim(0, 1)
         axes.set_ylim(len(bars) - 0.5, -0.5)
@@ -103,6 +103,7 @@ def draw_shares(bars: Sequence[tuple[str, Shares]], out_png: str | Path, *, titl
             _draw_bar(axes, row, shares)
         handles, labels = axes.get_legend_handles_labels()
         first = dict(zip(labels, handles, strict=True))
+        first["on its way"] = first.pop("on its way")
         figure.legend(
             first.values(),
             first.keys(),
