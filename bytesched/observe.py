@@ -15,7 +15,8 @@ class Observer:
     """Optional hooks; all do nothing here. Called from any thread.
 
     Times are ``time.perf_counter_ns()``. Tracks are ``step``, ``forward``, ``backward``,
-    ``queue``, ``send``, ``update``, ``urgent`` and ``wait``.
+    ``queue``, ``send``, ``update``, ``urgent`` and ``wait``, and ``graph`` of layers of
+    ``bytesched.plugins.graphs``.
     """
 
     def on_span(

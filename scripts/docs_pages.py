@@ -25,6 +25,7 @@ FACES = (
     "bytesched.kvstore",
     "bytesched.plugins",
     "bytesched.plugins.burst",
+    "bytesched.plugins.graphs",
     "bytesched.plugins.horovod",
     "bytesched.plugins.moe",
     "bytesched.plugins.mpi_kvstore",

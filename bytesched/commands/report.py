@@ -10,7 +10,9 @@ from pathlib import Path
 
 from bytesched.report.iteration import draw_iteration
 from bytesched.report.pictures import PICTURES, Picture
+from bytesched.report.shares import KINDS, draw_shares, read_shares
 from bytesched.report.timeline import draw_timeline
+from bytesched.table import aligned
 
 __all__ = ["main"]
 
@@ -72,6 +74,38 @@ def _draw_timeline(options: Namespace) -> None:
     draw_timeline(options.trace, options.output, title=options.title, step=options.step)
 
 
+_GRAPH = """\
+How to get the traces: train with layers of bytesched.plugins.graphs and bytesched.wrap.
+
+  BYTESCHED_TIMELINE=runs torchrun --nproc-per-node 2 examples/gcn_halo.py
+  bytesched report graph runs/rank*.trace.json -o graph.png
+
+The printed table has the mean of all epochs. Halo and weights are what training waited for, and
+what it took to hand rows over; "on its way" is how long halos were, whatever was computed then.
+"""
+
+
+def _graph_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="of some ranks")
+    parser.add_argument("--title", default="What an epoch goes to")
+
+
+def _draw_graph(options: Namespace) -> None:
+    ranks = read_shares(options.traces)
+    draw_shares([(f"rank {one.rank}", one) for one in ranks], options.output, title=options.title)
+    rows: list[tuple[str, ...]] = [("rank", "epochs", "ms", *KINDS, "on its way")]
+    for one in ranks:
+        shares = (f"{share:.1%}" for share in (*one.of.values(), one.under_way))
+        rows.append((str(one.rank), str(one.epochs), f"{one.epoch_ms:.1f}", *shares))
+    print(*aligned(rows, ">" * len(rows[0])), sep="\n")
+
+
+PICTURES["graph"] = Picture(
+    "what epochs of full-graph training go to, and the shares as a table",
+    _graph_arguments,
+    _draw_graph,
+    _GRAPH,
+)
 PICTURES["iteration"] = Picture(
     "one iteration of two runs, above each other",
     _iteration_arguments,

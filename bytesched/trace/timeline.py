@@ -23,7 +23,7 @@ __all__ = ["TRACKS", "Timeline", "trace_name"]
 log = logging.getLogger("bytesched")
 
 #: In the order in which a viewer shows them.
-TRACKS = ("step", "forward", "backward", "queue", "send", "wait", "urgent", "update")
+TRACKS = ("step", "forward", "backward", "graph", "queue", "send", "wait", "urgent", "update")
 
 FLOW_NAMES = {"s": "ready", "t": "sent", "f": "first use"}
 #: A flow without a span gets a mark of its own after this many steps.

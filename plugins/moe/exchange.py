@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from bytesched.errors import PluginError
 
-from .counts import Form
-from .peers import Peers, Transfer, peers_of
+from ..exchanges.counts import Form
+from ..exchanges.peers import Peers, Transfer, peers_of
 
 __all__ = ["Exchange", "begin", "exchange", "finish"]
 

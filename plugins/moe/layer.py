@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from bytesched.errors import PluginError
 
-from .counts import Form
+from ..exchanges.counts import Form
+from ..exchanges.peers import Peers, peers_of
 from .exchange import Exchange, begin, finish
 from .gates import DTSGate, Routing, TopKGate
-from .peers import Peers, peers_of
 from .pieces import Piece, cut, number_of_pieces
 
 __all__ = ["MoE"]

@@ -97,7 +97,7 @@ def disagreements() -> list[str]:
 
 def dies_in_a_dispatch() -> None:
     """The last rank dies before it sends what it has announced."""
-    from bytesched.plugins.moe.peers import Peers
+    from bytesched.plugins.exchanges.peers import Peers
 
     rank, size = dist.get_rank(), dist.get_world_size()
     layer = layer_of(moe.TopKGate(WIDTH, EXPERTS), own=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from bytesched.bench.systems import EXCHANGE_PIECES
 
-from ...moe.peers import peers_of
+from ...exchanges.peers import peers_of
 from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
 from .data_parallel import Running, make_optimizer, set_up
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bytesched import urgency
 from bytesched.bench.profile import ELEMENT_BYTES, LayerProfile
 
-from ...moe.peers import Peers, Transfer
+from ...exchanges.peers import Peers, Transfer
 
 __all__ = ["EmulatedExperts", "Exchanges", "InPieces", "Pass"]
 

@@ -94,6 +94,19 @@ def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
         assert losses("--no-lane") == expected
 
 
+def test_a_graph_has_equal_losses_with_and_without_wrap(python: str) -> None:
+    script = [python, *TORCHRUN, "examples/gcn_halo.py", "--vertices", "300", "--epochs", "12"]
+
+    def losses(*options: str) -> list[float]:
+        lines = "\n".join(output([*script, *options]))
+        return [float(loss) for loss in re.findall(r"loss (\S+),", lines)]
+
+    plain = losses("--plain")
+    assert len(plain) == 2
+    assert plain[0] > plain[1]
+    assert losses() == plain
+
+
 def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str) -> None:
     plain = plain_output([python, *TORCHRUN, "examples/ddp.py"], BYTESCHED_ENABLED="0")
     ours = output([sys.executable, *TORCHRUN, "examples/ddp.py"])

@@ -10,7 +10,7 @@ from torch import Tensor
 from bytesched.bench.profile import LayerProfile
 from bytesched.bench.table import percentile
 from bytesched.plugins.bench.workloads.experts import EmulatedExperts, Exchanges, InPieces
-from bytesched.plugins.moe.peers import Transfer
+from bytesched.plugins.exchanges.peers import Transfer
 
 LAYER = LayerProfile("experts", 1.0, 2.0, (), 0, 4096)
 

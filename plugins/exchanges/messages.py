@@ -37,6 +37,19 @@ _LOOK_S: Final = 0.2
 _NUMBERS: Final = 1024
 
 
+#: Sizes are told apart up to multiples of this, a prime, so that tags have 31 bits.
+_SIZES: Final = 999_983
+
+
+def _tag(index: int, nbytes: int) -> int:
+    """Of a message: ranks that disagree about its size wait for each other until their limit.
+
+    Gloo ends the process that gets more bytes than it has room for.
+    """
+    # The middle bit keeps it apart from the tag of a message that is never sent.
+    return (1 + nbytes % _SIZES) * 2 * _NUMBERS + _NUMBERS + index
+
+
 class ExchangeTask(CommTask):
     """One exchange: rows to every rank, and rows from each.
 
@@ -77,7 +90,7 @@ class Exchanges:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._messages = Messages(group)
-        self._waiter = Waiter(self._messages, "bytesched-experts")
+        self._waiter = Waiter(self._messages, "bytesched-exchange")
         self._error: BaseException | None = None
         #: exchanges that have not ended
         self._open: set[ExchangeTask] = set()
@@ -143,10 +156,12 @@ class Exchanges:
         try:
             for peer in reversed(others):
                 if task.rows[peer].numel():
-                    works.append((group.receive(task.rows[peer], peer, task.index), peer))
+                    tag = _tag(task.index, task.rows[peer].nbytes)
+                    works.append((group.receive(task.rows[peer], peer, tag), peer))
             for peer in others:
                 if task.sent[peer].numel():
-                    works.append((group.send(task.sent[peer], peer, task.index), peer))
+                    tag = _tag(task.index, task.sent[peer].nbytes)
+                    works.append((group.send(task.sent[peer], peer, tag), peer))
         except RuntimeError as error:
             raise group.error(error, task=task.name) from error
         task.rows[mine].copy_(task.sent[mine])

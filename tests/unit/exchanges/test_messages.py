@@ -10,7 +10,7 @@ from together import together
 from torch import Tensor
 
 from bytesched.errors import PeerLost
-from bytesched.plugins.moe.messages import Exchanges
+from bytesched.plugins.exchanges.messages import Exchanges, _tag
 from bytesched.urgency import URGENCY
 
 MIB = 1 << 20
@@ -69,6 +69,15 @@ def test_receives_are_posted_before_sends() -> None:
     for work in gloo.works():
         work.end()
     exchanges.close()
+
+
+def test_messages_of_other_sizes_have_other_tags() -> None:
+    """Gloo ends a process that gets more than it has room for."""
+    tags = {_tag(index, nbytes) for index in (0, 1, 1023) for nbytes in (0, 1, 40, 1 << 30)}
+    assert len(tags) == 12
+    assert max(tags) < 1 << 31
+    # Of a message that is never sent.
+    assert all(_tag(0, nbytes) != 1 << 20 for nbytes in range(2000))
 
 
 def test_as_long_as_the_credit_is_on_its_way_the_next_one_waits() -> None:

@@ -1,4 +1,4 @@
-"""The ranks that experts are spread over, and the process group that exchanges use alone.
+"""The ranks that rows are spread over, and the process group that exchanges use alone.
 
 On the group of the gradients an all-to-all would queue behind all-reduces that were started before.
 """
@@ -62,12 +62,19 @@ class Peers:
         self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
     ) -> Table:
         """The form and the counts of every rank; collective, with as many counts on each."""
-        mine = torch.tensor([*form.row(), *counts], dtype=torch.int64, device=device)
+        numbers = [*form.row(), *counts]
+        return Table.read(self.gather_numbers(numbers, device, is_urgent=is_urgent))
+
+    def gather_numbers(
+        self, numbers: Sequence[int], device: torch.device, *, is_urgent: bool
+    ) -> list[list[int]]:
+        """The numbers of every rank, by rank; collective, with as many on each."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with urgency.urgent("moe counts") if is_urgent else nullcontext():
-            work = self._issue("moe counts", self._group.backend.allgather, [rows], [mine])
-            self.complete(work, "moe counts")
-        return Table.read([row.tolist() for row in rows])
+        with urgency.urgent("exchange counts") if is_urgent else nullcontext():
+            work = self._issue("exchange counts", self._group.backend.allgather, [rows], [mine])
+            self.complete(work, "exchange counts")
+        return [row.tolist() for row in rows]
 
     def start(
         self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
@@ -83,7 +90,7 @@ class Peers:
                 task = self._exchanges.begin(name, *parts, section)
                 return Transfer(rows, partial(self._exchanges.wait, task))
             work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
-            # Where experts compute meanwhile, nobody waits: the section ends with the transfer.
+            # What is computed meanwhile does not wait: the section ends with the transfer.
             if section is not None:
                 work.get_future().add_done_callback(lambda _: section.end())
         except BaseException:
@@ -149,7 +156,7 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
             device = torch.device("cuda", torch.cuda.current_device())
             kind = kind_of(base, device)
         opened = open_group(
-            base, kind, name=f"moe{number}/exchange", timeout_s=Config.load().timeout_s
+            base, kind, name=f"exchange{number}/rows", timeout_s=Config.load().timeout_s
         )
         opened.members = dist.get_process_group_ranks(base)
         peers = _PEERS[base] = Peers(opened)

@@ -1,0 +1,356 @@
+"""What a rank does in the tests of graphs that ranks share out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bytesched
+from bytesched.errors import BytesschedError, MismatchError, TransportError
+from bytesched.plugins import graphs
+from bytesched.plugins.exchanges.peers import Peers
+from bytesched.plugins.graphs.laps import laps
+from bytesched.plugins.graphs.matrices import by_rows, product
+from bytesched.report.shares import read_shares
+from bytesched.trace.timeline import trace_name
+
+VERTICES, WIDTH, CLASSES = 60, 5, 3
+
+
+@dataclass(frozen=True)
+class Graph:
+    owner: Tensor
+    source: Tensor
+    target: Tensor
+    weight: Tensor
+
+    def part(self, **options: Any) -> graphs.Partition:
+        """This rank's; collective."""
+        return graphs.Partition(self.owner, self.source, self.target, self.weight, **options)
+
+    def alone(self) -> graphs.Partition:
+        """All of it, as one process has it."""
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            owner = torch.zeros_like(self.owner)
+            return graphs.Partition(owner, self.source, self.target, self.weight)
+
+
+def graph_of(kind: str, size: int, dtype: torch.dtype = torch.float64) -> Graph:
+    """A directed graph, the same on all ranks."""
+    random = torch.Generator().manual_seed(3)
+
+    def drawn(high: int, count: int) -> Tensor:
+        return torch.randint(high, (count,), generator=random)
+
+    owner = drawn(size, VERTICES)
+    source, target = drawn(VERTICES, 400), drawn(VERTICES, 400)
+    crosses = owner[source] != owner[target]
+    if kind == "empty halos":
+        source, target = source[~crosses], target[~crosses]
+    elif kind == "no inner edges":
+        source, target = source[crosses], target[crosses]
+    elif kind == "one way":
+        # Edges come from the first rank alone.
+        source, target = source[owner[source] == 0], target[owner[source] == 0]
+    elif kind == "a rank has no vertices":
+        owner = owner % (size - 1)
+    elif kind == "one rank alone is needed by one":
+        keep = ~crosses | ((owner[source] == 0) & (owner[target] == size - 1))
+        source, target = source[keep], target[keep]
+    else:
+        assert kind == "directed", kind
+    weight = torch.rand(len(source), generator=random, dtype=torch.float64).to(dtype)
+    return Graph(owner, source, target, weight)
+
+
+class GCN(nn.Module):
+    def __init__(self, partition: graphs.Partition) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = graphs.GraphConv(partition, WIDTH, 7, is_first=True)
+        self.second = graphs.GraphConv(partition, 7, 7)
+        self.third = graphs.GraphConv(partition, 7, 9, bias=False)
+        self.last = graphs.GraphConv(partition, 9, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = layer(x).relu()
+        scores: Tensor = self.last(x)
+        return scores
+
+
+def rows_of(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(VERTICES, WIDTH, generator=random, dtype=torch.float64)
+    return x.to(dtype), torch.randint(CLASSES, (VERTICES,), generator=random)
+
+
+def loss_of(scores: Tensor, classes: Tensor) -> Tensor:
+    return functional.cross_entropy(scores, classes, reduction="sum") / VERTICES
+
+
+def far(name: str, one: Tensor, other: Tensor) -> list[str]:
+    """A line if two tensors differ by more than rounding does."""
+    scale = max(1.0, other.abs().max().item() if len(other) else 0.0)
+    difference = (one - other).abs().max().item() / scale if len(other) else 0.0
+    return [] if one.shape == other.shape and difference < 1e-12 else [f"{name}: {difference}"]
+
+
+def equals_alone(kind: str, piece_bytes: int, needing: str = "weights") -> list[str]:
+    """What differs from one process, forward and backward, in two epochs."""
+    graph = graph_of(kind, dist.get_world_size())
+    part = graph.part(piece_bytes=piece_bytes)
+    model, alone = GCN(part), GCN(graph.alone())
+    features, classes = rows_of()
+    x = features[part.vertices].requires_grad_(needing == "features")
+    all_x = features.clone().requires_grad_(needing == "features")
+    wrong = []
+    for _ in range(2):
+        scores, expected = model(x), alone(all_x)
+        wrong += far("scores", scores, expected[part.vertices])
+        loss_of(scores, classes[part.vertices]).backward()
+        loss_of(expected, classes).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None, name
+        assert theirs.grad is not None, name
+        dist.all_reduce(ours.grad)
+        wrong += far(name, ours.grad, theirs.grad)
+    if needing == "features":
+        assert x.grad is not None
+        assert all_x.grad is not None
+        wrong += far("features", x.grad, all_x.grad[part.vertices])
+    return wrong
+
+
+def number_of_pieces(kind: str, piece_bytes: int) -> int:
+    part = graph_of(kind, dist.get_world_size()).part(piece_bytes=piece_bytes)
+    return len(part.pieces(8 * WIDTH))
+
+
+def bits(dtype: torch.dtype) -> list[bool]:
+    """Whether sums and gradients have the bits of one piece; of one sum; and of one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    graph = graph_of("directed", size, dtype)
+    features, _ = rows_of(dtype)
+    found = []
+    for piece_bytes in (1 << 20, 1, 64, 100, 1):
+        part = graph.part(piece_bytes=piece_bytes)
+        x = features[part.vertices].requires_grad_()
+        y = graphs.aggregate(part, x)
+        (y**2).sum().backward()
+        assert x.grad is not None
+        found.append((y.detach(), x.grad))
+    same = [all(map(torch.equal, found[0], other)) for other in found[1:]]
+    # Own neighbours first, then the others in the order in which they arrive.
+    everything = torch.cat([part.vertices, part.halo])
+    place = torch.empty(VERTICES, dtype=torch.int64)
+    place[everything] = torch.arange(len(everything))
+    mine = graph.owner[graph.target] == rank
+    matrix = torch.sparse_coo_tensor(
+        torch.stack([place[graph.target[mine]], place[graph.source[mine]]]),
+        graph.weight[mine],
+        (len(part.vertices), len(everything)),
+    )
+    in_order = product(by_rows(matrix.coalesce()), features[everything])
+    same.append(torch.equal(found[0][0], in_order))
+    # Whole numbers have no rounding, so that every order gives the same bits.
+    whole = Graph(graph.owner, graph.source, graph.target, (8 * graph.weight).round())
+    part = whole.part()
+    sums = graphs.aggregate(part, features[part.vertices].round())
+    alone = graphs.aggregate(whole.alone(), features.round())
+    same.append(torch.equal(sums, alone[part.vertices]))
+    return same
+
+
+def trained(piece_bytes: int) -> list[str]:
+    """What differs from one process after steps with weights reduced by `bytesched.wrap`."""
+    size = dist.get_world_size()
+    graph = graph_of("directed", size)
+    part = graph.part(piece_bytes=piece_bytes)
+    features, classes = rows_of()
+    model, alone = GCN(part), GCN(graph.alone())
+    ours: Any = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.3, momentum=0.9)
+    ours = bytesched.wrap(ours, model)
+    x = features[part.vertices]
+    for _ in range(8):
+        ours.zero_grad()
+        theirs.zero_grad()
+        (loss_of(model(x), classes[part.vertices]) * size).backward()
+        loss_of(alone(features), classes).backward()
+        ours.step()
+        theirs.step()
+    bytesched.unwrap(ours)
+    return [
+        line
+        for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True)
+        for line in far(name, one.detach(), other.detach())
+    ]
+
+
+def keeps_inputs() -> dict[str, bool]:
+    """When the first layer exchanges rows, and what it gives."""
+    part = graph_of("directed", dist.get_world_size()).part()
+    layer = graphs.GraphConv(part, WIDTH, 4, is_first=True)
+    features, _ = rows_of()
+    x = features[part.vertices]
+    fresh = layer(x)
+    found: dict[str, bool] = {}
+
+    def exchanges(name: str, expected: bool, x: Tensor) -> Tensor:
+        with mock.patch.object(Peers, "start", autospec=True, side_effect=Peers.start) as start:
+            y: Tensor = layer(x)
+        found[name] = (start.call_count > 0) is expected
+        return y
+
+    found["kept bits"] = exchanges("again", False, x).equal(fresh)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        found["without gradient"] = exchanges("no gradient", False, x).equal(
+            functional.linear(graphs.aggregate(part, x), layer.weight, layer.bias)
+        )
+        x.mul_(3)
+    changed = exchanges("changed in place", True, x)
+    found["new values"] = changed.equal(
+        functional.linear(graphs.aggregate(part, x), layer.weight, layer.bias)
+    )
+    exchanges("another tensor", True, x.clone())
+    exchanges("that needs a gradient", True, x.clone().requires_grad_())
+    with torch.inference_mode():
+        exchanges("in inference", True, x.clone())
+    return found
+
+
+def traced(folder: str) -> tuple[dict[str, float], float, bool]:
+    """Shares of epochs, how long halos were under way, and whether another layer is told."""
+    part = graph_of("directed", dist.get_world_size()).part(piece_bytes=64)
+    model = GCN(part)
+    features, classes = rows_of()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = bytesched.wrap(optimizer, model, timeline=folder)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss_of(model(features[part.vertices]), classes[part.vertices]).backward()
+        optimizer.step()
+    bytesched.unwrap(optimizer)
+    (found,) = read_shares([Path(folder) / trace_name(dist.get_rank())])
+    return found.of, found.under_way, bool(laps()._observers)
+
+
+# -- errors ----------------------------------------------------------------------------
+
+
+def disagreements() -> list[str]:
+    """The errors of ranks that were given what does not fit; and the sum of one that fits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    last = rank == size - 1
+    graph = graph_of("directed", size)
+    other = graph.owner.roll(1) if last else graph.owner
+    far_away = graph.source + VERTICES * last
+    short = graph.weight[1:] if last else graph.weight
+    single = graph.weight.float() if last else graph.weight
+    no_rank = graph.owner + size * last
+    told = []
+    with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
+        for owner, source, weight, piece_bytes in (
+            (other, graph.source, graph.weight, 64),
+            (graph.owner[: VERTICES - last], graph.source % 50, graph.weight, 64),
+            (graph.owner, far_away, graph.weight, 64),
+            (graph.owner, graph.source, short, 64),
+            (graph.owner, graph.source, single, 64),
+            (no_rank, graph.source, graph.weight, 64),
+            (graph.owner, graph.source, graph.weight, 64 + last),
+        ):
+            target = graph.target % 50 if source.max() < 50 else graph.target
+            try:
+                graphs.Partition(owner, source, target, weight, piece_bytes=piece_bytes)
+            except MismatchError as error:
+                told.append(str(error))
+    part = graph.part()
+    features, _ = rows_of()
+    x = features[part.vertices]
+    with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
+        for rows in (
+            x[1:] if last else x,
+            x.float() if last else x,
+            x[:, 1:] if last else x,
+            x.clone().requires_grad_(last),
+        ):
+            try:
+                graphs.aggregate(part, rows)
+            except MismatchError as error:
+                told.append(str(error))
+    told.append(str(len(graphs.aggregate(part, x)) == len(part.vertices)))
+    return told
+
+
+def report(error: BaseException) -> None:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(0)
+
+
+def dies_in_an_exchange(direction: str) -> None:
+    """The last rank dies before it sends rows, or their gradients."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = graph_of("directed", size).part()
+    features, _ = rows_of()
+    x = features[part.vertices].requires_grad_()
+    graphs.aggregate(part, x).sum().backward()
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        if direction == "backward":
+            y = graphs.aggregate(part, x)
+        if rank == size - 1:
+            with mock.patch.object(Peers, "start", die):
+                y.sum().backward() if direction == "backward" else graphs.aggregate(part, x)
+        y.sum().backward() if direction == "backward" else graphs.aggregate(part, x)
+    except TransportError as error:
+        report(error)
+    os._exit(1)
+
+
+def raises_in_the_middle() -> None:
+    """The last rank fails between two layers, and its script ends."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    graph = graph_of("directed", size)
+    model = GCN(graph.part())
+    features, _ = rows_of()
+    x = features[model.first.partition.vertices]
+    model(x)
+    if rank == size - 1:
+        with mock.patch.object(functional, "linear", side_effect=ValueError("in the middle")):
+            model(x)
+    try:
+        model(x)
+    except BytesschedError as error:
+        report(error)
+
+
+def goes_on_elsewhere() -> None:
+    """The last rank catches an error of its own and begins anew, while others go on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = GCN(graph_of("directed", size).part())
+    features, classes = rows_of()
+    x, y = features[model.first.partition.vertices], classes[model.first.partition.vertices]
+    loss_of(model(x), y).backward()
+    try:
+        if rank == size - 1:
+            # As if an error had been caught after the second layer.
+            model.second(model.first(x).relu())
+        for _ in range(2):
+            loss_of(model(x), y).backward()
+    except TransportError as error:
+        report(error)
+    os._exit(1)

@@ -1,0 +1,180 @@
+"""Partitions, pieces and layers of one process."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bytesched.errors import MismatchError, PluginError
+from bytesched.observe import Observer, Observers
+from bytesched.plugins import graphs
+from bytesched.plugins.graphs import laps as laps_module
+from bytesched.plugins.graphs.laps import Laps
+from bytesched.plugins.graphs.matrices import entries
+from bytesched.plugins.graphs.pieces import Halo, cut
+
+
+def line(vertices: int = 4) -> graphs.Partition:
+    """Edges from each vertex to the next one, and twice from the first to itself."""
+    source = torch.tensor([*range(vertices - 1), 0, 0])
+    target = torch.tensor([*range(1, vertices), 0, 0])
+    owner = torch.zeros(vertices, dtype=torch.int64)
+    return graphs.Partition(owner, source, target, torch.ones(len(source)))
+
+
+def test_one_process_sums_along_edges_and_backwards_against_them() -> None:
+    x = torch.tensor([[1.0], [10.0], [100.0], [1000.0]], requires_grad=True)
+    y = graphs.aggregate(line(), x)
+    assert y.view(-1).tolist() == [2.0, 1.0, 10.0, 100.0]
+    y.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    assert x.grad is not None
+    assert x.grad.view(-1).tolist() == [1 + 1 + 2.0, 3.0, 4.0, 0.0]
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    for x in (torch.ones(3, 1), torch.ones(4), torch.ones(4, 1).double()):
+        with pytest.raises(MismatchError, match="rank 0 of the graph has rows that do not fit"):
+            graphs.aggregate(line(), x)
+
+
+INDEX = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"owner": torch.tensor([0, 1])}, "owner must be from 0 to 0"),
+        ({"source": torch.tensor([0, 2])}, "source must be from 0 to 1"),
+        ({"target": torch.tensor([-1, 0])}, "target must be from 0 to 1"),
+        ({"target": INDEX.int()}, "vectors of int64"),
+        ({"weight": torch.ones(3)}, "one entry for each edge"),
+        ({"weight": INDEX}, "weight a float"),
+    ],
+)
+def test_what_is_no_graph_is_refused(changed: dict[str, Tensor], why: str) -> None:
+    given: dict[str, Any] = {
+        "owner": INDEX * 0,
+        "source": INDEX,
+        "target": INDEX,
+        "weight": torch.ones(2),
+    }
+    with pytest.raises(PluginError, match=why):
+        graphs.Partition(**(given | changed))
+
+
+def test_a_graph_may_have_no_vertices_and_no_edges() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    part = graphs.Partition(none, none, none, torch.empty(0))
+    x = torch.empty(0, 3, requires_grad=True)
+    y = graphs.GraphConv(part, 3, 2)(x)
+    y.sum().backward()
+    assert y.shape == (0, 2)
+    assert x.grad is not None
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_pieces_are_the_whole_halo_once_and_fit_each_other(data: Any) -> None:
+    size = data.draw(st.integers(2, 4))
+    sizes = st.lists(st.integers(0, 7), min_size=size, max_size=size)
+    counts = [data.draw(sizes) for _ in range(size)]
+    for rank in range(size):
+        counts[rank][rank] = 0
+    most_rows = data.draw(st.integers(1, 8))
+    of_ranks = []
+    for rank in range(size):
+        outer = sum(counts[rank])
+        halo = Halo(
+            rank=rank,
+            counts=counts,
+            give=[100 * k + torch.arange(counts[k][rank]) for k in range(size)],
+            # One vertex, whose edge from row j weighs j + 1.
+            matrix=entries(
+                torch.zeros(outer, dtype=torch.int64),
+                torch.arange(outer),
+                torch.arange(1.0, outer + 1),
+                (1, outer),
+            ),
+        )
+        of_ranks.append(cut(halo, most_rows))
+        pieces = of_ranks[-1]
+        given_places = list(chain(*(piece.give.tolist() for piece in pieces)))
+        assert sorted(given_places) == sorted(torch.cat(list(halo.give)).tolist())
+        matrices = [piece.going_on.to_dense()[0] for piece in pieces]
+        assert all(matrix[0] == 1 for matrix in matrices)
+        weights = torch.cat([torch.empty(0), *(matrix[1:] for matrix in matrices)])
+        assert weights.tolist() == list(range(1, outer + 1))
+        for piece in pieces:
+            assert max(map(sum, (piece.send, piece.receive))) <= most_rows
+            assert torch.equal(piece.transposed.to_dense().t(), piece.going_on.to_dense()[:, 1:])
+    assert len({len(pieces) for pieces in of_ranks}) == 1
+    for together in zip(*of_ranks, strict=True):
+        for sender in range(size):
+            for receiver in range(size):
+                assert together[sender].send[receiver] == together[receiver].receive[sender]
+
+
+def test_layers_aggregate_where_rows_are_narrower() -> None:
+    part = line()
+    assert graphs.GraphConv(part, 2, 3).aggregates_first
+    assert not graphs.GraphConv(part, 3, 2).aggregates_first
+    assert graphs.GraphConv(part, 3, 2, is_first=True).aggregates_first
+    x = torch.randn(4, 3)
+    one, other = graphs.GraphConv(part, 3, 2), graphs.GraphConv(part, 3, 2, is_first=True)
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(one(x), other(x))
+
+
+def test_a_copy_of_a_layer_shares_the_graph() -> None:
+    layer = graphs.GraphConv(line(), 2, 2, is_first=True)
+    x = torch.ones(4, 2)
+    layer(x)
+    twin = copy.deepcopy(layer)
+    assert twin.partition is layer.partition
+    assert twin.weight is not layer.weight
+    assert twin(x).equal(layer(x))
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str]] = []
+
+    def on_span(self, track: str, name: str, start_ns: int, end_ns: int, args: Any = None) -> None:
+        assert start_ns <= end_ns
+        self.spans.append((track, name))
+
+
+def test_a_layer_that_is_traced_tells_where_its_time_goes() -> None:
+    heard = Heard()
+    layer = graphs.GraphConv(line(), 3, 2)
+
+    def traced() -> Laps:
+        return Laps([Observers([heard])])
+
+    # Each module has the name of its own.
+    with (
+        mock.patch.object(graphs.layer, "laps", traced),
+        mock.patch.object(graphs.aggregation, "laps", traced),
+    ):
+        y = layer(torch.ones(4, 3))
+        forward = [name for _, name in heard.spans]
+        heard.spans.clear()
+        y.sum().backward()
+    assert forward == ["transformation", "halo", "aggregation"]
+    assert heard.spans == [("graph", "aggregation"), ("graph", "transformation")]
+
+
+def test_without_a_trace_nobody_is_told_and_nothing_is_hooked() -> None:
+    assert laps_module.laps()._observers == []
+    y = graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))
+    with mock.patch.object(laps_module, "perf_counter_ns", side_effect=AssertionError):
+        y.sum().backward()
+        graphs.GraphConv(line(), 3, 2)(torch.ones(4, 3))
