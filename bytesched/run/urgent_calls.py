@@ -103,7 +103,11 @@ def _marked(function: Any) -> Any:
             if work is None:
                 section.end()
         if work is not None:
-            work.get_future().add_done_callback(lambda _: section.end())
+            try:
+                work.get_future().add_done_callback(lambda _: section.end())
+            except RuntimeError:
+                # A backend without futures: when it is over cannot be seen.
+                section.end()
         return work
 
     return call

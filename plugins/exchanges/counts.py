@@ -6,7 +6,7 @@ Every rank learns everything, so all come to the same verdict: either all send, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Form:
-    """What must be the same on all ranks; ``wrong`` is why this rank cannot send, or empty."""
+    """What must be the same on all ranks, but for ``trains``.
+
+    ``layer`` is the number of a layer of the ranks, or 0; ``wrong`` whether this rank cannot send.
+    ``trains`` is whether what this rank computes with rows has parameters that need gradients.
+    """
 
     dtype: int
     width: int
@@ -28,9 +32,19 @@ class Form:
     most_pieces: int
     piece_bytes: int
     wrong: bool = False
+    layer: int = 0
+    trains: bool = field(default=False, compare=False)
 
     @staticmethod
-    def of(x: Tensor, most_pieces: int = 1, piece_bytes: int = 1, *, wrong: bool = False) -> Form:
+    def of(
+        x: Tensor,
+        most_pieces: int = 1,
+        piece_bytes: int = 1,
+        *,
+        wrong: bool = False,
+        layer: int = 0,
+        trains: bool = False,
+    ) -> Form:
         """The form of rows ``x``."""
         known = x.dtype in _DTYPES and x.dim() == 2
         return Form(
@@ -40,6 +54,8 @@ class Form:
             most_pieces=most_pieces,
             piece_bytes=piece_bytes,
             wrong=wrong or not known,
+            layer=layer,
+            trains=trains,
         )
 
     def row(self) -> list[int]:
@@ -51,13 +67,16 @@ class Form:
             self.most_pieces,
             self.piece_bytes,
             int(self.wrong),
+            self.layer,
+            int(self.trains),
         ]
 
     def __str__(self) -> str:
         dtype = str(_DTYPES[self.dtype]) if self.dtype >= 0 else "no floating-point matrix"
         gradient = "with gradient" if self.needs_gradient else "without gradient"
         limits = f"at most {self.most_pieces} pieces of {self.piece_bytes} bytes"
-        return f"{dtype} of width {self.width} {gradient}, {limits}"
+        where = f" in layer {self.layer}" if self.layer else ""
+        return f"{dtype} of width {self.width} {gradient}, {limits}{where}"
 
 
 _FORM_NUMBERS = len(Form(0, 0, needs_gradient=False, most_pieces=1, piece_bytes=1).row())
@@ -71,12 +90,29 @@ class Table:
     counts: tuple[tuple[int, ...], ...]
 
     @staticmethod
+    def row(form: Form, counts: Sequence[int], longest: int) -> list[int]:
+        """What a rank gives, of one length on all of them: room for ``longest`` counts."""
+        return [*form.row(), len(counts), *counts, *[0] * (longest - len(counts))]
+
+    @staticmethod
     def read(rows: Sequence[Sequence[int]]) -> Table:
         """What ranks have gathered: a form and counts from each."""
         forms = tuple(
-            Form(row[0], row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows
+            Form(
+                dtype=row[0],
+                width=row[1],
+                needs_gradient=bool(row[2]),
+                most_pieces=row[3],
+                piece_bytes=row[4],
+                wrong=bool(row[5]),
+                layer=row[6],
+                trains=bool(row[7]),
+            )
+            for row in rows
         )
-        return Table(forms, tuple(tuple(row[_FORM_NUMBERS:]) for row in rows))
+        starts = _FORM_NUMBERS + 1
+        counts = (tuple(row[starts : starts + row[_FORM_NUMBERS]]) for row in rows)
+        return Table(forms, tuple(counts))
 
     def check_forms(self) -> None:
         """Raises MismatchError, on all ranks alike, if one cannot send or has another form."""
@@ -86,11 +122,21 @@ class Table:
                     f"rank {rank} of the exchange has rows and counts that do not fit "
                     f"({form}; counts {list(self.counts[rank])}): nothing was sent"
                 )
-            if form != self.forms[0]:
+            if form != self.forms[0] or len(self.counts[rank]) != len(self.counts[0]):
                 raise MismatchError(
                     f"the ranks of the exchange disagree: rank 0 has {self.forms[0]}, "
-                    f"rank {rank} has {form}: nothing was sent"
+                    f"rank {rank} has {form}"
+                    f"{self._lengths(rank)}: nothing was sent"
                 )
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of rows are needed on some rank."""
+        return any(form.trains for form in self.forms)
+
+    def _lengths(self, rank: int) -> str:
+        first, other = len(self.counts[0]), len(self.counts[rank])
+        return "" if first == other else f", and {other} counts in place of {first}"
 
     def check_sizes(self) -> None:
         """Raises MismatchError if a rank awaits other sizes than are sent.

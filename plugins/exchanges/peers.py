@@ -6,13 +6,15 @@ On the group of the gradients an all-to-all would queue behind all-reduces that 
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,15 @@ from torch import Tensor
 
 from bytesched import urgency
 from bytesched.config import Config
-from bytesched.errors import TransportError
+from bytesched.errors import MismatchError, PluginError, TransportError
 
+from ..dropped import end_when_gone
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_group
 from .counts import Form, Table
 from .messages import Exchanges
 
-__all__ = ["Peers", "Transfer", "peers_of"]
+__all__ = ["Layers", "Peers", "Transfer", "peers_of"]
 
 
 class Transfer:
@@ -49,11 +52,26 @@ class Transfer:
         return self.rows
 
 
-class Peers:
-    """The ranks of one exchange, this one among them."""
+@dataclass(eq=False)
+class Layers:
+    """What has been made over one group of ranks, in the same order on all of them."""
 
-    def __init__(self, group: Group) -> None:
+    made: int = 0
+    #: room for what a rank tells the others
+    most_counts: int = 0
+
+
+class Peers:
+    """The ranks of one exchange, this one among them.
+
+    Args:
+        layers: of the same ranks; they outlive it.
+    """
+
+    def __init__(self, group: Group, layers: Layers) -> None:
         self._group = group
+        self._layers = layers
+        layers.most_counts = max(layers.most_counts, 2 * group.size)
         self.rank = group.rank
         self.size = group.size
         self._exchanges = Exchanges(group) if group.backend.name() == "gloo" else None
@@ -61,9 +79,62 @@ class Peers:
     def gather(
         self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
     ) -> Table:
-        """The form and the counts of every rank; collective, with as many counts on each."""
-        numbers = [*form.row(), *counts]
+        """The form and the counts of every rank; collective.
+
+        As many counts as ranks take in both directions, or as a registered layer has, at most.
+        """
+        numbers = Table.row(form, counts, self._layers.most_counts)
         return Table.read(self.gather_numbers(numbers, device, is_urgent=is_urgent))
+
+    def register(self, counts: int, what: str) -> int:
+        """The number of a new layer, from 1, which will give so many counts; collective.
+
+        Raises MismatchError, on all ranks alike, where another rank's layer gives others.
+        """
+        found = [n for (n,) in self.gather_numbers([counts], self._device, is_urgent=False)]
+        other = next((rank for rank, count in enumerate(found) if count != found[0]), None)
+        if other is not None:
+            raise MismatchError(
+                f"the ranks disagree about {what}: rank 0 of the layer has {found[0]}, rank "
+                f"{other} has {found[other]}"
+            )
+        self._layers.made += 1
+        self._layers.most_counts = max(self._layers.most_counts, counts)
+        return self._layers.made
+
+    def share(self, own: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+        """Named tensors of all ranks, on this rank's device; collective. ``what`` is for errors."""
+        forms = {n: (str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in own.items()}
+        device = next((tensor.device for tensor in own.values()), self._device)
+        found: dict[str, Tensor] = {}
+        for rank, text in enumerate(self._texts(json.dumps(forms))):
+            theirs = {
+                name: own[name].detach()
+                if rank == self.rank
+                else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                for name, (dtype, shape) in json.loads(text).items()
+            }
+            self._group.broadcast(theirs.values(), root=rank, task=what)
+            found.update(theirs)
+        return found
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's, by rank; collective."""
+        data = text.encode()
+        lengths = [n for (n,) in self.gather_numbers([len(data)], self._device, is_urgent=False)]
+        padded = [*data, *[0] * (max(lengths) - len(data))]
+        rows = self.gather_numbers(padded, self._device, is_urgent=False)
+        return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu" if self._exchanges is not None else "cuda")
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raises PluginError, and ends exchanges on the other ranks, which would wait for this."""
+        self._group.leave_note(why)
+        self._group.abort()
+        raise PluginError(f"{why} (rank {self.rank} of the exchange)")
 
     def gather_numbers(
         self, numbers: Sequence[int], device: torch.device, *, is_urgent: bool
@@ -81,7 +152,9 @@ class Peers:
     ) -> Transfer:
         """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
         sent = x.detach().contiguous()
-        rows = sent.new_empty((sum(receive), *x.shape[1:]))
+        # Written on other threads, which are not in the inference mode of this one.
+        with torch.inference_mode(mode=False):
+            rows = sent.new_empty((sum(receive), *x.shape[1:]))
         section = urgency.begin(name) if is_urgent else None
         try:
             if self._exchanges is not None:
@@ -135,6 +208,11 @@ class Peers:
 
 _PEERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_LAYERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Layers] = weakref.WeakKeyDictionary()
+#: what closes the peers of a group when it is gone
+_ENDS: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.finalize[..., Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
@@ -145,10 +223,15 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     base = dist.group.WORLD if group is None else group
+    if base is not None and not isinstance(base, dist.ProcessGroup):
+        raise PluginError("this rank is not in the group whose ranks are to exchange rows")
     if base is None or base.size() == 1:
         return None
     peers = _PEERS.get(base)
     if peers is None or peers.is_broken:
+        if peers is not None:
+            _ENDS.pop(base).detach()
+            peers.close()
         number = _OPENED[base] = _OPENED.get(base, 0) + 1
         device = torch.device("cpu")
         kind = "gloo"
@@ -159,7 +242,8 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
             base, kind, name=f"exchange{number}/rows", timeout_s=Config.load().timeout_s
         )
         opened.members = dist.get_process_group_ranks(base)
-        peers = _PEERS[base] = Peers(opened)
+        peers = _PEERS[base] = Peers(opened, _LAYERS.setdefault(base, Layers()))
+        _ENDS[base] = end_when_gone(base, peers.close)
         if multiprocessing.parent_process() is not None:
             # Children of multiprocessing end without the functions of atexit.
             Finalize(None, _close_all, exitpriority=999)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from ..exchanges.peers import peers_of
 from .gradients import layers
 
 __all__ = ["full_state_dict"]
@@ -25,8 +25,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         start = f"{name}.experts." if name else "experts."
         own = {key: state.pop(key) for key in list(state) if key.startswith(start)}
-        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(layer.group))]
-        dist.all_gather_object(parts, own, group=layer.group)
-        for part in parts:
-            state.update(part)
+        peers = peers_of(layer.group)
+        assert peers is not None
+        state.update(peers.share(own, f"experts of {name or 'the layer'}"))
     return state

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..exchanges.peers import peers_of
 from .gradients import layers
 
 __all__ = ["clip_grad_norm_"]
@@ -27,10 +28,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             shared.pop(parameter, None)
         mine = _square(own)
         if layer.numbers != range(layer.gate.experts):
-            size = dist.get_world_size(layer.group)
-            theirs = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(theirs, mine, group=layer.group)
-            mine = torch.stack(theirs).sum(dim=0)
+            mine = _summed(mine, layer.group)
         squares.append(mine)
     norm = torch.stack([_square(shared), *squares]).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -38,6 +36,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
     return norm
+
+
+def _summed(square: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Those of all ranks, in their order: with the limit, and the names, of an exchange."""
+    peers = peers_of(group)
+    assert peers is not None
+    bits = [int(square.view(torch.int64))]
+    rows = peers.gather_numbers(bits, square.device, is_urgent=False)
+    numbers = torch.tensor(rows, dtype=torch.int64, device=square.device)
+    return numbers.view(torch.float64).sum()
 
 
 def _square(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bytesched.errors import PluginError
+from bytesched.errors import ConfigError, PluginError
 
-from ..exchanges.counts import Form
+from ..exchanges.counts import Form, Table
 from ..exchanges.peers import Peers, peers_of
 from .exchange import Exchange, begin, finish
 from .gates import DTSGate, Routing, TopKGate
@@ -66,6 +67,10 @@ class MoE(nn.Module):
         is_urgent: bool = True,
     ) -> None:
         super().__init__()
+        if most_pieces < 1 or piece_bytes < 1:
+            raise ConfigError(
+                f"most_pieces = {most_pieces} and piece_bytes = {piece_bytes}: at least 1 of each"
+            )
         self.gate = gate
         self.experts = nn.ModuleList(experts)
         # Of the experts alone: the gate is the same on all ranks, and reduced over all.
@@ -77,6 +82,8 @@ class MoE(nn.Module):
         peers = peers_of(group)
         own = len(self.experts)
         self._ranks = peers.size if peers else 1
+        #: among the layers of these ranks
+        self.number = peers.register(gate.experts, "the gate's experts") if peers else 0
         if own * self._ranks != gate.experts or not own:
             raise PluginError(
                 f"the gate knows {gate.experts} experts, but this rank has {own} and is one of "
@@ -88,7 +95,11 @@ class MoE(nn.Module):
         if data_parallel_group is not None:
             for tensor in [*self.experts.parameters(), *self.experts.buffers()]:
                 root = dist.get_global_rank(data_parallel_group, 0)
-                dist.broadcast(tensor.detach(), src=root, group=data_parallel_group)
+                # Gloo takes no heed of strides.
+                values = tensor.detach().contiguous()
+                dist.broadcast(values, src=root, group=data_parallel_group)
+                with torch.no_grad():
+                    tensor.copy_(values)
         # Public under other names since torch 2.5.
         self._register_state_dict_hook(_number_among_all)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -104,9 +115,22 @@ class MoE(nn.Module):
         expert, token = routing.keep.t().nonzero(as_tuple=True)
         self.kept = len(token) / max(len(tokens), 1)
         rows = self._computed(tokens[token], routing.keep.sum(dim=0).tolist())
-        weighted = rows * routing.weight[token, expert].unsqueeze(1)
+        weighted = (rows * routing.weight[token, expert].unsqueeze(1)).to(tokens.dtype)
         return torch.zeros_like(tokens).index_add(0, token, weighted).view_as(x)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy over the same ranks."""
+        for group in (self.group, self.experts.data_parallel_group):
+            memo[id(group)] = group
+        attributes = dict(self.__dict__)
+        if "auxiliary_loss" in attributes:
+            attributes["auxiliary_loss"] = self.auxiliary_loss.detach()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(attributes, memo))
+        return copied
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """What experts make of ``rows``, which are sorted by expert: ``counts`` for each."""
         peers = peers_of(self.group)
@@ -117,9 +141,15 @@ class MoE(nn.Module):
             )
         if peers is None:
             self.pieces = 1
-            return _apply(self.experts, list(rows.split(counts)))
+            return _apply(self.experts, list(rows.split(counts))).to(rows.dtype)
         own = len(self.experts)
-        form = Form.of(rows, self.most_pieces, self.piece_bytes)
+        form = Form.of(
+            rows,
+            self.most_pieces,
+            self.piece_bytes,
+            layer=self.number,
+            trains=any(parameter.requires_grad for parameter in self.experts.parameters()),
+        )
         table = peers.gather(form, counts, rows.device, is_urgent=self.is_urgent)
         table.check_forms()
         row_bytes = rows.shape[1] * rows.element_size()
@@ -130,18 +160,18 @@ class MoE(nn.Module):
             ),
         )
         self.pieces = len(pieces)
-        return _in_pieces(self, peers, rows, table.counts, pieces)
+        return _in_pieces(self, peers, rows, table, pieces)
 
 
 def _in_pieces(
     layer: MoE,
     peers: Peers,
     rows: Tensor,
-    counts: Sequence[Sequence[int]],
+    table: Table,
     pieces: Sequence[Piece],
 ) -> Tensor:
-    """What all ranks' experts make of ``rows``; ``counts`` by rank and expert."""
-    experts, own = layer.experts, len(layer.experts)
+    """What all ranks' experts make of ``rows``; the table's counts are by rank and expert."""
+    experts, own, counts = layer.experts, len(layer.experts), table.counts
     offsets = [0]
     for count in counts[peers.rank]:
         offsets.append(offsets[-1] + count)
@@ -183,8 +213,18 @@ def _in_pieces(
         ordered = [
             back[index * peers.size + rank] for rank in range(peers.size) for index in range(each)
         ]
+        # The form that ranks have compared, whatever autocast has made of it here.
+        computed = torch.cat(ordered).to(rows.dtype)
+        if computed.shape != arrived.shape:
+            peers.refuse(
+                f"experts of layer {layer.number} made {tuple(computed.shape)} of "
+                f"{tuple(arrived.shape)}: each maps rows to as many of the same width"
+            )
+        if torch.is_grad_enabled() and table.trains and not computed.requires_grad:
+            # Ranks whose experts train send gradients back to those whose are frozen.
+            computed.requires_grad_()
         home = Exchange(peers, one.receive, one.send, "moe return", layer.is_urgent)
-        returns.append((begin(torch.cat(ordered), home), home))
+        returns.append((begin(computed, home), home))
     arrived_home = torch.cat([finish(coming, home) for coming, home in returns])
     # Every row is in one place of one piece.
     return arrived_home[torch.cat(places).argsort()]

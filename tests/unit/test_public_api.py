@@ -26,7 +26,10 @@ def test_every_public_name_exists_and_nothing_else_does() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("wrap", ["optimizer", "model", "kvstore", "groups", "fields"]),
+        (
+            "wrap",
+            ["optimizer", "model", "kvstore", "groups", "accumulate", "micro_batches", "fields"],
+        ),
         ("explain_optimizer", ["optimizer"]),
         ("flush", ["x"]),
         ("separable", ["cls"]),

@@ -74,3 +74,5 @@ class Waiter:
             with self._lock:
                 self._under_way -= 1
             begun.done(begun.task, failed)
+            # Their memory is not to wait for the next task.
+            begun = work = None
