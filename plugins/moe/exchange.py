@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from bytesched.errors import PluginError
 
-from .counts import Form
+from .counts import Call, Form
 from .peers import Peers, Transfer, peers_of
 
 __all__ = ["Exchange", "begin", "exchange", "finish"]
@@ -118,7 +118,8 @@ def exchange(
     peers = peers_of(group)
     size = 1 if peers is None else peers.size
     fits = len(send) == len(receive) == size and x.dim() == 2 and len(x) == sum(send)
-    form = Form.of(x, wrong=not fits)
+    fits = fits and min(*send, *receive) >= 0
+    form = Form.of(x, Call.EXCHANGE, wrong=not fits)
     if peers is None:
         if form.wrong or send != receive:
             raise PluginError(f"rows {tuple(x.shape)} do not fit counts {send} and {receive}")

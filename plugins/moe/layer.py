@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from bytesched.errors import PluginError
 
-from .counts import Form
-from .exchange import Exchange, begin, finish
+from .counts import Call, Form, Training
 from .gates import DTSGate, Routing, TopKGate
-from .peers import Peers, peers_of
-from .pieces import Piece, cut, number_of_pieces
+from .peers import new_layer, peers_of
+from .pieces import cut, number_of_pieces
+from .round import Round, applied
 
 __all__ = ["MoE"]
 
@@ -40,7 +40,8 @@ class MoE(nn.Module):
     Args:
         gate: gives a `Routing` over all experts; a `TopKGate` or a `DTSGate`.
         experts: this rank's, of which every rank has as many; see `own_experts`. Each maps a
-            matrix, one row a token, to another one of that shape.
+            matrix, one row a token, to another one of that shape; results are taken in the dtype
+            of the tokens.
         group: the ranks that share out the experts; all of them if it is None. Without
             torch.distributed, one process holds all experts.
         data_parallel_group: the ranks that hold the same experts; the first one's weights are
@@ -77,6 +78,8 @@ class MoE(nn.Module):
         peers = peers_of(group)
         own = len(self.experts)
         self._ranks = peers.size if peers else 1
+        #: tells the layers over one group apart
+        self._number = new_layer(group)
         if own * self._ranks != gate.experts or not own:
             raise PluginError(
                 f"the gate knows {gate.experts} experts, but this rank has {own} and is one of "
@@ -104,7 +107,8 @@ class MoE(nn.Module):
         expert, token = routing.keep.t().nonzero(as_tuple=True)
         self.kept = len(token) / max(len(tokens), 1)
         rows = self._computed(tokens[token], routing.keep.sum(dim=0).tolist())
-        weighted = rows * routing.weight[token, expert].unsqueeze(1)
+        # A router may compute in a wider type than tokens have.
+        weighted = (rows * routing.weight[token, expert].unsqueeze(1)).to(tokens.dtype)
         return torch.zeros_like(tokens).index_add(0, token, weighted).view_as(x)
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -117,92 +121,32 @@ class MoE(nn.Module):
             )
         if peers is None:
             self.pieces = 1
-            return _apply(self.experts, list(rows.split(counts)))
-        own = len(self.experts)
-        form = Form.of(rows, self.most_pieces, self.piece_bytes)
+            return applied(self.experts, list(rows.split(counts)))
+        form = Form.of(
+            rows,
+            Call.LAYER,
+            layer=self._number,
+            most_pieces=self.most_pieces,
+            piece_bytes=self.piece_bytes,
+            training=self._training(),
+        )
         table = peers.gather(form, counts, rows.device, is_urgent=self.is_urgent)
         table.check_forms()
         row_bytes = rows.shape[1] * rows.element_size()
         pieces = cut(
-            own,
+            len(self.experts),
             number_of_pieces(
                 [row_bytes * sum(sent) for sent in table.counts], self.piece_bytes, self.most_pieces
             ),
         )
         self.pieces = len(pieces)
-        return _in_pieces(self, peers, rows, table.counts, pieces)
+        return Round(peers, self.experts, table, pieces, self.is_urgent).run(rows)
 
-
-def _in_pieces(
-    layer: MoE,
-    peers: Peers,
-    rows: Tensor,
-    counts: Sequence[Sequence[int]],
-    pieces: Sequence[Piece],
-) -> Tensor:
-    """What all ranks' experts make of ``rows``; ``counts`` by rank and expert."""
-    experts, own = layer.experts, len(layer.experts)
-    offsets = [0]
-    for count in counts[peers.rank]:
-        offsets.append(offsets[-1] + count)
-    places: list[Tensor] = []
-    dispatches: list[tuple[Tensor, Exchange]] = []
-    for piece in pieces:
-        place = [
-            torch.arange(offsets[number], offsets[number + 1])[
-                _slice(piece, counts[peers.rank][number])
-            ]
-            for rank in range(peers.size)
-            for number in _numbers(piece, rank, own)
-        ]
-        send = [
-            sum(len(piece.of(counts[peers.rank][number])) for number in _numbers(piece, rank, own))
-            for rank in range(peers.size)
-        ]
-        receive = [
-            sum(len(piece.of(counts[rank][number])) for number in _numbers(piece, peers.rank, own))
-            for rank in range(peers.size)
-        ]
-        places.append(torch.cat(place).to(rows.device))
-        one = Exchange(peers, send, receive, "moe dispatch", layer.is_urgent)
-        dispatches.append((begin(rows[places[-1]], one), one))
-    returns: list[tuple[Tensor, Exchange]] = []
-    for piece, (arriving, one) in zip(pieces, dispatches, strict=True):
-        arrived = finish(arriving, one)
-        lengths = [
-            len(piece.of(counts[rank][number]))
-            for rank in range(peers.size)
-            for number in _numbers(piece, peers.rank, own)
-        ]
-        parts = arrived.split(lengths)
-        each = len(piece.experts)
-        # From order by rank to order by expert, and back.
-        by_expert = [torch.cat(parts[index::each]) for index in range(each)]
-        computed = _apply([experts[index] for index in piece.experts], by_expert)
-        back = computed.split([n for index in range(each) for n in lengths[index::each]])
-        ordered = [
-            back[index * peers.size + rank] for rank in range(peers.size) for index in range(each)
-        ]
-        home = Exchange(peers, one.receive, one.send, "moe return", layer.is_urgent)
-        returns.append((begin(torch.cat(ordered), home), home))
-    arrived_home = torch.cat([finish(coming, home) for coming, home in returns])
-    # Every row is in one place of one piece.
-    return arrived_home[torch.cat(places).argsort()]
-
-
-def _numbers(piece: Piece, rank: int, own: int) -> range:
-    """The numbers among all of those experts of a rank that belong to a piece."""
-    return range(rank * own + piece.experts.start, rank * own + piece.experts.stop)
-
-
-def _slice(piece: Piece, count: int) -> slice:
-    of = piece.of(count)
-    return slice(of.start, of.stop)
-
-
-def _apply(experts: Iterable[nn.Module], parts: Sequence[Tensor]) -> Tensor:
-    """What each expert makes of its part, one after the other."""
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    def _training(self) -> Training:
+        if not torch.is_grad_enabled():
+            return Training.UNRECORDED
+        is_trained = any(parameter.requires_grad for parameter in self.experts.parameters())
+        return Training.TRAINED if is_trained else Training.FROZEN
 
 
 def _number_among_all(

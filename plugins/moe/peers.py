@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,13 @@ from bytesched.errors import TransportError
 
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of, open_group
-from .counts import Form, Table
+from .counts import Call, Form, Table
 from .messages import Exchanges
 
-__all__ = ["Peers", "Transfer", "peers_of"]
+__all__ = ["Peers", "Transfer", "new_layer", "peers_of"]
+
+#: before the counts of a row: how many there are, and the form
+_HEAD_NUMBERS: Final = 1 + len(Form(Call.EXCHANGE).row())
 
 
 class Transfer:
@@ -57,24 +60,50 @@ class Peers:
         self.rank = group.rank
         self.size = group.size
         self._exchanges = Exchanges(group) if group.backend.name() == "gloo" else None
+        #: that rows of `gather` have room for, the same on all ranks
+        self._most_counts = 2 * self.size
 
     def gather(
         self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
     ) -> Table:
-        """The form and the counts of every rank; collective, with as many counts on each."""
-        mine = torch.tensor([*form.row(), *counts], dtype=torch.int64, device=device)
+        """The form and the counts of every rank; collective, with any number of counts on each.
+
+        All ranks send rows of one length, each with its own number of counts. Where one has more
+        than fit, all see that, and gather once more; from then on rows are as long as that.
+        """
+        while True:
+            mine = [len(counts), *form.row(), *counts[: self._most_counts]]
+            mine += [0] * (self._row_numbers - len(mine))
+            with urgency.urgent("moe counts") if is_urgent else nullcontext():
+                rows = self._gathered(mine, device)
+            most = max(row[0] for row in rows)
+            if most <= self._most_counts:
+                break
+            self._most_counts = most
+        return Table(
+            tuple(Form.read(row[1:_HEAD_NUMBERS]) for row in rows),
+            tuple(tuple(row[_HEAD_NUMBERS : _HEAD_NUMBERS + row[0]]) for row in rows),
+        )
+
+    @property
+    def _row_numbers(self) -> int:
+        return _HEAD_NUMBERS + self._most_counts
+
+    def _gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        with urgency.urgent("moe counts") if is_urgent else nullcontext():
-            work = self._issue("moe counts", self._group.backend.allgather, [rows], [mine])
-            self.complete(work, "moe counts")
-        return Table.read([row.tolist() for row in rows])
+        work = self._issue("moe counts", self._group.backend.allgather, [rows], [mine])
+        self.complete(work, "moe counts")
+        return [row.tolist() for row in rows]
 
     def start(
         self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
     ) -> Transfer:
         """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
         sent = x.detach().contiguous()
-        rows = sent.new_empty((sum(receive), *x.shape[1:]))
+        with torch.inference_mode(False):
+            # Filled where that mode is off.
+            rows = sent.new_empty((sum(receive), *x.shape[1:]))
         section = urgency.begin(name) if is_urgent else None
         try:
             if self._exchanges is not None:
@@ -128,6 +157,16 @@ class Peers:
 
 _PEERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 _OPENED: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_LAYERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def new_layer(group: dist.ProcessGroup | None) -> int:
+    """The number of a new layer among those over a user's group, from 1: the same on all ranks."""
+    base = _base(group)
+    if base is None:
+        return 1
+    number = _LAYERS[base] = _LAYERS.get(base, 0) + 1
+    return number
 
 
 def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
@@ -135,10 +174,8 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
 
     None as ``group`` is the default one.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    base = dist.group.WORLD if group is None else group
-    if base is None or base.size() == 1:
+    base = _base(group)
+    if base is None:
         return None
     peers = _PEERS.get(base)
     if peers is None or peers.is_broken:
@@ -157,6 +194,14 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
             # Children of multiprocessing end without the functions of atexit.
             Finalize(None, _close_all, exitpriority=999)
     return peers
+
+
+def _base(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The user's group, or the default one; None where there is nobody else."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    base = dist.group.WORLD if group is None else group
+    return None if base is None or base.size() == 1 else base
 
 
 @atexit.register
