@@ -41,7 +41,7 @@ def test_ranks_in_different_layers_are_told_which(two_ranks: Ranks) -> None:
     assert first[4] == "no error"
 
 
-def test_a_layer_computes_in_inference_mode(two_ranks: Ranks) -> None:
+def test_rows_arrive_in_inference_mode(two_ranks: Ranks) -> None:
     assert two_ranks.run(infers) == [True, True]
 
 
