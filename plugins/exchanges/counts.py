@@ -23,7 +23,8 @@ class Form:
     """What must be the same on all ranks, but for ``trains``.
 
     ``layer`` is the number of a layer of the ranks, or 0; ``wrong`` whether this rank cannot send.
-    ``trains`` is whether what this rank computes with rows has parameters that need gradients.
+    ``trains`` is whether what this rank computes with rows has parameters that need gradients, and
+    ``records`` whether it records them for a backward pass.
     """
 
     dtype: int
@@ -34,6 +35,7 @@ class Form:
     wrong: bool = False
     layer: int = 0
     trains: bool = field(default=False, compare=False)
+    records: bool = field(default=True, compare=False)
 
     @staticmethod
     def of(
@@ -55,7 +57,8 @@ class Form:
             piece_bytes=piece_bytes,
             wrong=wrong or not known,
             layer=layer,
-            trains=trains,
+            trains=trains and torch.is_grad_enabled(),
+            records=torch.is_grad_enabled(),
         )
 
     def row(self) -> list[int]:
@@ -69,6 +72,7 @@ class Form:
             int(self.wrong),
             self.layer,
             int(self.trains),
+            int(self.records),
         ]
 
     def __str__(self) -> str:
@@ -107,6 +111,7 @@ class Table:
                 wrong=bool(row[5]),
                 layer=row[6],
                 trains=bool(row[7]),
+                records=bool(row[8]),
             )
             for row in rows
         )
@@ -128,6 +133,12 @@ class Table:
                     f"rank {rank} has {form}"
                     f"{self._lengths(rank)}: nothing was sent"
                 )
+
+        if self.trains and (without := [r for r, f in enumerate(self.forms) if not f.records]):
+            raise MismatchError(
+                f"rank {without[0]} of the exchange computes without gradients, and others train "
+                "experts, which wait for its backward pass: nothing was sent"
+            )
 
     @property
     def trains(self) -> bool:

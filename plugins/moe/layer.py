@@ -220,7 +220,7 @@ def _in_pieces(
                 f"experts of layer {layer.number} made {tuple(computed.shape)} of "
                 f"{tuple(arrived.shape)}: each maps rows to as many of the same width"
             )
-        if torch.is_grad_enabled() and table.trains and not computed.requires_grad:
+        if table.trains and not computed.requires_grad:
             # Ranks whose experts train send gradients back to those whose are frozen.
             computed.requires_grad_()
         home = Exchange(peers, one.receive, one.send, "moe return", layer.is_urgent)
