@@ -41,8 +41,7 @@ def wrap(
 ) -> Any:
     """See :func:`bytesched.wrap`."""
     announce(optimizer, model)
-    folding = accumulate, micro_batches
-    return wrap_found(optimizer, model, kvstore, groups or {}, folding, **fields)
+    return wrap_found(optimizer, model, kvstore, groups or {}, accumulate, micro_batches, **fields)
 
 
 def separable(cls: ClassT) -> ClassT:
@@ -82,7 +81,8 @@ def wrap_found(
     model: Any = None,
     kvstore: Any = None,
     groups: Any = None,
-    folding: tuple[Any, Any] = (None, 1),
+    accumulate: Any = None,
+    micro_batches: Any = 1,
     **fields: Any,
 ) -> Any:
     """As :func:`wrap`, for what was found in a script that does not call it."""
@@ -90,8 +90,7 @@ def wrap_found(
     is_store = model is None and all(hasattr(optimizer, n) for n in ("init", "push", "pull"))
     try:
         config = settings(fields)
-        accumulate, micro_batches = folding
-        if folding != (None, 1):
+        if (accumulate, micro_batches) != (None, 1):
             from .moments.refusals import check_request
 
             check_request(accumulate, micro_batches)

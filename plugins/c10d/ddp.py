@@ -28,8 +28,7 @@ from ..engine.beginning import add_optimizer, slots_of, stays_plain
 from ..engine.session import Session
 from ..layout.slots import Slot
 from ..moments.folding import Accumulation
-from ..moments.refusals import refuse_settings as refuse_folding
-from ..moments.refusals import refuse_slots
+from ..moments.refusals import folding_statements
 from ..moments.slots import MomentSlot
 from ..proxies.compiling import has_compiled
 from ..registry import sessions
@@ -206,19 +205,16 @@ def attach(
             refuse_reduced(ddp, grouping)
     ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)} - grouping.ids
     is_folded = accumulation is not None
-    kind_of_slot = MomentSlot if is_folded else Slot
-    slots = slots_of(model, optimizer, ignored=ignored, kind=kind_of_slot)
+    slots = slots_of(model, optimizer, ignored=ignored, kind=MomentSlot if is_folded else Slot)
     in_groups = group_statements(slots, grouping)
     kind = kind_of(base, slots[0].parameter.device)
     find_unused = _find_unused(ddp, config)
     folded: list[str] = []
     if accumulation is not None:
-        refuse_folding(optimizer, config, find_unused)
-        refuse_slots(slots, optimizer)
-        if in_groups:
-            raise PluginError("accumulate='adama' reduces all parameters over all ranks")
+        folded = folding_statements(
+            accumulation, slots, config, find_unused=find_unused, has_groups=bool(in_groups)
+        )
         find_unused = False
-        folded = [f"accumulate = 'adama', micro_batches = {accumulation.micro_batches}"]
     if in_groups and config.find_unused_parameters is None:
         # Whether an expert is used depends on the batch, and DDP does not look at it.
         find_unused = True

@@ -12,11 +12,12 @@ Adam has the square of the sum in place of the sum of squares.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -63,7 +64,8 @@ class Folding:
         apply_all: Callable[[], None],
     ) -> None:
         self.micro_batches = accumulation.micro_batches
-        self._optimizer = accumulation.optimizer
+        # Not kept alive: it keeps the model alive, which keeps this alive.
+        self._weak_optimizer = weakref.ref(accumulation.optimizer)
         self._slots = [slot for slot in slots if isinstance(slot, MomentSlot)]
         self._progress = context.progress
         self._apply_all = apply_all
@@ -74,7 +76,8 @@ class Folding:
         self._passes = 0
         #: of each parameter, beta1, beta2, what decays its gradient, and which sign that has
         self._factors: dict[int, tuple[float, float, float, float]] = {}
-        self._handles = [self._optimizer.register_state_dict_pre_hook(self._refuse_within)]
+        optimizer = accumulation.optimizer
+        self._handles = [optimizer.register_state_dict_pre_hook(self._refuse_within)]
         for slot in self._slots:
             slot.moved = self._show
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._fold, slot))
@@ -89,9 +92,20 @@ class Folding:
                 sqrt(count),
             )
 
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """It is there as long as its parameters get gradients that a step can take."""
+        optimizer = self._weak_optimizer()
+        if optimizer is None:
+            self._fail(
+                f"backward() ran on rank {self._rank}, and the optimizer whose moments take the "
+                "gradients (accumulate='adama') is gone: keep a reference to it, or unwrap it"
+            )
+        return optimizer
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises PluginError for any optimizer but this one."""
-        if optimizer is not self._optimizer:
+        if optimizer is not self._weak_optimizer():
             raise PluginError(
                 "accumulate='adama': one optimizer has all parameters of the model, and it was "
                 "wrapped with another"
@@ -164,10 +178,11 @@ class Folding:
         self._progress.check()
         self._apply_all()
         self._passes = 1
-        for group in self._optimizer.param_groups:
+        optimizer = self._optimizer
+        for group in optimizer.param_groups:
             first, second = map(float, group["betas"])
             decay = float(group["weight_decay"]) / self.micro_batches
-            if decays_apart(self._optimizer, group):
+            if decays_apart(optimizer, group):
                 decay = 0.0
             sign = -1.0 if group["maximize"] else 1.0
             for parameter in group["params"]:
@@ -192,7 +207,7 @@ class Folding:
                 "accumulate='adama' it is a part of a sum then"
             )
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         error = PluginError(what)
         self._progress.fail(error, is_raised=True)
         raise error

@@ -11,8 +11,9 @@ from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
 
 from ..layout.slots import Slot
+from .folding import Accumulation
 
-__all__ = ["ADAMA", "check_request", "refuse_settings", "refuse_slots"]
+__all__ = ["ADAMA", "check_request", "folding_statements"]
 
 ADAMA: Final = "adama"
 
@@ -33,10 +34,23 @@ def check_request(accumulate: Any, micro_batches: Any) -> None:
         )
 
 
-def refuse_settings(
-    optimizer: torch.optim.Optimizer, config: Config, find_unused: bool | None
+def folding_statements(
+    accumulation: Accumulation,
+    slots: Sequence[Slot],
+    config: Config,
+    *,
+    find_unused: bool | None,
+    has_groups: bool,
+) -> list[str]:
+    """What all ranks must agree on. Raises PluginError for what it is not there for."""
+    _refuse_settings(accumulation.optimizer, config, find_unused, has_groups)
+    _refuse_slots(slots, accumulation.optimizer)
+    return [f"accumulate = {ADAMA!r}, micro_batches = {accumulation.micro_batches}"]
+
+
+def _refuse_settings(
+    optimizer: torch.optim.Optimizer, config: Config, find_unused: bool | None, has_groups: bool
 ) -> None:
-    """Raises PluginError for an optimizer or settings that it is not there for."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PluginError(
             f"accumulate='adama' folds gradients into the moments of Adam and AdamW, and this is a "
@@ -55,6 +69,7 @@ def refuse_settings(
             bool(find_unused),
             "moments of a parameter that no rank uses would change",
         ),
+        ("groups", has_groups, "moments are summed over all ranks"),
         (
             "differentiable = True",
             any(group["differentiable"] for group in optimizer.param_groups),
@@ -65,8 +80,7 @@ def refuse_settings(
             raise PluginError(f"accumulate='adama' and {name}: {why}; leave one of them out")
 
 
-def refuse_slots(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
-    """Raises PluginError for parameters that it is not there for."""
+def _refuse_slots(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for slot in slots:
         if id(slot.parameter) not in managed:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import product
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dropped_models import settles
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,6 +194,18 @@ def _alive() -> int:
                 storage = found.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) // 4
+
+
+def is_let_go_of() -> bool:
+    """Whether a model and its optimizer end when the script lets go of them."""
+    model = model_of(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    bytesched.wrap(optimizer, model, accumulate="adama", micro_batches=2, **SETTINGS)
+    train(model, optimizer, range(2), 2, "")
+    weak_model, weak_optimizer = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    # An update that is outstanding keeps its optimizer.
+    return settles(lambda: weak_model() is None and weak_optimizer() is None)
 
 
 def refused(case: str) -> str:

@@ -9,6 +9,7 @@ from adama_cases import (
     dies_in_a_mini_batch,
     equals_alone,
     goes_on_from_a_checkpoint,
+    is_let_go_of,
     most_elements,
     refused,
 )
@@ -66,6 +67,10 @@ def test_no_gradient_outlives_its_layer(two_ranks: Ranks) -> None:
     for most, elements, layer in two_ranks.run(most_elements):
         # Of the moments, what moves to its arena is there twice for once; of a layer, its gradient.
         assert most < 2 * elements + 2 * layer + 1000, (most, elements)
+
+
+def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
+    assert two_ranks.run(is_let_go_of) == [True, True]
 
 
 @pytest.mark.parametrize(
