@@ -168,6 +168,16 @@ def bits(dtype: torch.dtype) -> list[bool]:
     sums = graphs.aggregate(part, features[part.vertices].round())
     alone = graphs.aggregate(whole.alone(), features.round())
     same.append(torch.equal(sums, alone[part.vertices]))
+    # Rows whose neighbours are all here have the bits of one process.
+    graph = graph_of("one rank alone is needed by one", size, dtype)
+    part = graph.part()
+    crosses = graph.owner[graph.source] != graph.owner[graph.target]
+    is_inner = torch.ones(VERTICES, dtype=torch.bool)
+    is_inner[graph.target[crosses]] = False
+    inner = is_inner[part.vertices]
+    sums = graphs.aggregate(part, features[part.vertices])[inner]
+    alone = graphs.aggregate(graph.alone(), features)[part.vertices][inner]
+    same.append(bool(rank == size - 1 or len(sums)) and torch.equal(sums, alone))
     return same
 
 

@@ -58,7 +58,7 @@ def test_halos_are_cut_alike_on_all_ranks(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bits_are_the_same_whatever_the_pieces(dtype: torch.dtype, four_ranks: Ranks) -> None:
-    assert four_ranks.run(bits, dtype) == [[True] * 6] * 4
+    assert four_ranks.run(bits, dtype) == [[True] * 7] * 4
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
