@@ -250,7 +250,8 @@ class WarmingUp:
         self._deferred.append(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> None:
-        pass
+        if self._folding is not None:
+            self._folding.complete()
 
     def stepped(self) -> None:
         pass

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from bytesched.errors import PluginError
+from bytesched.round import UNTAKEN
 
 from ..dependency.context import Context
 from ..layout.slots import Slot
@@ -115,8 +116,13 @@ class Folding:
         """Whether the backward pass of the forward pass that begins now ends the mini-batch."""
         return self._passes == self.micro_batches - 1
 
-    def complete(self) -> None:
-        """``step()`` takes the mini-batch; raises PluginError unless every gradient has come."""
+    def complete(self) -> bool:
+        """``step()`` takes the mini-batch; False if there is none, as no gradient has come.
+
+        Raises PluginError unless every gradient has come, and travels.
+        """
+        if self._passes == 0:
+            return False
         wrong = next((s for s in self._slots if s.folds != self.micro_batches), None)
         if wrong is not None:
             raise PluginError(
@@ -125,9 +131,17 @@ class Folding:
                 "backward() in turn, so often before each step(), and let every parameter take "
                 "part in each"
             )
+        local = next((s for s in self._slots if s.state not in UNTAKEN), None)
+        if local is not None:
+            raise PluginError(
+                f"the moments of {local.name!r} are this rank's alone (rank {self._rank}): whether "
+                "a backward pass is the last of a mini-batch is seen when the model is called, so "
+                "call it after the backward pass before"
+            )
         for slot in self._slots:
             slot.folds = 0
         self._passes = 0
+        return True
 
     def close(self) -> None:
         """Takes the hooks off; what was folded stays."""

@@ -44,18 +44,23 @@ class MomentUpdates(PendingUpdates):
                 "a fused step under GradScaler looks for infinite gradients, and with "
                 "accumulate='adama' there are none to look at: train in bfloat16, or without it"
             )
-        self._folding.complete()
+        nothing = [{**group, "params": []} for group in optimizer.param_groups]
+        if not self._folding.complete():
+            return nothing
         deferred.guard()
         update = AdamUpdate(optimizer.state)
         armed: dict[Bundle, list[Job]] = {}
+        #: a group may name a parameter twice
+        seen: set[Slot] = set()
         for group in optimizer.param_groups:
             taken = snapshot(group)
             if not decays_apart(optimizer, group):
                 taken["weight_decay"] = 0.0
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is None:
+                if slot is None or slot in seen:
                     continue
+                seen.add(slot)
                 if slot.alias.data_ptr() != parameter.data_ptr():
                     slot.realias()
                 jobs = armed.setdefault(slot.bundle, [])
@@ -65,7 +70,7 @@ class MomentUpdates(PendingUpdates):
         self._arm(armed)
         if whole_because or not deferred.cross:
             self._synchronizing.synchronize_all()
-        return [{**group, "params": []} for group in optimizer.param_groups]
+        return nothing
 
     def stepped(self) -> None:
         for slot in self._slots.values():

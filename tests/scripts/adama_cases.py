@@ -277,6 +277,22 @@ def _steps_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _passes(model, 3)
 
 
+def _calls_ahead(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = (
+        model(batch(0, dist.get_rank(), micro, torch.float32)).square().mean() for micro in range(2)
+    )
+    first.backward()
+    second.backward()
+    optimizer.step()
+
+
+def _calls_ahead_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, range(2), 2, "")
+    # Nothing has come since the last step: it does nothing, as without gradients.
+    optimizer.step()
+    _calls_ahead(model, optimizer)
+
+
 def _saves_within(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _passes(model, 1)
     optimizer.state_dict()
@@ -292,6 +308,8 @@ _USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
     "scaler": _scales,
     "early": _steps_early,
     "late": _steps_late,
+    "ahead": _calls_ahead,
+    "ahead later": _calls_ahead_later,
     "save": _saves_within,
     "another": _wraps_another,
 }

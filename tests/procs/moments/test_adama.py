@@ -90,6 +90,8 @@ def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
         ("scaler", "has been folded into Adam's moments and released"),
         ("early", "step() came after 1 backward passes on rank"),
         ("late", "got another gradient on rank"),
+        ("ahead", "are this rank's alone (rank"),
+        ("ahead later", "are this rank's alone (rank"),
         ("save", "the optimizer's state was asked for inside a mini-batch, after 1 of 2"),
         ("another", "one optimizer has all parameters of the model"),
     ],
