@@ -24,8 +24,10 @@ def test_an_expert_of_another_width_is_an_error_on_all_ranks_which_go_on(
     first, second, last = three_ranks.run(experts_of_another_width)
     assert last[0].startswith("PluginError: experts of layer")
     for found in (first, second):
-        assert found[0].startswith("PeerLost: rank 2 is gone"), found
-        assert "rank 2 said: experts of layer" in found[0]
+        # The other rank that is told closes its connections too: whichever end is seen first.
+        assert found[0].startswith("PeerLost: "), found
+        assert "rank 2" in found[0].partition(" is gone")[0], found
+        assert "rank 2 said: experts of layer" in found[0], found
     assert [found[1] for found in (first, second, last)] == ["no error"] * 3
 
 
