@@ -94,6 +94,8 @@ class ScheduledCarrier:
         #: chunks of this round that are not reduced yet
         self._left = len(chunks)
         self._submits = None if events is None else EventThread()
+        #: chunks that were given to that thread
+        self._given = 0
         self._scheduler = Scheduler(
             SchedulerCore(
                 ordering.queue(),
@@ -126,8 +128,13 @@ class ScheduledCarrier:
             # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
         self._ordering.ready()
-        if self._submits is not None and self._scheduler.core.lanes[0].is_open:
-            self._submits.put(self._scheduler.notify_ready, chunk)
+        submits = self._submits
+        # Never past one that is still on that thread: the order of fifo is that of these calls.
+        if submits is not None and (
+            self._given != submits.handled or self._scheduler.core.lanes[0].is_open
+        ):
+            self._given += 1
+            submits.put(self._scheduler.notify_ready, chunk)
         else:
             self._scheduler.notify_ready(chunk)
 
