@@ -35,6 +35,7 @@ from ..routes.split.owners import (
     owners_or_cuts,
 )
 from ..routes.split.parameters import ParameterSpread
+from ..routes.split.turns import Sent
 from ..routes.streams import Streams
 from ..zero1.lockstep import Place
 from ..zero1.requests import Requests
@@ -460,8 +461,8 @@ class ShardedCarrier(ExchangeCarrier):
     ) -> None:
         self._parameters.arm(turn, leaving, coming)
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        self._parameters.expect(chunks)
+    def expect(self, chunks: Iterable[CommTask], sent: Sent) -> None:
+        self._parameters.expect(chunks, sent)
 
     def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
         return self._parameters.stage(chunk, turn)

@@ -45,6 +45,10 @@ class Streams:
         """What ``task`` sends has been queued: ``then(task)`` when it is computed."""
         then(task)
 
+    def after_this(self) -> Callable[[], None]:
+        """What makes the stream on which it is called wait for what is queued here by now."""
+        return _go_on
+
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         """Where ``task`` is packed and sent."""
         return _NOTHING
@@ -146,6 +150,10 @@ class CudaStreams(Streams):
             events.append(event)
         self._queued.put((task, events, then))
 
+    def after_this(self) -> Callable[[], None]:
+        queued = torch.cuda.current_stream(self._device).record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(queued)
+
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         return self._on(self._sending)
 
@@ -220,6 +228,10 @@ class CudaStreams(Streams):
                 except Exception as error:  # noqa: BLE001 - it must reach the user's thread
                     self._fail(error)
                     return
+
+
+def _go_on() -> None:
+    """There is nothing to wait for."""
 
 
 def streams_for(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:

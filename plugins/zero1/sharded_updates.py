@@ -18,6 +18,7 @@ from ..dependency.lazy import is_kept, is_seen
 from ..dependency.synchronizing import Synchronizing
 from ..layout.slots import Bundle, Job, Slot, Update
 from ..proxies.pending import keep_apart
+from ..routes.split.turns import Sent
 from ..update.deferred import Deferred, Later
 from ..update.frozen import snapshot, tensors_of
 from ..update.pending_updates import PendingUpdates, is_of_arena, why_now
@@ -171,7 +172,7 @@ class ShardedUpdates(PendingUpdates):
             expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
         self._full_gradients.taken(owned, expected)
-        self._spreading.expect(expected)
+        self._spreading.expect(expected, Sent.PARAMETERS)
 
     def _keep_mates(self, foreign: Sequence[Slot], taken: set[Slot]) -> None:
         """Parameters come into the memory of gradients that this step has not taken, too."""

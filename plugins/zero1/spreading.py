@@ -14,6 +14,7 @@ from ..dependency.progress import Progress
 from ..layout.packing import elements
 from ..layout.plan import Plan
 from ..layout.slots import Slice, Slot
+from ..routes.split.turns import Sent
 from ..update.updater import Updater
 from .shards import OwnedShards
 
@@ -31,8 +32,8 @@ class SpreadCarrier(Protocol):
         Of those that come, these elements alone are put in place.
         """
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        """The owners of ``chunks`` send something of each."""
+    def expect(self, chunks: Iterable[CommTask], sent: Sent) -> None:
+        """The owners of ``chunks`` send this of each."""
 
     def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
         """Memory in the layout of ``chunk``, for what ``turn`` sends of it; waits for nothing."""
@@ -94,9 +95,9 @@ class Spreading:
         self._round.under_way.expect(expected, leaving)
         return expected
 
-    def expect(self, chunks: Sequence[CommTask]) -> None:
+    def expect(self, chunks: Sequence[CommTask], sent: Sent) -> None:
         """The owners of ``chunks`` send their parameters, or their gradients."""
-        self._carrier.expect(chunks)
+        self._carrier.expect(chunks, sent)
 
     @torch.no_grad()
     def stage(self, chunk: CommTask, slot: Slot, turn: int) -> None:

@@ -9,6 +9,7 @@ from bytesched.round import OUTSTANDING, UNTAKEN, Memory
 from ..dependency.progress import Progress
 from ..layout.plan import Plan
 from ..layout.slots import Slice
+from ..routes.split.turns import Sent
 from .full_gradients import FullGradients
 from .lockstep import Lockstep
 from .spreading import Spreading
@@ -72,7 +73,7 @@ class UnsteppedGradients:
             expected = self._spreading.arm(owned, foreign)
         for chunk in self._spreading.owned_chunks(owned):
             self._spreading.send_gradients(chunk, self._as_summed)
-        self._spreading.expect(expected)
+        self._spreading.expect(expected, Sent.GRADIENTS)
         under_way = self._progress.round.under_way
         self._progress.wait(
             lambda: not under_way.comes(expected), "gradients that no step() has used"

@@ -16,7 +16,6 @@ WITHOUT = {
     # Tested with ranks, in tests/procs.
     "routes/split/collectives.py",
     "routes/split/row_transport.py",
-    "routes/split/sharded_rows.py",
     "zero1/full_gradients.py",
     "zero1/optimizer_shards.py",
     "zero1/sharded_updates.py",

@@ -23,6 +23,7 @@ from bytesched.transport import Done
 from ...layout.plan import Plan
 from .exchange import FROM_OWNER, Exchange, Message
 from .gathers import Gather
+from .turns import Sent
 
 __all__ = ["ParameterSpread"]
 
@@ -116,7 +117,7 @@ class ParameterSpread:
         """The next `spread` of this rank may be of ``turn``. The user's thread."""
         self._armed, self._parts = turn, coming
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
+    def expect(self, chunks: Iterable[CommTask], sent: Sent) -> None:
         """The owners of ``chunks``, which are others, send them next; front first."""
         listed = sorted(chunks, key=lambda chunk: chunk.index)
         if not listed:

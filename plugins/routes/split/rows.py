@@ -111,7 +111,10 @@ class RowMemory:
         self._taken: dict[int, tuple[_Kind, torch.Tensor]] = {}
 
     def take(self, like: torch.Tensor, length: int, parts: int = 1) -> torch.Tensor:
-        """So many parts of ``length`` elements of the kind of ``like``; they have any value."""
+        """So many parts of ``length`` elements of the kind of ``like``; they have any value.
+
+        New memory is filled on the current stream, which other streams have to wait for.
+        """
         kind, elements = (like.dtype, like.device, parts), length * parts
         with self._lock:
             free = self._free.get(kind)

@@ -30,7 +30,7 @@ from ..streams import Streams
 from .collectives import RowCounts, hops_of
 from .row_transport import ParameterHop, RowTransport
 from .rows import RowHop, RowMemory, rows_of
-from .turns import Turns
+from .turns import Sent, Turns
 
 __all__ = ["RowParameters", "ShardedRows"]
 
@@ -121,7 +121,7 @@ class ShardedRows:
     def begin_round(self) -> None:
         """A new backward pass begins; its sums go after the parameters of all steps before it."""
         self._counts.begin_round()
-        self.turns.then(partial(self.scheduler.ordered, self._order))
+        self.turns.begin_round(partial(self.scheduler.ordered, self._order))
 
     def submit(self, chunk: CommTask) -> None:
         """The gradients of ``chunk``, which is READY, are there."""
@@ -199,8 +199,9 @@ class RowParameters:
         self._armed: list[ParameterHop] = []
         #: by turn and row, hops that are not over
         self._hops: dict[tuple[int, int], ParameterHop] = {}
-        #: by turn and chunk: what is staged or on its way
-        self._staged: dict[tuple[int, int], torch.Tensor] = {}
+        #: by turn and chunk: what is staged or on its way, and what makes a stream wait until it is
+        #: memory that may be written to
+        self._staged: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], None]]] = {}
         self._closed = False
         exchange.ended = self._ended
 
@@ -230,15 +231,15 @@ class RowParameters:
                     hops[row.number].foreign.append((chunk, coming[chunk]))
             self._armed += sorted(hops.values(), key=_front)
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
+    def expect(self, chunks: Iterable[CommTask], sent: Sent) -> None:
         """What was armed has its place in the order: after all before it. The user's thread."""
         with self._lock:
             hops, self._armed = self._armed, []
         if hops:
             own = [hop.own.index for hop in hops if hop.own is not None]
-            sent = [*own, *(chunk.index for hop in hops for chunk, _ in hop.foreign)]
-            event = partial(self._order, hops)
-            self._exchange.turns.agree(sent, partial(self._exchange.scheduler.act, event))
+            indices = [*own, *(chunk.index for hop in hops for chunk, _ in hop.foreign)]
+            go = partial(self._exchange.scheduler.act, partial(self._order, hops))
+            self._exchange.turns.agree(sent, indices, go)
 
     def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
         """The memory that `spread` sends in ``turn``."""
@@ -246,15 +247,21 @@ class RowParameters:
         with self._lock:
             if self._closed:
                 raise SchedulerClosed(f"{chunk!r} was to be spread after an end")
-            if (turn, chunk.index) not in self._staged:
-                self._staged[turn, chunk.index] = self._exchange.memory.take(buffer, row.length)
-            return self._staged[turn, chunk.index][: buffer.numel()]
+            staged = self._staged.get((turn, chunk.index))
+            if staged is None:
+                memory = self._exchange.memory.take(buffer, row.length)
+                self._staged[turn, chunk.index] = memory, self._streams.after_this()
+            else:
+                # New memory is filled with zeros on the stream that came first.
+                memory, wait = staged
+                wait()
+            return memory[: buffer.numel()]
 
     def spread(self, chunk: CommTask, turn: int) -> None:
         """Sends what was staged of ``chunk``, in its turn."""
         with self._lock:
             hop = self._hops[turn, self._rows[chunk.index].number]
-            hop.staged = self._staged[turn, chunk.index]
+            hop.staged, _ = self._staged[turn, chunk.index]
         self._streams.staged(hop, self._begin)
 
     def close(self) -> None:

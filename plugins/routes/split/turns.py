@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -20,13 +21,24 @@ from bytesched.scheduler import EventThread
 
 from ..groups.group import PATIENCE_S, Group
 
-__all__ = ["Turns"]
+__all__ = ["Sent", "Turns"]
 
 _TASK = "which parameters are sent next"
 
 
+class Sent(IntEnum):
+    """What owners send of their chunks in a turn."""
+
+    #: that a step has updated
+    PARAMETERS = 0
+    #: that no step has taken
+    GRADIENTS = 1
+
+
 class Turns:
     """Calls one thing after the other, each when all ranks have agreed on those before it.
+
+    They agree if they send the same of the same chunks, after as many rounds and turns.
 
     Args:
         group: of Gloo; only these turns use it.
@@ -39,16 +51,27 @@ class Turns:
         self._thread = EventThread()
         #: comparisons, each counted by one thread
         self._begun = self._ended = 0
+        #: that have begun
+        self._rounds = 0
         self._broken = self._closed = False
 
-    def then(self, go: Callable[[], None]) -> None:
-        """``go`` is called when its turn comes. The user's thread."""
+    def begin_round(self, go: Callable[[], None]) -> None:
+        """A backward pass begins: ``go`` is called when its turn comes. The user's thread."""
+        self._rounds += 1
         self._thread.put(self._go, go)
 
-    def agree(self, indices: Iterable[int], go: Callable[[], None]) -> None:
-        """``go`` is called in its turn, if all ranks have these ``indices``. The user's thread."""
+    def agree(self, sent: Sent, indices: Iterable[int], go: Callable[[], None]) -> None:
+        """``go`` is called in its turn, if all ranks send this of these chunks, in this round.
+
+        The user's thread.
+
+        Args:
+            indices: of the chunks, in any order.
+        """
         digest = crc32(array("q", [self._begun, *sorted(indices)]).tobytes())
-        numbers = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        here = [digest, sent, self._rounds]
+        # One message: the highest of each, and the lowest, negated.
+        numbers = torch.tensor([*here, *(-n for n in here)], dtype=torch.int64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._begun += 1
@@ -79,15 +102,13 @@ class Turns:
             self._fail(error)
             return
         self._ended += 1
-        highest, negated_lowest = numbers.tolist()
-        if highest != -negated_lowest:
+        spans = (numbers[:3] + numbers[3:]).tolist()
+        if any(spans):
             self._fail(
                 MismatchError(
                     f"rank {self._group.rank} and another rank send different parameters or "
-                    "gradients next: on one of them a step() was left out, a gradient was set to "
-                    "None, or optimizers step in another order. With shard=True each rank waits "
-                    "for what the others update: do the same on all ranks, or train without "
-                    "shard=True"
+                    f"gradients next: {_difference(*spans)}. With shard=True each rank waits for "
+                    "what the others update: do the same on all ranks, or train without shard=True"
                 )
             )
         self._go(go)
@@ -103,3 +124,20 @@ class Turns:
 
     def __repr__(self) -> str:
         return f"<Turns {self._ended} of {self._begun} compared>"
+
+
+def _difference(_: int, kinds: int, rounds: int) -> str:
+    """In words, from how far apart ranks are in each number."""
+    found = []
+    if kinds:
+        found.append(
+            "some ranks send parameters that a step() has updated, others gradients that no step() "
+            "has taken"
+        )
+    if rounds:
+        passes = "backward pass" if rounds == 1 else "backward passes"
+        found.append(f"ranks are {rounds} {passes} apart")
+    return " and ".join(found) or (
+        "on one of them a step() was left out, a gradient was set to None, or optimizers step in "
+        "another order"
+    )

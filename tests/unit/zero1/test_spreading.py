@@ -11,6 +11,7 @@ import torch
 from laid_out import parameters, plan_of
 
 from bytesched.plugins.layout.plan import Ownership
+from bytesched.plugins.routes.split.turns import Sent
 from bytesched.plugins.zero1.shards import OwnedShards
 from bytesched.plugins.zero1.spreading import Spreading
 from bytesched.round import Round
@@ -44,8 +45,8 @@ class Rank:
     ) -> None:
         self.log.append(("arm", turn, leaving, coming))
 
-    def expect(self, chunks: Iterable[CommTask]) -> None:
-        self.log.append(("expect", list(chunks)))
+    def expect(self, chunks: Iterable[CommTask], sent: Sent) -> None:
+        self.log.append(("expect", list(chunks), sent))
 
     def stage(self, chunk: CommTask, turn: int) -> torch.Tensor:
         return self.staged[chunk.index]
@@ -81,8 +82,8 @@ def test_what_is_armed_is_under_way_until_it_has_left_and_come() -> None:
 
 def test_chunks_are_expected_of_their_owners() -> None:
     rank = Rank()
-    rank.spreading.expect(rank.foreign.chunks)
-    assert rank.log == [("expect", rank.foreign.chunks)]
+    rank.spreading.expect(rank.foreign.chunks, Sent.PARAMETERS)
+    assert rank.log == [("expect", rank.foreign.chunks, Sent.PARAMETERS)]
 
 
 def test_a_parameter_is_staged_as_it_is_when_it_is_updated() -> None:

@@ -18,6 +18,7 @@ from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.split.exchange import Exchange
 from bytesched.plugins.routes.split.parameters import ParameterSpread
+from bytesched.plugins.routes.split.turns import Sent
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
@@ -52,7 +53,7 @@ def test_what_is_expected_of_a_rank_that_is_gone_fails_with_its_name() -> None:
     gone.abort()
     while here.broken([1]) is None:
         pass
-    parameters.expect(slots[1].chunks)
+    parameters.expect(slots[1].chunks, Sent.PARAMETERS)
     assert has_failed.wait(_LIMIT_S)
     (error,) = failed
     assert isinstance(error, PeerLost)
@@ -111,7 +112,7 @@ class _Rank:
         """What the other rank owns is to come."""
         other = 1 - self.group.rank
         self.parameters.arm(turn, [], {})
-        self.parameters.expect(self.slots[other].chunks)
+        self.parameters.expect(self.slots[other].chunks, Sent.PARAMETERS)
 
     def spread(self, turn: int) -> None:
         for chunk in self.slots[self.group.rank].chunks:

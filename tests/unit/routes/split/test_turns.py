@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from connected import connected
 from together import together
 
 from bytesched.errors import MismatchError
-from bytesched.plugins.routes.split.turns import Turns
+from bytesched.plugins.routes.split.turns import Sent, Turns
 
 _LIMIT_S = 60.0
 
@@ -26,12 +27,12 @@ def test_each_goes_when_those_before_it_have_gone(ranks: int) -> None:
         turns = Turns(groups[rank], failed.append)
         for number in range(6):
             if number % 2:
-                turns.then(partial(gone.append, number))
+                turns.begin_round(partial(gone.append, number))
             else:
                 # In whatever order a rank lists them.
                 indices = [number, 7] if rank else [7, number]
-                turns.agree(indices, partial(gone.append, number))
-        turns.then(ended.set)
+                turns.agree(Sent.PARAMETERS, indices, partial(gone.append, number))
+        turns.begin_round(ended.set)
         assert ended.wait(_LIMIT_S)
         assert turns.is_idle
         turns.close()
@@ -41,7 +42,30 @@ def test_each_goes_when_those_before_it_have_gone(ranks: int) -> None:
     assert together(one, ranks) == [list(range(6))] * ranks
 
 
-def test_nothing_goes_after_ranks_have_come_to_different_things() -> None:
+def _in_another_round(turns: Turns, rank: int) -> None:
+    for _ in range(1 + rank):
+        turns.begin_round(lambda: None)
+    turns.agree(Sent.PARAMETERS, [1, 2], lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("come_to", "why"),
+    [
+        (
+            lambda turns, rank: turns.agree(Sent.PARAMETERS, [1, 2 + rank], lambda: None),
+            "a step() was left out",
+        ),
+        (
+            lambda turns, rank: turns.agree(Sent(rank), [1, 2], lambda: None),
+            "others gradients that no step() has taken",
+        ),
+        (_in_another_round, "ranks are 1 backward pass apart"),
+    ],
+    ids=["chunks", "kind", "round"],
+)
+def test_nothing_goes_after_ranks_have_come_to_different_things(
+    come_to: Callable[[Turns, int], None], why: str
+) -> None:
     groups = connected(2)
 
     def one(rank: int) -> tuple[list[str], BaseException]:
@@ -54,9 +78,9 @@ def test_nothing_goes_after_ranks_have_come_to_different_things() -> None:
             is_told.set()
 
         turns = Turns(groups[rank], fail)
-        turns.then(lambda: gone.append("before"))
-        turns.agree([1, 2 + rank], lambda: gone.append("differs"))
-        turns.then(lambda: gone.append("after"))
+        turns.agree(Sent.GRADIENTS, [3], lambda: gone.append("before"))
+        come_to(turns, rank)
+        turns.begin_round(lambda: gone.append("after"))
         assert is_told.wait(_LIMIT_S)
         turns.close()
         (error,) = failed
@@ -65,3 +89,4 @@ def test_nothing_goes_after_ranks_have_come_to_different_things() -> None:
     for gone, error in together(one):
         assert gone == ["before"]
         assert isinstance(error, MismatchError)
+        assert why in str(error)
