@@ -132,12 +132,12 @@ def _difference(_: int, kinds: int, rounds: int) -> str:
     if kinds:
         found.append(
             "some ranks send parameters that a step() has updated, others gradients that no step() "
-            "has taken"
+            "has taken: on one of them a step was left out"
         )
     if rounds:
         passes = "backward pass" if rounds == 1 else "backward passes"
         found.append(f"ranks are {rounds} {passes} apart")
     return " and ".join(found) or (
-        "on one of them a step() was left out, a gradient was set to None, or optimizers step in "
+        "on one of them a step was left out, a gradient was set to None, or optimizers step in "
         "another order"
     )

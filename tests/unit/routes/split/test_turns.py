@@ -53,7 +53,7 @@ def _in_another_round(turns: Turns, rank: int) -> None:
     [
         (
             lambda turns, rank: turns.agree(Sent.PARAMETERS, [1, 2 + rank], lambda: None),
-            "a step() was left out",
+            "a step was left out",
         ),
         (
             lambda turns, rank: turns.agree(Sent(rank), [1, 2], lambda: None),
