@@ -88,7 +88,7 @@ def raises_in_one_row() -> list[str]:
 def fails_before_it_reduces(number: int) -> None:
     """The last rank stops, or dies, where its gradients of experts are to be summed with rank 1's.
 
-    The rank that waits for it ends it at last.
+    The rank that waits for one that is stopped ends it at last.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     pids: list[Any] = [None] * size
@@ -102,7 +102,7 @@ def fails_before_it_reduces(number: int) -> None:
         os.kill(os.getpid(), number)
     own = RuntimeError()
     print(outcome(lambda: moe.reduce_expert_gradients(layer), own), flush=True)
-    if rank == size // 2 - 1:
+    if number == signal.SIGSTOP and rank == size // 2 - 1:
         os.kill(pids[-1], signal.SIGKILL)
     # The others' connections last as long as this process.
     os._exit(0)

@@ -44,15 +44,17 @@ def test_an_error_in_one_row_of_a_grid_stays_in_it(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"),
+    ("number", "limit_s", "expected"),
     [
-        (signal.SIGSTOP, "SchedulerTimeout: no progress within 2 s: "),
-        (signal.SIGKILL, "PeerLost: rank 3 is gone"),
+        (signal.SIGSTOP, 4, "SchedulerTimeout: no progress within 4 s: "),
+        (signal.SIGKILL, 100, "PeerLost: rank 3 is gone"),
     ],
 )
-def test_sums_of_expert_gradients_end_at_the_limit_of_exchanges(number: int, expected: str) -> None:
+def test_sums_of_expert_gradients_end_at_the_limit_of_exchanges(
+    number: int, limit_s: int, expected: str
+) -> None:
     """The process group's own limit is 30 s, and a stopped rank is ended by the one that waits."""
-    limit = {"BYTESCHED_TIMEOUT_S": "2"}
+    limit = {"BYTESCHED_TIMEOUT_S": str(limit_s)}
     first, second, third, last = run_fresh(
         fails_before_it_reduces, world_size=4, timeout_s=25, env=limit, args=(number,)
     )
