@@ -9,8 +9,8 @@ import atexit
 import json
 import multiprocessing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bytesched import urgency
 from bytesched.config import Config
-from bytesched.errors import MismatchError, PluginError, TransportError
+from bytesched.errors import MismatchError, PluginError, TransportError, in_one_line
 
 from ..dropped import end_when_gone
 from ..routes.groups.group import Group
@@ -132,9 +132,25 @@ class Peers:
 
     def refuse(self, why: str) -> NoReturn:
         """Raises PluginError, and ends exchanges on the other ranks, which would wait for this."""
+        self._stop(why)
+        raise PluginError(f"{why} (rank {self.rank} of the exchange)")
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Around code of a user's, ``what``: an error in it is told to the ranks that would wait.
+
+        It goes on unchanged here; the others get PeerLost with its words.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_broken:
+                self._stop(f"{what} raised {in_one_line(error)}")
+            raise
+
+    def _stop(self, why: str) -> None:
         self._group.leave_note(why)
         self._group.abort()
-        raise PluginError(f"{why} (rank {self.rank} of the exchange)")
 
     def gather_numbers(
         self, numbers: Sequence[int], device: torch.device, *, is_urgent: bool
@@ -146,6 +162,15 @@ class Peers:
             work = self._issue("exchange counts", self._group.backend.allgather, [rows], [mine])
             self.complete(work, "exchange counts")
         return [row.tolist() for row in rows]
+
+    def sum_in_place(self, tensor: Tensor, what: str) -> None:
+        """Sums ``tensor``, which is dense, over the ranks; collective.
+
+        Raises TransportError, at the latest after the limit of an exchange.
+        """
+        name = f"{what} over ranks {', '.join(map(str, self._group.members))}"
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self.complete(self._issue(name, self._group.all_reduce, real), name)
 
     def start(
         self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
@@ -242,6 +267,7 @@ def peers_of(group: dist.ProcessGroup | None) -> Peers | None:
             base, kind, name=f"exchange{number}/rows", timeout_s=Config.load().timeout_s
         )
         opened.members = dist.get_process_group_ranks(base)
+        opened.notes.rank = opened.members[opened.rank]
         peers = _PEERS[base] = Peers(opened, _LAYERS.setdefault(base, Layers()))
         _ENDS[base] = end_when_gone(base, peers.close)
         if multiprocessing.parent_process() is not None:

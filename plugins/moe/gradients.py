@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..exchanges.peers import peers_of
 from .layer import MoE
 
 __all__ = ["data_parallel", "layers", "reduce_expert_gradients"]
@@ -40,13 +41,19 @@ def reduce_expert_gradients(model: nn.Module) -> None:
 
     The division is by the number of all ranks, as DistributedDataParallel divides others: the sum
     over tokens is there once they have been exchanged. `bytesched.wrap` does both itself.
+
+    Raises:
+        PeerLost: a rank with the same experts is gone.
+        SchedulerTimeout: one does not come within ``BYTESCHED_TIMEOUT_S``.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     for layer in layers(model).values():
         group = layer.experts.data_parallel_group
+        # Not on the user's group, which may wait for half an hour.
+        peers = peers_of(group) if isinstance(group, dist.ProcessGroup) else None
         for parameter in layer.experts.parameters():
             if parameter.grad is None:
                 continue
             parameter.grad /= size
-            if isinstance(group, dist.ProcessGroup):
-                dist.all_reduce(parameter.grad, group=group)
+            if peers is not None:
+                peers.sum_in_place(parameter.grad, "gradients of experts")

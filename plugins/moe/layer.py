@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of ``x``, whose last dimension is a token's width."""
         tokens = x.flatten(0, -2)
-        routing: Routing = self.gate(tokens)
+        routing = self._routed(tokens)
         self.auxiliary_loss = routing.auxiliary_loss
         # By expert, and so by the rank that holds it; then by token.
         expert, token = routing.keep.t().nonzero(as_tuple=True)
@@ -130,15 +131,28 @@ class MoE(nn.Module):
         copied.__dict__.update(copy.deepcopy(attributes, memo))
         return copied
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """What experts make of ``rows``, which are sorted by expert: ``counts`` for each."""
+    # Compiled code would not catch what a gate raises; the gate itself may be compiled.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def _routed(self, tokens: Tensor) -> Routing:
+        """What the gate says; the other ranks wait for it."""
+        peers = self._peers()
+        with peers.telling(f"the gate of layer {self.number}") if peers else nullcontext():
+            routing: Routing = self.gate(tokens)
+        return routing
+
+    def _peers(self) -> Peers | None:
         peers = peers_of(self.group)
         if (peers.size if peers else 1) != self._ranks:
             raise PluginError(
                 f"the layer was made for {self._ranks} ranks: make it after init_process_group, "
                 "and call it before destroy_process_group"
             )
+        return peers
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """What experts make of ``rows``, which are sorted by expert: ``counts`` for each."""
+        peers = self._peers()
         if peers is None:
             self.pieces = 1
             return _apply(self.experts, list(rows.split(counts))).to(rows.dtype)
@@ -160,7 +174,8 @@ class MoE(nn.Module):
             ),
         )
         self.pieces = len(pieces)
-        return _in_pieces(self, peers, rows, table, pieces)
+        with peers.telling(f"experts of layer {self.number}"):
+            return _in_pieces(self, peers, rows, table, pieces)
 
 
 def _in_pieces(

@@ -26,12 +26,13 @@ class Notes:
 
     def __init__(self, store: distributed_c10d.Store, rank: int) -> None:
         self._store = store
-        self._rank = rank
+        #: what others call this rank
+        self.rank = rank
         self._unanswered = False
 
     def leave(self, text: str) -> None:
         """Leaves ``text`` unless there is a note already."""
-        note = json.dumps({"rank": self._rank, "text": text})
+        note = json.dumps({"rank": self.rank, "text": text})
         self._call(lambda: self._store.compare_set(_KEY, "", note).decode())
 
     def read(self) -> str:
@@ -39,8 +40,8 @@ class Notes:
         text = self._call(
             lambda: self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
         )
-        note = json.loads(text) if text else {"rank": self._rank}
-        return "" if note["rank"] == self._rank else f"; rank {note['rank']} said: {note['text']}"
+        note = json.loads(text) if text else {"rank": self.rank}
+        return "" if note["rank"] == self.rank else f"; rank {note['rank']} said: {note['text']}"
 
     def _call(self, store_call: Callable[[], str]) -> str:
         """What the store answers in time, or nothing."""
