@@ -23,7 +23,7 @@ def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}])
 def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    count = 400
+    count = 200
     for threads, descriptors, objects in two_ranks.run(
         soak_cases.left_by_iterations, count, options
     ):
