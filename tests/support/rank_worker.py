@@ -206,8 +206,18 @@ def serve_cases(launch: Launch) -> None:
                 outcome = (True, resolve(case)(*args))
             except Exception:  # noqa: BLE001 (the other side raises it)
                 outcome = (False, traceback.format_exc())
+            end_exchanges()
             destroy_groups()
             connection.send_bytes(dump(outcome))
+
+
+def end_exchanges() -> None:
+    """Ends those of the group that outlives a case, whose thread the next case would find."""
+    if (peers := sys.modules.get("bytesched.plugins.exchanges.peers")) is not None:
+        for group, opened in tuple(peers._PEERS.items()):
+            del peers._PEERS[group]
+            peers._ENDS.pop(group).detach()
+            opened.close()
 
 
 def destroy_groups() -> None:
