@@ -1,0 +1,1 @@
+"""Pipelines of torch: schedules whose stages are replicated, and their gradients reduced."""

@@ -1,0 +1,218 @@
+"""Pipelines on two ranks, twice: trained by a schedule of torch's, and with bytesched on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+
+WIDTH = 8
+STEPS = 5
+SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
+LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+#: with weight gradients apart, for stages in the order of `V`
+SPLIT = (
+    "0F0,0F1,3F0,3I0,3W0,0I0,3F1,3I1,0W0,3W1,0I1,0W1",
+    "1F0,2F0,1F1,2F1,2I0,1I0,2W0,2I1,1W0,1I1,2W1,1W1",
+)
+WHOLE = ("0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1", "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule, and on which rank each of its stages is."""
+
+    make: Callable[..., Any]
+    ranks: tuple[int, ...]
+    micro_batches: int = 2
+
+
+def ordered(rows: Sequence[str], form: str = "compute_only") -> Callable[..., Any]:
+    """Makes a schedule with the order ``rows``."""
+
+    def make(stages: list[Any], micro_batches: int, loss_fn: Any) -> Any:
+        schedule = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss_fn)
+        order = {
+            rank: [schedules._Action.from_str(cell) for cell in row.split(",")]
+            for rank, row in enumerate(rows)
+        }
+        schedule._prepare_schedule_with_comms(order, format=form)  # type: ignore[arg-type]
+        return schedule
+
+    return make
+
+
+def single(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a schedule of one stage on each rank."""
+    return lambda stages, micro_batches, loss_fn: kind(stages[0], micro_batches, loss_fn=loss_fn)
+
+
+KINDS = {
+    "gpipe": Kind(single(ScheduleGPipe), (0, 1)),
+    "1f1b": Kind(single(schedules.Schedule1F1B), (0, 1)),
+    "interleaved": Kind(schedules.ScheduleInterleaved1F1B, LOOP),
+    "interleaved zb": Kind(schedules.ScheduleInterleavedZeroBubble, LOOP),
+    "zbv": Kind(schedules.ScheduleZBVZeroBubble, V, 4),
+    "dualpipev": Kind(schedules.ScheduleDualPipeV, V, 4),
+    "csv": Kind(ordered(WHOLE), V),
+    "csv split": Kind(ordered(SPLIT), V),
+    "never reduced": Kind(
+        ordered(("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"), "compute_comms"),
+        (0, 1),
+        1,
+    ),
+}
+
+
+def grid() -> tuple[Any, Any]:
+    """The groups of this rank's pipeline, and of its replicas."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pipelines = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+    replicas = [dist.new_group(list(range(place, size, 2))) for place in range(2)]
+    return pipelines[rank // 2], replicas[rank % 2]
+
+
+class Block(nn.Module):
+    """Of a layer that may be left out; parameters have more than one size."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(number)
+            self.up = nn.Linear(WIDTH, 3 * WIDTH)
+            self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Pipeline:
+    """The stages of one rank, their schedule and optimizer."""
+
+    def __init__(
+        self,
+        kind: str,
+        groups: tuple[Any, Any],
+        optimizer: str = "momentum",
+        *,
+        in_ddp: bool = False,
+    ) -> None:
+        self.kind = KINDS[kind]
+        pipeline, self.replicas = groups
+        place = dist.get_rank(pipeline)
+        mine = [stage for stage, rank in enumerate(self.kind.ranks) if rank == place]
+        self.blocks = [Block(stage) for stage in mine]
+        modules: list[Any] = list(self.blocks)
+        if in_ddp:
+            modules = [DistributedDataParallel(m, process_group=self.replicas) for m in modules]
+        self.modules = modules
+        self.stages = [
+            PipelineStage(module, stage, len(self.kind.ranks), torch.device("cpu"), group=pipeline)
+            for stage, module in zip(mine, modules, strict=True)
+        ]
+        self.schedule = self.kind.make(
+            self.stages, self.kind.micro_batches, loss_fn=nn.functional.mse_loss
+        )
+        self.optimizer = OPTIMIZERS[optimizer](self.parameters())
+        self.is_first, self.is_last = 0 in mine, len(self.kind.ranks) - 1 in mine
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all stages of this rank."""
+        return [p for block in self.blocks for p in block.parameters()]
+
+    def forward_backward(self, step: int) -> list[float]:
+        """One step of the schedule, with data of this replica; the losses, if they are here."""
+        torch.manual_seed(1000 * step + dist.get_rank() // 2)
+        rows = 2 * self.kind.micro_batches
+        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([x] if self.is_first else []),
+            target=y if self.is_last else None,
+            losses=losses if self.is_last else None,
+        )
+        return [float(loss) for loss in losses]
+
+    def reduce(self) -> None:
+        """What a script without DDP does at the end of a step."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.replicas)
+                parameter.grad /= dist.get_world_size(self.replicas)
+
+    def values(self) -> list[Any]:
+        """All parameters, and their momenta."""
+        found = [parameter.detach().clone() for parameter in self.parameters()]
+        for state in self.optimizer.state_dict()["state"].values():
+            found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
+        return found
+
+
+def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
+    """What a training of a few steps shows: losses, and everything in the end."""
+    for step in range(STEPS):
+        if script != "accumulates" or step % 2 == 0:
+            pipeline.optimizer.zero_grad()
+        yield pipeline.forward_backward(step)
+        if plain:
+            # Each step of a schedule is reduced, as by DDP.
+            pipeline.reduce()
+        if script == "accumulates" and step % 2 == 0:
+            continue
+        if script == "clips":
+            yield float(nn.utils.clip_grad_norm_(pipeline.parameters(), 0.05))
+        if script == "reads":
+            yield [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
+        pipeline.optimizer.step()
+        if script == "reads":
+            yield pipeline.values()
+    yield pipeline.values()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two records are equal, bit for bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def trains_as_plain(
+    kind: str,
+    way: str = "schedule",
+    script: str = "",
+    optimizer: str = "momentum",
+    fields: dict[str, Any] | None = None,
+) -> list[int]:
+    """Numbers of the records in which a wrapped training differs from a plain one."""
+    pairs = grid()
+    plain = Pipeline(kind, pairs, optimizer)
+    expected = list(records(plain, plain=True, script=script))
+    wrapped = Pipeline(kind, pairs, optimizer, in_ddp=way == "ddp")
+    groups = {"groups": wrapped.replicas} if way == "named" else {}
+    model = wrapped.modules if way == "modules" else wrapped.schedule
+    bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})
+    found = list(records(wrapped, plain=False, script=script))
+    stats = bytesched.stats(wrapped.optimizer)
+    assert stats["mode"] == "cross", stats
+    bytesched.unwrap(wrapped.optimizer)
+    dist.barrier()
+    assert len(expected) == len(found)
+    return [
+        n
+        for n, (one, other) in enumerate(zip(expected, found, strict=True))
+        if not same(one, other)
+    ]
