@@ -187,6 +187,11 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
 
             decline_over_horovod(optimizer, in_one_line(error))
             return
+        if _is_pipeline(model):
+            from .pipelines.begin import decline as decline_over_replicas
+
+            decline_over_replicas(model, in_one_line(error))
+            return
         from .c10d.ddp import decline as decline_over_c10d
 
         decline_over_c10d(model, in_one_line(error))

@@ -52,6 +52,7 @@ from .grouping import (
 from .grouping import statements as group_statements
 from .joining import joining
 from .shell import finalizes_by_hand, take_over
+from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
 
 __all__ = [
@@ -256,7 +257,7 @@ def attach(
         splitter=None
         if parts or is_folded
         else splitter_of(base, backend, device, name, data.hosts, config),
-        sync=partial(_syncs, weak_ddp),
+        sync=Syncing(model, weak_ddp),
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
@@ -333,21 +334,6 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
         if issubclass(type(owner), DistributedDataParallel)
         for parameter in owner.module.parameters()
     )
-
-
-def _syncs(weak_ddp: weakref.ref[DistributedDataParallel] | None) -> bool:
-    """Whether the backward pass of the forward pass that begins now is reduced."""
-    ddp = None if weak_ddp is None else weak_ddp()
-    if ddp is None:
-        return True
-    join = getattr(ddp, "_join_config", None)
-    if join is not None and join.enable:
-        raise PluginError(
-            "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
-            "bytesched: pad the shorter ranks' data, or unwrap the optimizer first"
-        )
-    # Scripts also set it without no_sync().
-    return bool(ddp.require_backward_grad_sync)
 
 
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:

@@ -30,7 +30,7 @@ from .reducing import StageReductions, take_from_ddp
 from .replicas import named_replicas, refuse_other_values, replicas_of
 from .root import StageModules
 
-__all__ = ["begin"]
+__all__ = ["begin", "decline"]
 
 log = logging.getLogger("bytesched")
 
@@ -70,6 +70,9 @@ def begin(
             log.warning("enabled is off: %s", _skipped(root, rank))
         stays_plain("enabled is off")
         return None
+    with Entry(root.schedule.group) as pipeline:
+        # Ranks that act in other orders would wait for each other for ever.
+        pipeline.agree(root.schedule.statements(), config.timeout_s)
     base = named or replicas_of(root, config.timeout_s)
     if base.size() == 1:
         stays_plain("no other rank has the same stages")
@@ -90,6 +93,12 @@ def begin(
             session.close()
             raise
     return session
+
+
+def decline(root: StageModules, why: str) -> None:
+    """Where other ranks wrap, this one does not, and they raise its reason ``why``."""
+    if dist.is_available() and dist.is_initialized() and root.schedule.group.size() > 1:
+        Entry(root.schedule.group).decline(why)
 
 
 def _attach(
@@ -115,7 +124,11 @@ def _attach(
     if find_unused is None and ddps:
         find_unused = any(ddp.find_unused_parameters for ddp in ddps)
     entry.agree(
-        [*statements(slots, optimizer, config), f"find_unused_parameters = {find_unused}"],
+        [
+            *root.schedule.statements(),
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {find_unused}",
+        ],
         config.timeout_s,
     )
     name = f"session{entry.number}"

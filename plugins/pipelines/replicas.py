@@ -58,7 +58,8 @@ def replicas_of(root: StageModules, timeout_s: float) -> dist.ProcessGroup:
 
     Collective over the job: every rank says which stages it has.
 
-    Raises `SchedulerTimeout` if some rank does not come.
+    Raises `SchedulerTimeout` if some rank does not come, and `MismatchError` on all of them if
+    stages do not lie on ranks in the same way in every pipeline.
     """
     world = distributed_c10d._get_default_group()
     store = store_of(world)
@@ -71,6 +72,7 @@ def replicas_of(root: StageModules, timeout_s: float) -> dist.ProcessGroup:
     said.add("count", 1)
     _wait_for_all(said, rank, size, timeout_s)
     texts = [said.get(str(r)).decode() for r in range(size)]
+    _refuse_other_placements([json.loads(text) for text in texts])
     if len(set(texts)) == 1:
         return world
     # Every rank takes part in the making of every group, and in one order.
@@ -81,6 +83,19 @@ def replicas_of(root: StageModules, timeout_s: float) -> dist.ProcessGroup:
     own = groups[mine]
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _refuse_other_placements(said: list[tuple[int, list[int]]]) -> None:
+    """``said``: of each rank, how many stages there are, and which it has."""
+    for rank, (count, stages) in enumerate(said):
+        for other, (other_count, theirs) in enumerate(said):
+            if count != other_count or (set(stages) & set(theirs) and stages != theirs):
+                raise MismatchError(
+                    f"rank {rank} has stages {_text(stages)} of {count}, rank {other} stages "
+                    f"{_text(theirs)} of {other_count}: in every pipeline, stages are to lie on "
+                    "ranks in the same way; or, if it is meant, name the ranks that have the same "
+                    "ones (groups=GROUP)"
+                )
 
 
 def refuse_other_values(root: nn.Module, control: Group) -> None:
@@ -113,3 +128,7 @@ def _wait_for_all(
             )
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def _text(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

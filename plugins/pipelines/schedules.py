@@ -8,28 +8,29 @@ weight gradients are computed apart (the action W), ``torch.autograd.grad`` call
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from bytesched.errors import PluginError
 
 __all__ = [
     "Schedule",
     "is_schedule",
-    "is_stage",
     "schedule_of",
 ]
 
 _SCHEDULES: Final = "torch.distributed.pipelining.schedules"
-_STAGES: Final = "torch.distributed.pipelining.stage"
 #: of a stage and of a schedule; all are there from torch 2.13 on
 _OF_STAGE: Final = ("submod", "stage_index", "num_stages", "group", "perform_reduce_grad")
 _OF_SCHEDULE: Final = ("_n_microbatches", "_has_backward", "step")
-T = TypeVar("T")
 
 
 def is_schedule(x: object) -> bool:
@@ -38,18 +39,13 @@ def is_schedule(x: object) -> bool:
     return kind is not None and isinstance(x, kind)
 
 
-def is_stage(module: nn.Module) -> bool:
-    """Whether some stage of a pipeline runs ``module``."""
-    return any(_submodule(stage) is module for stage in _stages_alive())
-
-
 def schedule_of(modules: Sequence[nn.Module]) -> object | None:
     """The schedule of this process that runs ``modules``, if it is one; None if there is none.
 
     Raises `PluginError` if only some of its stages are among them, or some of them are no stages,
     or there are several.
     """
-    found = [s for s in _alive(_SCHEDULES, "_PipelineSchedule") if _modules_of(s) & _ids(modules)]
+    found = [s for s in _alive() if _modules_of(s) & _ids(modules)]
     if not found:
         return None
     if len(found) > 1:
@@ -93,6 +89,23 @@ class Schedule:
     def order(self) -> object | None:
         """What says when each action comes; another object if the schedule gets another order."""
         return getattr(self._schedule, "pipeline_order_with_comms", None)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline."""
+        group: dist.ProcessGroup | None = self.stages[0].group
+        return group if group is not None else distributed_c10d._get_default_group()
+
+    def statements(self) -> list[str]:
+        """What has to be the same on all ranks of all pipelines, a line for each."""
+        order: Any = self.order
+        rows = [] if order is None else [[str(a) for a in row] for _, row in sorted(order.items())]
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]
+        return [
+            f"{self.name} of {self.stages[0].num_stages} stages",
+            f"{self._schedule._n_microbatches} micro-batches",
+            f"an order of {len(rows)} ranks with digest {digest}",
+        ]
 
     @property
     def splits_backward(self) -> bool:
@@ -145,12 +158,8 @@ def _ids(modules: Sequence[nn.Module]) -> Set[int]:
     return {id(module) for module in modules}
 
 
-def _stages_alive() -> list[Any]:
-    return _alive(_STAGES, "_PipelineStageBase")
-
-
-def _alive(module: str, name: str) -> list[Any]:
-    kind = getattr(sys.modules.get(module), name, None)
+def _alive() -> list[Any]:
+    kind = getattr(sys.modules.get(_SCHEDULES), "_PipelineSchedule", None)
     if kind is None:
         return []
     # Not isinstance: it reads the class of proxies of all kinds.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.registry import sessions
+from bytesched.run.watch import watch
 
 WIDTH = 8
 STEPS = 5
@@ -85,7 +90,9 @@ def grid() -> tuple[Any, Any]:
 
 
 class Block(nn.Module):
-    """Of a layer that may be left out; parameters have more than one size."""
+    """Two layers of different sizes around a tanh; what is in `beside` is never used."""
+
+    beside: nn.Parameter
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -107,6 +114,7 @@ class Pipeline:
         groups: tuple[Any, Any],
         optimizer: str = "momentum",
         *,
+        script: str = "",
         in_ddp: bool = False,
     ) -> None:
         self.kind = KINDS[kind]
@@ -114,6 +122,10 @@ class Pipeline:
         place = dist.get_rank(pipeline)
         mine = [stage for stage, rank in enumerate(self.kind.ranks) if rank == place]
         self.blocks = [Block(stage) for stage in mine]
+        if script == "shares" and len(mine) > 1:
+            self.blocks[-1].up = self.blocks[0].up
+        if script == "leaves out":
+            self.blocks[0].beside = nn.Parameter(torch.ones(3))
         modules: list[Any] = list(self.blocks)
         if in_ddp:
             modules = [DistributedDataParallel(m, process_group=self.replicas) for m in modules]
@@ -129,8 +141,8 @@ class Pipeline:
         self.is_first, self.is_last = 0 in mine, len(self.kind.ranks) - 1 in mine
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of all stages of this rank."""
-        return [p for block in self.blocks for p in block.parameters()]
+        """Of all stages of this rank, each once."""
+        return list(dict.fromkeys(p for block in self.blocks for p in block.parameters()))
 
     def forward_backward(self, step: int) -> list[float]:
         """One step of the schedule, with data of this replica; the losses, if they are here."""
@@ -155,7 +167,7 @@ class Pipeline:
     def values(self) -> list[Any]:
         """All parameters, and their momenta."""
         found = [parameter.detach().clone() for parameter in self.parameters()]
-        for state in self.optimizer.state_dict()["state"].values():
+        for _, state in sorted(self.optimizer.state_dict()["state"].items()):
             found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
         return found
 
@@ -199,9 +211,9 @@ def trains_as_plain(
 ) -> list[int]:
     """Numbers of the records in which a wrapped training differs from a plain one."""
     pairs = grid()
-    plain = Pipeline(kind, pairs, optimizer)
+    plain = Pipeline(kind, pairs, optimizer, script=script)
     expected = list(records(plain, plain=True, script=script))
-    wrapped = Pipeline(kind, pairs, optimizer, in_ddp=way == "ddp")
+    wrapped = Pipeline(kind, pairs, optimizer, script=script, in_ddp=way == "ddp")
     groups = {"groups": wrapped.replicas} if way == "named" else {}
     model = wrapped.modules if way == "modules" else wrapped.schedule
     bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})
@@ -216,3 +228,53 @@ def trains_as_plain(
         for n, (one, other) in enumerate(zip(expected, found, strict=True))
         if not same(one, other)
     ]
+
+
+def ddp_alone(kind: str) -> float:
+    """How far gradients of DDP-wrapped stages, without bytesched, are from the mean."""
+    pairs = grid()
+    plain, in_ddp = Pipeline(kind, pairs), Pipeline(kind, pairs, in_ddp=True)
+    plain.forward_backward(0)
+    plain.reduce()
+    in_ddp.forward_backward(0)
+    parameters = zip(plain.parameters(), in_ddp.parameters(), strict=True)
+    return max(float((p.grad - q.grad).abs().max()) for p, q in parameters)  # type: ignore[operator]
+
+
+def unchanged_script(kind: str) -> None:
+    """Under `bytesched run`: stages in DDP, and nothing of bytesched in the script."""
+    pairs = grid()
+    expected = list(records(Pipeline(kind, pairs), plain=True, script=""))
+    watch()
+    script = Pipeline(kind, pairs, in_ddp=True)
+    found = list(records(script, plain=False, script=""))
+    stats = bytesched.stats(script.optimizer)
+    print(stats["mode"], all(map(same, expected, found)), flush=True)
+
+
+def unwrapped_in_the_middle(kind: str) -> bool:
+    """Whether a training goes on as before once it is unwrapped, and schedule and stages too."""
+    pairs = grid()
+    plain, wrapped = Pipeline(kind, pairs), Pipeline(kind, pairs)
+    expected = [*records(plain, plain=True, script=""), *records(plain, plain=True, script="")]
+    bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL)
+    found = list(records(wrapped, plain=False, script=""))
+    bytesched.unwrap(wrapped.optimizer)
+    assert "step" not in vars(wrapped.schedule)
+    assert not any("perform_reduce_grad" in vars(stage) for stage in wrapped.stages)
+    found += records(wrapped, plain=True, script="")
+    return all(map(same, expected, found))
+
+
+def ends_with_its_schedule() -> tuple[list[Any], bool]:
+    """The sessions there are, and whether one is kept, when schedule and optimizer are gone."""
+    pairs = grid()
+    pipeline = Pipeline("csv", pairs)
+    bytesched.wrap(pipeline.optimizer, pipeline.schedule, **SMALL)
+    list(records(pipeline, plain=False, script=""))
+    session = weakref.ref(sessions(pipeline.optimizer)[0])
+    del pipeline
+    gc.collect()
+    wait_for_ends()
+    gc.collect()
+    return sessions(), session() is not None

@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipeline_cases import trains_as_plain
-from ranks import Ranks
+from pipeline_cases import (
+    ddp_alone,
+    ends_with_its_schedule,
+    trains_as_plain,
+    unchanged_script,
+    unwrapped_in_the_middle,
+)
+from ranks import Ranks, run_fresh
 
 pytestmark = pytest.mark.procs
 
@@ -24,7 +30,7 @@ def test_however_the_stages_are_given(kind: str, way: str, four_ranks: Ranks) ->
     assert four_ranks.run(trains_as_plain, kind, way) == [[]] * 4
 
 
-@pytest.mark.parametrize("script", ["accumulates", "clips", "reads"])
+@pytest.mark.parametrize("script", ["accumulates", "clips", "reads", "shares", "leaves out"])
 @pytest.mark.parametrize("kind", ["csv", "csv split"])
 def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind, "schedule", script) == [[]] * 4
@@ -45,3 +51,26 @@ def test_whatever_carries_the_gradients(
 ) -> None:
     found = four_ranks.run(trains_as_plain, "csv split", "schedule", script, "adamw", fields)
     assert found == [[]] * 4
+
+
+def test_what_torch_does_without_it(four_ranks: Ranks) -> None:
+    """If this fails, DDP has learned to reduce weight gradients that are computed apart."""
+    assert max(four_ranks.run(ddp_alone, "csv")) < 1e-6
+    assert max(four_ranks.run(ddp_alone, "csv split")) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+def test_under_bytesched_run(kind: str) -> None:
+    for rank in run_fresh(unchanged_script, 4, 60, {"BYTESCHED_PARTITION_BYTES": "256"}, (kind,)):
+        assert rank.code == 0, rank.stderr
+        assert rank.stdout == "cross True\n", rank.stderr
+        assert ("it reduces none of them" in rank.stderr) == (kind == "csv split")
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+def test_unwrapped_in_the_middle(kind: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(unwrapped_in_the_middle, kind) == [True] * 4
+
+
+def test_a_session_ends_with_its_schedule(four_ranks: Ranks) -> None:
+    assert four_ranks.run(ends_with_its_schedule) == [([], False)] * 4
