@@ -120,7 +120,7 @@ def wrap_found(
                 )
     except BytesschedError as error:
         if kvstore is None:
-            _decline(optimizer, model, error)
+            _decline(optimizer, model, groups, error)
         raise
     if is_mxnet:
         from .stores.mxnet.begin import begin as wrap_mxnet
@@ -176,7 +176,7 @@ def _begin(
     )
 
 
-def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
+def _decline(optimizer: Any, model: Any, groups: Any, error: BytesschedError) -> None:
     """The other ranks, which may wrap and wait for this one, are left its ``error``."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module) or is_wrapped(optimizer):
@@ -190,7 +190,7 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
         if _is_pipeline(model):
             from .pipelines.begin import decline as decline_over_replicas
 
-            decline_over_replicas(model, in_one_line(error))
+            decline_over_replicas(model, groups, in_one_line(error))
             return
         from .c10d.ddp import decline as decline_over_c10d
 

@@ -27,7 +27,7 @@ from ..update.delegation import stepping_optimizer
 from ..update.separable import why_not_sharded
 from ..warmup.agree import statements
 from .reducing import StageReductions, take_from_ddp
-from .replicas import named_replicas, refuse_other_values, replicas_of
+from .replicas import RollCall, named_replicas
 from .root import StageModules
 
 __all__ = ["begin", "decline"]
@@ -50,7 +50,6 @@ def begin(
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     rank = dist.get_rank()
     show(config.log_level, rank)
-    _refuse_settings(config)
     known = [other for other in sessions(root) if isinstance(other, Session)]
     if known:
         optimizer = stepping_optimizer(optimizer)
@@ -60,6 +59,11 @@ def begin(
         return known[0]
     ddps = root.ddps()
     named = named_replicas(root, groups)
+    if config.share:
+        raise PluginError(
+            f"share = {config.share!r} is not there for pipelines: a turn of the device would be "
+            "held while a stage waits for another rank"
+        )
     if not config.enabled:
         if not ddps and (named is None or named.size() > 1):
             raise PluginError(
@@ -70,10 +74,7 @@ def begin(
             log.warning("enabled is off: %s", _skipped(root, rank))
         stays_plain("enabled is off")
         return None
-    with Entry(root.schedule.group) as pipeline:
-        # Ranks that act in other orders would wait for each other for ever.
-        pipeline.agree(root.schedule.statements(), config.timeout_s)
-    base = named or replicas_of(root, config.timeout_s)
+    base = named or RollCall().replicas(root, config.timeout_s)
     if base.size() == 1:
         stays_plain("no other rank has the same stages")
         return None
@@ -83,6 +84,10 @@ def begin(
         optimizer = stepping_optimizer(optimizer)
         if config.shard:
             _refuse_to_shard(optimizer)
+        if named is not None:
+            with Entry(root.schedule.group) as pipeline:
+                # Ranks that act in other orders would wait for each other for ever.
+                pipeline.agree(root.schedule.statements(), config.timeout_s)
         why = _why_whole(optimizer, root, config)
         session = _attach(optimizer, root, config, entry, base, is_named=named is not None)
         try:
@@ -95,10 +100,15 @@ def begin(
     return session
 
 
-def decline(root: StageModules, why: str) -> None:
+def decline(root: StageModules, groups: Any, why: str) -> None:
     """Where other ranks wrap, this one does not, and they raise its reason ``why``."""
-    if dist.is_available() and dist.is_initialized() and root.schedule.group.size() > 1:
-        Entry(root.schedule.group).decline(why)
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    named = named_replicas(root, groups)
+    if named is None:
+        RollCall().decline(why)
+    elif named.size() > 1:
+        Entry(named).decline(why)
 
 
 def _attach(
@@ -135,9 +145,7 @@ def _attach(
     with joining(base, name, config) as ranks:
         data, control = ranks.open("data", kind), ranks.open("control")
         observers = ranks.observers()
-        if not is_named:
-            refuse_other_values(root, control)
-        elif not ddps:
+        if is_named and not ddps:
             broadcast(data, root)
         levels = None
         may_fold = not why_not(config.cell._replace(levels="two levels"))
@@ -164,14 +172,6 @@ def _attach(
             session.take_over(take, can_stop=False)
         half_attached.pop_all()
     return session
-
-
-def _refuse_settings(config: Config) -> None:
-    if config.share:
-        raise PluginError(
-            f"share = {config.share!r} is not there for pipelines: a turn of the device would be "
-            "held while a stage waits for another rank"
-        )
 
 
 def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:

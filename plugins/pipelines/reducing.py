@@ -6,11 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.errors import PluginError
+from bytesched.errors import PeerLost, PluginError
 
 from ..c10d.shell import take_over
 from ..engine.session import Session
@@ -18,6 +19,9 @@ from ..layout.slots import Slot
 from .root import StageModules
 
 __all__ = ["StageReductions", "take_from_ddp"]
+
+#: in what Gloo says of a connection whose other side has ended
+_LOST: Final = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class StageReductions:
@@ -67,12 +71,30 @@ class StageReductions:
         try:
             output = own(*args, **kwargs)
         except BaseException as error:
+            named = self._named(error, root)
             if self._session.is_interrupted:
                 # Replicas wait for the rest of what was sent in part.
-                self._session.fail(error)
-            raise
+                self._session.fail(named)
+            if named is error:
+                raise
+            raise named from error
         self._session.backward_over()
         return output
+
+    def _named(self, error: BaseException, root: StageModules) -> BaseException:
+        """``error``, as one of ours if torch has only said that a connection is broken."""
+        text = str(error).strip()
+        is_torchs = type(error) in (RuntimeError, dist.DistBackendError)
+        if not is_torchs or not any(sign in text for sign in _LOST):
+            return error
+        mine = root.schedule.group
+        others = [r for r in dist.get_process_group_ranks(mine) if r != self._rank]
+        return PeerLost(
+            f"{'a rank' if len(others) > 1 else 'rank'} of this pipeline, "
+            f"{', '.join(map(str, others))}, is gone ({text}); see its own log for the reason",
+            peers=others if len(others) == 1 else (),
+            rank=self._rank,
+        )
 
     def _reduce(self, complete: Callable[[int], None], slots: list[Slot], scale: int) -> None:
         """The gradients of a stage, of ``slots``, are its last once they are scaled."""
