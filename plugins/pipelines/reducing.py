@@ -99,6 +99,10 @@ class StageReductions:
     def _reduce(self, complete: Callable[[int], None], slots: list[Slot], scale: int) -> None:
         """The gradients of a stage, of ``slots``, are its last once they are scaled."""
         complete(scale)
+        root = self._weak_root()
+        if root is None or not root.schedule.trains:
+            # An evaluation goes through the whole order, without any backward pass.
+            return
         for slot in slots:
             if slot.parameter.grad is not None:
                 self._session.gradient(slot)

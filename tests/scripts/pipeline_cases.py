@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
+import runpy
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from paths import ROOT
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
@@ -138,6 +143,8 @@ class Pipeline:
             self.stages, self.kind.micro_batches, loss_fn=nn.functional.mse_loss
         )
         self.optimizer = OPTIMIZERS[optimizer](self.parameters())
+        #: losses of evaluations
+        self.seen: list[float] = []
         self.is_first, self.is_last = 0 in mine, len(self.kind.ranks) - 1 in mine
 
     def parameters(self) -> list[nn.Parameter]:
@@ -157,6 +164,20 @@ class Pipeline:
         )
         return [float(loss) for loss in losses]
 
+    def evaluate(self, step: int) -> None:
+        """Adds losses of forward passes alone to what was `seen`."""
+        torch.manual_seed(step)
+        rows = 2 * self.kind.micro_batches
+        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        losses: list[Tensor] = []
+        with torch.no_grad():
+            self.schedule.eval(
+                *([x] if self.is_first else []),
+                target=y if self.is_last else None,
+                losses=losses if self.is_last else None,
+            )
+        self.seen += map(float, losses)
+
     def reduce(self) -> None:
         """What a script without DDP does at the end of a step."""
         for parameter in self.parameters():
@@ -164,9 +185,13 @@ class Pipeline:
                 dist.all_reduce(parameter.grad, group=self.replicas)
                 parameter.grad /= dist.get_world_size(self.replicas)
 
+    def parameters_now(self) -> list[Any]:
+        """Copies of all parameters."""
+        return [parameter.detach().clone() for parameter in self.parameters()]
+
     def values(self) -> list[Any]:
         """All parameters, and their momenta."""
-        found = [parameter.detach().clone() for parameter in self.parameters()]
+        found = self.parameters_now()
         for _, state in sorted(self.optimizer.state_dict()["state"].items()):
             found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
         return found
@@ -191,6 +216,18 @@ def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
         if script == "reads":
             yield pipeline.values()
     yield pipeline.values()
+
+
+def trains_the_example(order: str, folder: str) -> bool:
+    """Whether it has the same losses with and without bytesched."""
+    train = runpy.run_path(str(ROOT / "examples" / "pipeline_gpt.py"))["train"]
+    found = []
+    for plain in (True, False):
+        path = Path(folder, f"plain{plain}.json")
+        train(Namespace(order=order, plain=plain, steps=3, batch=8, json=path))
+        if dist.get_rank() == 0:
+            found.append(json.loads(path.read_text()))
+    return not found or (len(found[0]) == 3 and found[0] == found[1])
 
 
 def same(one: Any, other: Any) -> bool:
@@ -278,3 +315,28 @@ def ends_with_its_schedule() -> tuple[list[Any], bool]:
     wait_for_ends()
     gc.collect()
     return sessions(), session() is not None
+
+
+def optimizer_for_each_stage() -> bool:
+    """Whether a rank that wraps two optimizers with one schedule trains as plain."""
+    pairs = grid()
+    plain, wrapped = Pipeline("interleaved", pairs), Pipeline("interleaved", pairs)
+    first, second = (
+        [torch.optim.SGD(block.parameters(), lr=0.1 / (n + 1)) for n, block in enumerate(p.blocks)]
+        for p in (plain, wrapped)
+    )
+    for optimizer in second:
+        bytesched.wrap(optimizer, wrapped.schedule, **SMALL)
+    for pipeline, optimizers in ((plain, first), (wrapped, second)):
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            pipeline.forward_backward(step)
+            if pipeline is plain:
+                pipeline.reduce()
+            for optimizer in optimizers:
+                optimizer.step()
+            # Evaluated between two steps of training.
+            pipeline.evaluate(step)
+    bytesched.unwrap(second[0])
+    return same(plain.parameters_now(), wrapped.parameters_now()) and plain.seen == wrapped.seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
 from bytesched.errors import BytesschedError
+from bytesched.plugins.pipelines import ordered_schedule
 
 LATER = ("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,1F1,2F0,2B0,2F1,2B1,1B0,1B1")
 KINDS["csv, but later"] = Kind(ordered(LATER), KINDS["csv"].ranks)
@@ -115,3 +117,18 @@ def ends_in_a_step(how: str) -> None:
     except (BytesschedError, RuntimeError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     os._exit(0)
+
+
+def given_an_order(text: str, path: str) -> str:
+    """The error of an order that a rank of two reads for its stages of a V."""
+    pipeline, _ = grid()
+    if dist.get_rank() == 0:
+        Path(path).write_text(text)
+    dist.barrier()
+    place = dist.get_rank(pipeline)
+    mine = [stage for stage, rank in enumerate(KINDS["csv"].ranks) if rank == place]
+    stages = [
+        PipelineStage(nn.Linear(8, 8), stage, 4, torch.device("cpu"), group=pipeline)
+        for stage in mine
+    ]
+    return told(lambda: ordered_schedule(stages, path, nn.functional.mse_loss))

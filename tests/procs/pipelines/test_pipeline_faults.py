@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from pipeline_faults import ends_in_a_step, refused, wrapped_before_it_was_a_stage
+from pipeline_faults import ends_in_a_step, given_an_order, refused, wrapped_before_it_was_a_stage
 from ranks import Ranks, run_fresh
 
 pytestmark = pytest.mark.procs
@@ -47,3 +49,21 @@ def test_a_rank_that_ends_in_a_step(how: str) -> None:
     assert second.stdout.startswith("PeerLost: "), second
     assert last.stdout.startswith("PeerLost: rank of this pipeline, 2, is gone ("), last
     assert third.stdout == ("ValueError: the weather\n" if how == "raises" else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0\n1F0,oops\n", "row 2, cell 2"),
+        ("0F0,0B0,1F0,1B0,2F0,2B0,3F0,3B0\n", "ConfigError: "),
+        ("0F0,0B0\n1F0,1B0\n", "is of 2 stages, and the model was cut into 4"),
+        (
+            "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n",
+            "has stages 0, 2 on rank 0 of the pipeline, which was given stages 0, 3",
+        ),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", "no error"),
+    ],
+)
+def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    first, *_ = four_ranks.run(given_an_order, text, str(tmp_path / "order.csv"))
+    assert said in first

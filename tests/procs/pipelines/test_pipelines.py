@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline_cases import (
+    SPLIT,
     ddp_alone,
     ends_with_its_schedule,
+    optimizer_for_each_stage,
     trains_as_plain,
+    trains_the_example,
     unchanged_script,
     unwrapped_in_the_middle,
 )
@@ -74,3 +78,15 @@ def test_unwrapped_in_the_middle(kind: str, four_ranks: Ranks) -> None:
 
 def test_a_session_ends_with_its_schedule(four_ranks: Ranks) -> None:
     assert four_ranks.run(ends_with_its_schedule) == [([], False)] * 4
+
+
+def test_an_optimizer_for_each_stage_and_evaluation(four_ranks: Ranks) -> None:
+    assert four_ranks.run(optimizer_for_each_stage) == [True] * 4
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_the_example(searched: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    order = tmp_path / "order.csv"
+    order.write_text("".join(f"{row}\n" for row in SPLIT))
+    found = four_ranks.run(trains_the_example, str(order) if searched else "", str(tmp_path))
+    assert found == [True] * 4
