@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,11 @@ NEEDS = {
 SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
 
 pytest_plugins = ["builds", "rank_pools"]
+
+# Thousands of interpreters and ranks read the same sources: they are compiled once, whatever the
+# environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 faulthandler.enable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,7 +22,7 @@ TURNS = [
     (Setting(256, 512), 2),
     (Setting(96, 300), 2),
     (Setting(1000, 2000, order="replay"), 2),
-    (Setting(64, 64), 1),
+    (Setting(512, 512), 1),
 ]
 
 

@@ -15,7 +15,7 @@ from training import Job, adamw, train
 import bytesched
 from bytesched.urgency import URGENCY
 
-STEPS = 30
+STEPS = 12
 _WIDTH = 64
 
 #: no hold ends by itself: a rank that needs what another one holds would wait for ever

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -67,8 +66,6 @@ def folder() -> Path:
 
 def run_case(address: tuple[str, str], *args: object) -> None:
     """In a rank: run the case at `address`."""
-    # Or its end would look at every object of torch, and copy the pages of the fork server.
-    gc.freeze()
     resolve(address)(*args)
 
 

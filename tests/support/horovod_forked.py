@@ -36,8 +36,6 @@ def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
 class HorovodRanks(Ranks):
     """A pool of ranks on which Horovod is initialized, over Gloo."""
 
-    rests = True  # or they would negotiate a thousand times a second
-
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
         super().__init__(world_size)
         self._env = dict(env or {})

@@ -70,8 +70,6 @@ class HorovodExits:
 class LaunchedRanks(Ranks):
     """A pool of ranks under `horovodrun --gloo` or `mpirun`, on which Horovod is initialized."""
 
-    rests = True
-
     def __init__(self, kind: Kind, world_size: int) -> None:
         super().__init__(world_size)
         self.kind = kind

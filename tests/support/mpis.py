@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,21 @@ class Implementation:
         script: str,
         *args: str,
         flags: Iterable[str] = (),
-        python: str | None = None,
+        started_itself: int | None = None,
     ) -> tuple[int, str]:
         """Exit code and output of ``script`` on so many ranks; fails with what hangs, and where.
 
-        The ranks are forked from a process that has imported torch unless `python` is given.
+        The ranks are forked from a process that has imported torch; but for one, if it is named.
         """
         flags = tuple(flags)
+        run_script = [str(SCRIPTS / script), *args]
+        programs = ["-np", str(ranks), warm_python(), *run_script]
+        if started_itself is not None:
+            each = [sys.executable if r == started_itself else warm_python() for r in range(ranks)]
+            parts = [[":", "-np", "1", python, *run_script] for python in each]
+            programs = list(chain(*parts))[1:]
         with subprocess.Popen(
-            [
-                *(str(self.launcher), *self.flags, *flags, "-np", str(ranks)),
-                *(python or warm_python(), str(SCRIPTS / script), *args),
-            ],
+            [str(self.launcher), *self.flags, *flags, *programs],
             env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

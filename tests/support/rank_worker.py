@@ -8,7 +8,9 @@ with its atexit functions run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -19,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
@@ -33,6 +36,8 @@ from torch.distributed import distributed_c10d
 LOOPBACK = "127.0.0.1"
 #: as the interpreter found it
 IMPORT_PATH = sys.path[1:]
+#: what a training imports: by the server, so that its ranks need not
+OURS = ("bytesched", "bytesched.plugins.c10d.ddp", "bytesched.plugins.engine.session")
 _signals: Signals | None = None
 
 
@@ -227,14 +232,41 @@ def destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def spare_what_is_imported() -> None:
+    """Have what is forked from here end without freeing torch's objects, and copying their pages.
+
+    What a process has imported or made itself is freed as ever.
+    """
+    # Nor is it looked at.
+    gc.collect()
+    gc.freeze()
+    imported = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "__main__"}
+    }
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(imported))
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+    def forget() -> None:
+        for name in imported:
+            sys.modules.pop(name, None)
+
+    atexit.register(forget)
+
+
 def main() -> None:
     sys.modules["rank_worker"] = sys.modules["__main__"]
     # Imported by the first optimizer step, and by every compiled case.
     for module in ("torch._dynamo", "pytest", *sys.argv[2:]):
         importlib.import_module(module)
-    # A rank's end would otherwise look at every object of torch, and copy their pages.
-    gc.collect()
-    gc.freeze()
+    spare_what_is_imported()
+    for module in OURS:
+        importlib.import_module(module)
+    # How fast this machine is makes no difference to a test, and takes a second to measure well.
+    first_round = sys.modules["bytesched.plugins.warmup.first_round"]
+    vars(first_round).update(_TRIES=1, _SHORT_TRIES=1)
     launch = serve(Connection(int(sys.argv[1])))
     if launch is None:
         return

@@ -106,9 +106,6 @@ class Ranks:
     killed, and the next case finds new ones.
     """
 
-    #: ranks are stopped between cases: they would not be idle
-    rests = False
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -119,16 +116,15 @@ class Ranks:
 
     def run(self, case: Callable[..., T], *args: object, timeout_s: float = 150.0) -> list[T]:
         """What `case(*args)` returned on each rank. Raises `RankFailure` if it did not on one."""
-        if self.rests:
-            self._signal(signal.SIGCONT)
+        # Between cases ranks are stopped: threads of Gloo and Horovod are never idle.
+        self._signal(signal.SIGCONT)
         if not self._connections:
             self._start()
         request = dump((next(self._case_numbers), address_of(case), args))
         for connection in self._connections.values():
             connection.send_bytes(request)
         returned, failed = self._collect(timeout_s)
-        if self.rests:
-            self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         if failed:
             self._kill()
             report = "\n".join(

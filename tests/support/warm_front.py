@@ -10,7 +10,10 @@ import socket
 import sys
 
 REAL = "PYTHON"
-THEIRS = "NETWORK"
+#: what an emulated host has of its own, for a process of root
+NAMESPACES = ("net", "uts")
+#: those of the server, and of its user
+THEIRS = ["THEIRS"]
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGABRT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 SIZE_BYTES = 8
 
@@ -21,8 +24,9 @@ while run and run[0] in ("-u", "-B"):
     flags.append(run.pop(0))
 is_unbuffered = "-u" in flags
 runs_a_program = bool(run) and (run[0] in ("-m", "-c") or not run[0].startswith("-"))
-# On an emulated host it would have to enter that first.
-if not runs_a_program or os.readlink("/proc/self/ns/net") != THEIRS:
+ours = [os.readlink(f"/proc/self/ns/{kind}") for kind in (*NAMESPACES, "user")]
+# Nobody leaves a user's namespace for that of a host in another one.
+if not runs_a_program or ours[-1] != THEIRS[-1]:
     os.execv(REAL, [REAL, *arguments])
 
 pid = 0
@@ -42,6 +46,11 @@ for name in FORWARDED:
         signal.signal(getattr(signal, name), forward)
 numbers = [int(fd) for fd in os.listdir("/proc/self/fd")]
 numbers = [fd for fd in numbers if os.path.exists(f"/proc/self/fd/{fd}")]
+entered = [
+    os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+    for kind, own, theirs in zip(NAMESPACES, ours, THEIRS, strict=False)
+    if own != theirs
+]
 umask = os.umask(0)
 request = marshal.dumps(
     {
@@ -57,7 +66,7 @@ request = marshal.dumps(
 )
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(os.path.join(os.path.dirname(sys.argv[0]), "calls"))
-    socket.send_fds(server, [len(request).to_bytes(SIZE_BYTES, "little")], numbers)
+    socket.send_fds(server, [len(request).to_bytes(SIZE_BYTES, "little")], numbers + entered)
     server.sendall(request)
     pid = int.from_bytes(server.recv(SIZE_BYTES), "little")
     for number in waiting:

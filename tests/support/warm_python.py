@@ -21,7 +21,8 @@ def warm_python(*modules: str) -> str:
     """Path of a `python` that is forked from one that has imported torch, and `modules`.
 
     It behaves as the interpreter of the tests, and so do those that are started with its
-    `sys.executable`; on an emulated host, or with options of the interpreter, it is that one.
+    `sys.executable`; on an emulated host of a user who is not root, or with options of the
+    interpreter, it is that one.
     What a library reads from the environment when it is imported, it has read before: Horovod the
     settings of its autotuner.
     """

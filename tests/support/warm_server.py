@@ -81,12 +81,19 @@ def received(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def become(request: dict[str, Any], executable: str, import_path: list[str]) -> None:
     """Take over the caller's files, folder, environment and limits."""
     # This process ends with the server.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH) for fd in request["descriptors"]]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptors = request["descriptors"]
+    for namespace in descriptors[len(request["numbers"]) :]:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "this process cannot enter its caller's host")
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH) for fd in descriptors[: len(request["numbers"])]]
     os.closerange(0, HIGH)
     for own, number in zip(kept, request["numbers"], strict=True):
         os.dup2(own, number)
         os.close(own)
+    # It ends as soon as Python has ended: the libraries would take a quarter of a second.
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     os.chdir(request["folder"])
     os.umask(request["umask"])
     os.environ.clear()
@@ -103,6 +110,9 @@ def become(request: dict[str, Any], executable: str, import_path: list[str]) -> 
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [*map(os.path.abspath, named), *import_path]
     importlib.invalidate_caches()
+    for name in tuple(sys.modules):
+        if name.partition(".")[0] == "bytesched":
+            del sys.modules[name]
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
     with contextlib.suppress(ImportError):
@@ -142,7 +152,8 @@ def serve_programs(folder: str) -> None:
         listener.bind(str(Path(folder, "calls")))
         listener.listen(64)
         front = FRONT.read_text().replace("PYTHON", sys.executable)
-        hidden.write_text(front.replace("NETWORK", os.readlink("/proc/self/ns/net")))
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "uts", "user")]
+        hidden.write_text(front.replace('["THEIRS"]', repr(spaces)))
         hidden.chmod(0o755)
         hidden.rename(executable)
         request = serve(listener)

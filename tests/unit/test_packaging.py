@@ -199,7 +199,8 @@ def test_every_python_script_is_type_checked(project: dict[str, Any]) -> None:
     scripts = {
         f"scripts/{path.name}"
         for path in (ROOT / "scripts").iterdir()
-        if path.suffix == ".py" or "python" in path.read_text().partition("\n")[0]
+        if path.is_file()
+        and (path.suffix == ".py" or "python" in path.read_text().partition("\n")[0])
     }
     assert scripts <= set(project["tool"]["mypy"]["files"])
 

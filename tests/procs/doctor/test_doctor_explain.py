@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 from bytesched.environment import child_environment
 
@@ -43,7 +43,7 @@ def test_each_line_that_waits_is_named_with_a_cure(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "bytesched", "doctor", "--steps", "6"),
+                *(warm_python(), "-m", "bytesched", "doctor", "--steps", "6"),
                 *("--explain", str(script), "0.001"),
             ],
             cwd=tmp_path,

@@ -78,7 +78,7 @@ def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
     ranks: int, gate: str, python: str
 ) -> None:
     torchrun = [*TORCHRUN[:-1], f"--nproc-per-node={ranks}"]
-    script = [python, *torchrun, "examples/moe_gpt.py", "--steps", "12", "--gate", gate]
+    script = [python, *torchrun, "examples/moe_gpt.py", "--steps", "6", "--gate", gate]
     script += ["--expert-ranks", "2", "--batch", "2"]
 
     def losses(*options: str) -> list[float]:
@@ -86,7 +86,7 @@ def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
         return [float(loss) for loss in re.findall(r"loss (\S+)", lines)]
 
     plain = losses("--plain")
-    assert len(plain) == 2
+    assert len(plain) == 1
     # Where buckets and chunks are cut decides in which order Gloo sums four ranks.
     expected = plain if ranks == 2 else pytest.approx(plain, rel=1e-5)
     assert losses() == expected
@@ -132,7 +132,7 @@ def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(
     plain, ours = ([f"--snapshot={tmp_path / name}"] for name in ("plain.pt", "ours.pt"))
     expected = plain_output([python, *TORCHRUN, *script, "2", *plain])
     half = output([python, *TORCHRUN, *RUN, *script, "1", *ours])
-    whole = output([sys.executable, *TORCHRUN, *RUN, *script, "2", *ours])
+    whole = output([python, *TORCHRUN, *RUN, *script, "2", *ours])
     assert weights(whole) == weights(expected) != weights(half)
     assert half[:1] + whole[:1] == expected[:2]
 

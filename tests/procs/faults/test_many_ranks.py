@@ -26,7 +26,7 @@ def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(tmp_path: Path) ->
         str(RANKS),
     ]
     ended = subprocess.run(
-        [*script, "--iterations", "5", "--timeout-s", "90", "--json", figures],
+        [*script, "--iterations", "3", "--timeout-s", "90", "--json", figures],
         capture_output=True,
         text=True,
         timeout=580.0,

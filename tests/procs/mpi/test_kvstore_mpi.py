@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -162,8 +161,10 @@ ON_OTHERS = ("worker_stopped", "worker_raises")
 def test_faults_are_named_on_every_survivor(mpi: Implementation, name: str, tmp_path: Path) -> None:
     flags = mpi.outlive if name.endswith("_killed") else ()
     # Who is stopped must be whom the launcher has started.
-    python = sys.executable if name.endswith("_stopped") else None
-    code, output = mpi.run(3, "kv_faults.py", name, str(tmp_path), flags=flags, python=python)
+    stopped = {"server_stopped": 2, "worker_stopped": 1, "scheduled_worker_stopped": 1}.get(name)
+    code, output = mpi.run(
+        3, "kv_faults.py", name, str(tmp_path), flags=flags, started_itself=stopped
+    )
     # Where a death is tolerated, the launcher now and then calls it a success.
     assert code != 0 or flags, output
     assert "Timeout (" not in output, f"a rank was ended by its watchdog\n{output}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -65,7 +66,10 @@ def test_costs_take_what_was_measured_and_keep_the_rest() -> None:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_two_processes_measure_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warm_python import warm_python
+
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "executable", warm_python())
     both = measured(rank_view(), Probes(sizes_bytes=SIZES[:3], cost_bytes=1 << 20, cost_s=1.0))
     assert both is not None
     facts, origin = both

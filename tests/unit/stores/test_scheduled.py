@@ -490,7 +490,7 @@ def dropped(store: LocalKVStore) -> torch.Tensor:
 
 def test_a_wrapped_store_that_is_dropped_ends_what_it_began_and_its_threads() -> None:
     before = threading.active_count()
-    for _ in range(12):
+    for _ in range(4):
         store = LocalKVStore()
         out = dropped(store)
         gc.collect()

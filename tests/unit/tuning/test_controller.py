@@ -99,7 +99,7 @@ def test_it_finds_what_is_nearly_the_best_within_its_budget(model: str, noise: f
 def test_outliers_do_not_mislead_it(seed: int, trouble: dict[str, float]) -> None:
     cluster = Cluster("vgg", seed=seed, **trouble)  # type: ignore[arg-type]
     controller, log = controller_on(cluster)
-    cluster.drive(controller, 1500)
+    cluster.drive(controller, 700)
     (adopted,) = log.adopted
     assert not log.drifted
     assert exact_step_s("vgg", cluster.link, adopted.setting) <= 1.05 * best_s(cluster)
@@ -136,12 +136,12 @@ def test_a_change_of_bandwidth_is_answered_once(late_step: int) -> None:
 
     cluster = Cluster(noise=0.02, event=event)
     controller, log = controller_on(cluster)
-    cluster.drive(controller, 4000)
+    cluster.drive(controller, 2000)
     assert len([drift for drift in log.drifted if drift.retunes]) <= 1
     assert len(log.adopted) <= 2
     last = log.adopted[-1].setting
     assert exact_step_s("gpt", cluster.link, last) <= 1.04 * best_s(cluster)
-    assert len(set(cluster.history[-3000:])) == 1, "it oscillates"
+    assert len(set(cluster.history[-1000:])) == 1, "it oscillates"
     if late_step == 400:
         assert len(log.adopted) == 2
 
