@@ -1,0 +1,251 @@
+"""An order: which rank works on which micro-batch of which stage, one after the other.
+
+Its file is that of ``torch.distributed.pipelining`` ("compute_only"): a row for each rank, a cell
+for each slot, such as ``2I1`` (stage 2, input gradient, micro-batch 1); an empty cell is idle.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from bytesched.errors import ConfigError
+from bytesched.files import read_text, write_text
+from bytesched.values import shown
+
+__all__ = ["Action", "Kind", "Order", "needs"]
+
+_CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+
+
+class Kind(Enum):
+    """What is computed: by the letter that stands for it in a cell."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    #: the first half of a backward: the gradient of the stage's input, which the stage before needs
+    INPUT_GRADIENT = "I"
+    #: the second half: the gradients of the stage's weights, which nobody waits for
+    WEIGHT_GRADIENT = "W"
+
+
+class Action(NamedTuple):
+    """One micro-batch in one stage."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Row = tuple[Action | None, ...]
+
+
+def needs(action: Action, stages: int, actions: Collection[Action]) -> tuple[Action, ...]:
+    """What has to be over before ``action`` starts, of what is in ``actions``.
+
+    Args:
+        stages: how many there are; the last one's backward begins with its own forward.
+    """
+    stage, kind, micro_batch = action
+    if kind is Kind.WEIGHT_GRADIENT:
+        return (Action(stage, Kind.INPUT_GRADIENT, micro_batch),)
+    if kind is Kind.FORWARD:
+        return (Action(stage - 1, Kind.FORWARD, micro_batch),) if stage else ()
+    own = Action(stage, Kind.FORWARD, micro_batch)
+    if stage == stages - 1:
+        return (own,)
+    later = Action(stage + 1, Kind.BACKWARD, micro_batch)
+    if later not in actions:
+        later = Action(stage + 1, Kind.INPUT_GRADIENT, micro_batch)
+    return own, later
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows of actions, one for each rank; ``None`` is an idle slot.
+
+    Every stage stands on one rank, every micro-batch passes every stage once forward and once
+    backward (as ``B``, or as ``I`` and later ``W``), and ranks that follow their rows never wait
+    for each other in a circle: a ``ConfigError`` names ``origin``, row and cell otherwise.
+    """
+
+    rows: tuple[Row, ...]
+    origin: str = field(default="order", compare=False)
+    #: the rank of each stage
+    stage_ranks: tuple[int, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage_ranks", tuple(self._stage_ranks()))
+        self._check_counts()
+        self._check_progress()
+
+    @classmethod
+    def read(cls, path: str | Path) -> Order:
+        """The order in a file. Raises ``ConfigError`` that names file, row and cell."""
+        try:
+            text = read_text(Path(path))
+        except OSError as error:
+            raise ConfigError(f"order {path}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ConfigError(f"order {path}: {error}") from None
+        return cls.parse(text, f"order {path}")
+
+    @classmethod
+    def parse(cls, text: str, origin: str = "order") -> Order:
+        """The order that CSV describes; ``origin`` is where it came from, for errors."""
+        try:
+            table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        except csv.Error as error:
+            raise ConfigError(f"{origin} is not valid CSV: {error}") from None
+        rows = tuple(
+            tuple(
+                _action(cell, f"{origin}, row {row}, cell {column}")
+                for column, cell in enumerate(cells, 1)
+            )
+            for row, cells in enumerate(table, 1)
+        )
+        return cls(rows, origin)
+
+    def to_csv(self) -> str:
+        """The content of its file."""
+        lines = (
+            ",".join("" if action is None else str(action) for action in row) for row in self.rows
+        )
+        return "".join(f"{line}\n" for line in lines)
+
+    def write(self, path: str | Path) -> None:
+        """Write its file, in one piece. Raises ``OSError`` if it cannot be written."""
+        write_text(Path(path), self.to_csv())
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stage_ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches an iteration has."""
+        return 1 + max(action.micro_batch for action in self.actions())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is cut into ``I`` and ``W``."""
+        return any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions())
+
+    def actions(self) -> Iterator[Action]:
+        """All actions, rank by rank."""
+        return (action for row in self.rows for action in row if action is not None)
+
+    def __str__(self) -> str:
+        return self.to_csv()
+
+    def _stage_ranks(self) -> Iterator[int]:
+        ranks: dict[int, int] = {}
+        for rank, row in enumerate(self.rows):
+            if not any(row):
+                raise ConfigError(
+                    f"{self.origin}, row {rank + 1}: rank {rank} has nothing to do; every rank "
+                    "needs a stage"
+                )
+            for column, action in enumerate(row, 1):
+                if action is None:
+                    continue
+                first = ranks.setdefault(action.stage, rank)
+                if first != rank:
+                    raise ConfigError(
+                        f"{self.origin}, row {rank + 1}, cell {column}: {action} puts stage "
+                        f"{action.stage} on rank {rank}, but it is on rank {first}; torch keeps a "
+                        "stage on one rank"
+                    )
+        if not ranks:
+            raise ConfigError(f"{self.origin} is empty: expected a row for each rank")
+        for stage in range(len(ranks)):
+            if stage not in ranks:
+                raise ConfigError(
+                    f"{self.origin}: there is a stage {max(ranks)}, but no stage {stage}; stages "
+                    "are numbered from 0"
+                )
+            yield ranks[stage]
+
+    def _check_counts(self) -> None:
+        where: dict[Action, str] = {}
+        for row, actions in enumerate(self.rows, 1):
+            for column, action in enumerate(actions, 1):
+                if action is None:
+                    continue
+                here = f"row {row}, cell {column}"
+                if action in where:
+                    raise ConfigError(
+                        f"{self.origin}, {here}: {action} is there again, after {where[action]}"
+                    )
+                where[action] = here
+        for stage in range(self.stages):
+            for micro_batch in range(self.micro_batches):
+                found = "".join(
+                    kind.value for kind in Kind if Action(stage, kind, micro_batch) in where
+                )
+                if found not in ("FB", "FIW"):
+                    raise ConfigError(
+                        f"{self.origin}: stage {stage} has {' and '.join(found) or 'nothing'} of "
+                        f"micro-batch {micro_batch}, expected F and B, or F, I and W"
+                    )
+
+    def _check_progress(self) -> None:
+        """Follow all rows as far as they go."""
+        everything = set(self.actions())
+        over: set[Action] = set()
+        left = [
+            [(column, action) for column, action in enumerate(row, 1) if action is not None][::-1]
+            for row in self.rows
+        ]
+        before = -1
+        while len(over) > before:
+            before = len(over)
+            for row in left:
+                while row and over.issuperset(needs(row[-1][1], self.stages, everything)):
+                    over.add(row.pop()[1])
+        for rank, row in enumerate(left):
+            if row:
+                column, action = row[-1]
+                missing = [
+                    str(need) for need in needs(action, self.stages, everything) if need not in over
+                ]
+                raise ConfigError(
+                    f"{self.origin}, row {rank + 1}, cell {column}: {action} waits for "
+                    f"{' and '.join(missing)}, which never comes: "
+                    f"{self._reason(missing, rank)}"
+                )
+
+    def _reason(self, missing: Iterable[str], rank: int) -> str:
+        later = {str(action) for action in self.rows[rank] if action is not None}
+        own = [each for each in missing if each in later]
+        if own:
+            return f"{own[0]} stands behind it in the same row"
+        return "ranks wait for each other in a circle"
+
+
+def _action(cell: str, where: str) -> Action | None:
+    text = cell.strip()
+    if not text:
+        return None
+    match = _CELL.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{where}: {shown(text)} is no action; expected a stage, F, B, I or W, and a "
+            "micro-batch, such as 2I1, or nothing (torch's format compute_only)"
+        )
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))

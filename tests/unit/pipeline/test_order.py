@@ -1,0 +1,106 @@
+"""Orders of a pipeline: their file, and what is no order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytesched.errors import ConfigError
+from bytesched.pipeline.order import Action, Kind, Order
+
+V = "0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n"
+
+
+def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "order.csv").write_text(V)
+    order = Order.read(tmp_path / "order.csv")
+    assert order.stage_ranks == (0, 1, 1, 0)
+    assert (order.ranks, order.stages, order.micro_batches) == (2, 4, 2)
+    assert order.rows[1][1] == Action(2, Kind.FORWARD, 0)
+    assert not order.splits_backward
+    order.write(tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == V
+    assert Order.read(tmp_path / "again.csv") == order
+
+
+def test_idle_cells_and_halves_of_a_backward() -> None:
+    order = Order.parse("0F0,,2F0,2I0,2W0,0I0,0W0\n1F0,1B0\n")
+    assert order.rows[0][1] is None
+    assert order.splits_backward
+    assert order.stage_ranks == (0, 1, 0)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    """Any that ranks can follow: actions drawn one by one among those that may be next."""
+    ranks = draw(st.integers(1, 3))
+    stage_ranks = [*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=3))]
+    micro_batches = draw(st.integers(1, 3))
+    waiting: dict[Action, set[Action]] = {}
+    last = len(stage_ranks) - 1
+    for micro_batch in range(micro_batches):
+        split = draw(st.lists(st.booleans(), min_size=last + 1, max_size=last + 1))
+        for stage in range(last + 1):
+            forward = Action(stage, Kind.FORWARD, micro_batch)
+            waiting[forward] = {Action(stage - 1, Kind.FORWARD, micro_batch)} if stage else set()
+            backward = Action(stage, _backward(split[stage]), micro_batch)
+            waiting[backward] = {forward}
+            if stage < last:
+                waiting[backward].add(Action(stage + 1, _backward(split[stage + 1]), micro_batch))
+            if split[stage]:
+                waiting[Action(stage, Kind.WEIGHT_GRADIENT, micro_batch)] = {backward}
+    rows: list[list[Action | None]] = [[] for _ in range(ranks)]
+    over: set[Action] = set()
+    while waiting:
+        action = draw(st.sampled_from([each for each in waiting if waiting[each] <= over]))
+        over.add(action)
+        del waiting[action]
+        row = rows[stage_ranks[action.stage]]
+        row.extend([None] * draw(st.integers(0, 1)))
+        row.append(action)
+    return Order(tuple(map(tuple, rows)))
+
+
+def _backward(split: bool) -> Kind:
+    return Kind.INPUT_GRADIENT if split else Kind.BACKWARD
+
+
+@given(orders())
+def test_what_is_written_is_read(order: Order) -> None:
+    assert Order.parse(order.to_csv()) == order
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "order.csv is empty"),
+        ("0F0,0B0\n\n", "row 2: rank 1 has nothing to do"),
+        ("0F0,0X0\n", "row 1, cell 2: '0X0' is no action"),
+        ("0F0,0SEND_F0\n", "row 1, cell 2: '0SEND_F0' is no action"),
+        ("0F0,0B0\n1F0,1B0,0F1\n", "row 2, cell 3: 0F1 puts stage 0 on rank 1"),
+        ("0F0,0B0\n2F0,2B0\n", "there is a stage 2, but no stage 1"),
+        ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0 is there again, after row 1, cell 1"),
+        ("0F0,0B0,0F1\n", "stage 0 has F of micro-batch 1"),
+        ("0F1,0B1\n", "stage 0 has nothing of micro-batch 0"),
+        ("0F0,0I0,0B0\n", "stage 0 has F and B and I of micro-batch 0"),
+        ("0F0,0W0,0I0\n", "row 1, cell 2: 0W0 waits for 0I0, which never comes: 0I0 stands behind"),
+        ("0B0,0F0\n", "row 1, cell 1: 0B0 waits for 0F0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "ranks wait for each other in a circle"),
+        ('"0F0,0B0\n', "is not valid CSV"),
+    ],
+)
+def test_what_is_no_order(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        Order.read(path)
+    assert told in str(raised.value)
+    assert str(raised.value).startswith(f"order {path}")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Order.read(tmp_path / "none.csv")
