@@ -1,0 +1,1 @@
+"""Pipelines of ``torch.distributed.pipelining``: its orders, and gradients between its copies."""
