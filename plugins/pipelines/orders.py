@@ -34,6 +34,9 @@ def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int)
         raise PluginError(f"torch {torch.__version__} has no schedule {name}")
     if ranks == 1 and SCHEDULES[name] != "single":
         raise ConfigError(f"{name} is for several ranks")
+    if name == "1F1B":
+        # What torch lists for its last rank begins at micro-batch 1; it runs from 0.
+        return _one_forward_one_backward(ranks, micro_batches)
     stages = [_stage(n, ranks, stages_per_rank) for n in range(stages_per_rank)]
     whole = SCHEDULES[name] == "single"
     try:
@@ -56,6 +59,20 @@ def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int)
     except ConfigError as error:
         # Of few micro-batches torch writes some that are not there.
         raise ConfigError(f"{name} is not made for these numbers: {error}") from None
+
+
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
+    """As ``Schedule1F1B`` runs: the later a rank's stage, the fewer forwards come first."""
+    rows = []
+    for rank in range(ranks):
+        ahead = min(micro_batches, ranks - rank)
+        row = [Action(rank, Kind.FORWARD, n) for n in range(ahead)]
+        for n in range(micro_batches):
+            row.append(Action(rank, Kind.BACKWARD, n))
+            if ahead + n < micro_batches:
+                row.append(Action(rank, Kind.FORWARD, ahead + n))
+        rows.append(tuple(row))
+    return Order(tuple(rows), "torch's 1F1B")
 
 
 def _no_loss(output: Any, target: Any) -> Any:
