@@ -1,0 +1,54 @@
+"""`bytesched pipeline plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bytesched.cli import main
+from bytesched.pipeline.order import Order
+
+SMALL = ["--forward-ms", "1", "--backward-ms", "2", "--latency-us", "0", "--microbatches", "4"]
+
+
+def plan(*options: str) -> int:
+    return main(["pipeline", "plan", *SMALL, "--ranks", "2", "--time-limit-s", "5", *options])
+
+
+def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "order.csv"
+    options = ["--activation", "1KiB", "--split-backward", "--csv", str(path)]
+    assert plan(*options, "--png", str(tmp_path / "order.png")) == 0
+    printed = capsys.readouterr().out
+    assert Order.read(path).stage_ranks == (0, 1, 1, 0)
+    assert (tmp_path / "order.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("planned", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
+        assert name in printed
+    assert "proved" in printed
+
+
+def test_too_little_memory_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "order.csv"
+    assert plan("--activation", "1KiB", "--memory", "1KiB", "--csv", str(path)) == 1
+    assert "holds 2048 bytes" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--placement", "x"], "torch puts a stage on one rank"),
+        (["--placement", "none.json"], "placement none.json: No such file"),
+        (["--ranks", "0"], "--ranks 0: from 1 to 64"),
+        (["--csv", "/none/order.csv"], "there is no such folder"),
+        (["--profile", "gtp"], "did you mean gpt"),
+    ],
+)
+def test_what_it_refuses(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*options)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""The search for an order, judged by replay."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytesched.errors import ConfigError
+from bytesched.pipeline.placement import placed
+from bytesched.pipeline.replay import replay
+from bytesched.pipeline.search import search
+from bytesched.pipeline.stages import Link, Pipeline, Stage
+from bytesched.plugins.pipelines.orders import SCHEDULES, torch_order
+
+HELD = 1000
+
+
+def pipeline(name: str, per_rank: int, latency_s: float = 0.0, replicas: int = 1) -> Pipeline:
+    stages = (Stage(1.0, 1.0, 1.0, HELD, 0, 4),) * (4 * per_rank)
+    return Pipeline(stages, placed(name, 4, per_rank), Link(4.0, latency_s), replicas)
+
+
+def test_a_line_of_four_has_no_bubbles_with_the_memory_of_four() -> None:
+    found = search(pipeline("interleaved", 1), 8, memory_bytes=4 * HELD, time_limit_s=60)
+    assert found.repetend is not None
+    assert found.repetend.full
+    assert found.repetend.memory_bytes == 4 * HELD
+    assert found.repetend.proved
+    assert found.timeline.end_s == 33
+    assert found.gap == 0
+
+
+def test_there_and_back_with_halves_holds_four_half_stages() -> None:
+    found = search(pipeline("v", 2), 8, split_backward=True, time_limit_s=60)
+    assert found.repetend is not None
+    assert (found.repetend.full, found.repetend.memory_bytes) == (True, 4 * HELD)
+    assert found.repetend.proved
+
+
+def test_with_crossings_it_is_no_worse_than_the_best_of_torch_and_repeats_itself() -> None:
+    its = pipeline("v", 2, latency_s=1.0)
+    orders = [torch_order(n, 4, 2, 8) for n, how in SCHEDULES.items() if how == "v"]
+    best = min((replay(order, its) for order in orders), key=lambda each: each.end_s)
+    memory_bytes = max(best.peak_bytes)
+    found, again = (
+        search(its, 8, memory_bytes=memory_bytes, split_backward=True, time_limit_s=20)
+        for _ in range(2)
+    )
+    assert found.timeline.end_s <= best.end_s
+    assert max(found.timeline.peak_bytes) <= memory_bytes
+    assert found.order == again.order
+    assert replay(found.order, its) == found.timeline
+
+
+def test_reductions_count_until_they_end() -> None:
+    alone, two = (
+        search(pipeline("interleaved", 1, replicas=n), 2, time_limit_s=20) for n in (1, 2)
+    )
+    assert alone.timeline.end_s < two.timeline.end_s <= alone.timeline.end_s + 1
+    assert len(two.timeline.reductions) == 4
+
+
+def test_too_little_memory_is_told_with_the_least_that_does() -> None:
+    with pytest.raises(ConfigError, match="1999 bytes of memory .* holds 2000 bytes"):
+        search(pipeline("v", 2), 4, memory_bytes=2 * HELD - 1)
+    found = search(pipeline("v", 2), 4, memory_bytes=2 * HELD, time_limit_s=2)
+    assert max(found.timeline.peak_bytes) == 2 * HELD
+
+
+def test_hardly_any_time_gives_an_order_all_the_same() -> None:
+    found = search(pipeline("v", 2, 1.0), 8, split_backward=True, time_limit_s=0.001)
+    assert found.cut_short
+    assert found.order.micro_batches == 8
+    assert found.gap > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_orders_are_orders(name: str) -> None:
+    per_rank = 1 if SCHEDULES[name] == "single" else 2
+    order = torch_order(name, 4, per_rank, 8)
+    assert (order.ranks, order.micro_batches) == (4, 8)
