@@ -29,8 +29,6 @@ from bytesched.urgency import urgent
 from bytesched.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Unpack
 
     from bytesched.config import ConfigFields
@@ -84,7 +82,7 @@ def wrap(
     model: object,
     *,
     kvstore: KVStore | None = None,
-    groups: Mapping[object, object] | None = None,
+    groups: object = None,
     accumulate: str | None = None,
     micro_batches: int = 1,
     **fields: Unpack[ConfigFields],
@@ -100,7 +98,7 @@ def wrap(
     model: object = None,
     *,
     kvstore: KVStore | None = None,
-    groups: Mapping[object, object] | None = None,
+    groups: object = None,
     accumulate: str | None = None,
     micro_batches: int = 1,
     **fields: Unpack[ConfigFields],
@@ -108,13 +106,15 @@ def wrap(
     """Schedule the gradients of an optimizer, or the pushes and pulls of a store.
 
     For an optimizer, `model` is a `DistributedDataParallel`, a plain module under
-    `torch.distributed`, or the module behind an optimizer made by `hvd.DistributedOptimizer`.
+    `torch.distributed`, a schedule of `torch.distributed.pipelining` (or all modules of its stages
+    on this rank), or the module behind an optimizer made by `hvd.DistributedOptimizer`.
     Returns the very same optimizer. With `kvstore`, the gradients of a plain module travel through
     that store.
 
     With `groups`, gradients of some parameters are reduced over some ranks only: it maps a
     parameter, or a module for all parameters below it, to a process group, or to None for no other
-    rank. A module's attribute `data_parallel_group` says the same.
+    rank. A module's attribute `data_parallel_group` says the same. For a pipeline, it is the
+    process group of the ranks that have the same stages.
 
     With `accumulate="adama"`, Adam and AdamW fold each of `micro_batches` gradients into their
     moments as it comes, and release it: no memory for gradients, other steps than Adam's.

@@ -40,6 +40,7 @@ def wrap(
     **fields: Any,
 ) -> Any:
     """See :func:`bytesched.wrap`."""
+    model = _staged(model)
     announce(optimizer, model)
     return wrap_found(optimizer, model, kvstore, groups or {}, accumulate, micro_batches, **fields)
 
@@ -119,7 +120,7 @@ def wrap_found(
                 )
     except BytesschedError as error:
         if kvstore is None:
-            _decline(optimizer, model, error)
+            _decline(optimizer, model, groups, error)
         raise
     if is_mxnet:
         from .stores.mxnet.begin import begin as wrap_mxnet
@@ -158,6 +159,14 @@ def _begin(
         from .horovod.optimizer import begin as begin_over_horovod
 
         return begin_over_horovod(optimizer, model, config)
+    if _is_pipeline(model):
+        from .pipelines.begin import begin as begin_over_replicas
+
+        if micro_batches is not None:
+            raise PluginError(
+                "accumulate is not there for pipelines, whose micro-batches are the schedule's"
+            )
+        return begin_over_replicas(optimizer, model, config, groups)
     from .c10d.ddp import begin as begin_over_c10d
     from .moments.folding import Accumulation
 
@@ -167,7 +176,7 @@ def _begin(
     )
 
 
-def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
+def _decline(optimizer: Any, model: Any, groups: Any, error: BytesschedError) -> None:
     """The other ranks, which may wrap and wait for this one, are left its ``error``."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module) or is_wrapped(optimizer):
@@ -178,11 +187,30 @@ def _decline(optimizer: Any, model: Any, error: BytesschedError) -> None:
 
             decline_over_horovod(optimizer, in_one_line(error))
             return
+        if _is_pipeline(model):
+            from .pipelines.begin import decline as decline_over_replicas
+
+            decline_over_replicas(model, groups, in_one_line(error))
+            return
         from .c10d.ddp import decline as decline_over_c10d
 
         decline_over_c10d(model, in_one_line(error))
     except Exception:
         log.debug("the other ranks do not know of the error", exc_info=True)
+
+
+def _staged(model: Any) -> Any:
+    """``model``, or the stages of the pipeline that it is."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return model
+    from .pipelines.root import staged
+
+    return staged(model)
+
+
+def _is_pipeline(model: Any) -> bool:
+    root = sys.modules.get("bytesched.plugins.pipelines.root")
+    return root is not None and isinstance(model, root.StageModules)
 
 
 def _has_groups(model: Any, groups: Any) -> bool:

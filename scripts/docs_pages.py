@@ -28,6 +28,7 @@ FACES = (
     "bytesched.plugins.graphs",
     "bytesched.plugins.horovod",
     "bytesched.plugins.moe",
+    "bytesched.plugins.pipelines",
     "bytesched.plugins.mpi_kvstore",
     "bytesched.plugins.wave",
     "bytesched.testing",

@@ -21,7 +21,7 @@ _INTERCEPT = "bytesched.plugins.script.intercept"
 
 
 def watch(also: Mapping[str, Action] = MappingProxyType({})) -> None:
-    """Notice, from now on, every DistributedDataParallel and every Horovod optimizer.
+    """Notice, from now on, every DistributedDataParallel, pipeline and Horovod optimizer.
 
     The same goes for processes that `multiprocessing` or `horovod.run` starts afresh.
 
@@ -32,6 +32,7 @@ def watch(also: Mapping[str, Action] = MappingProxyType({})) -> None:
         {
             **also,
             "torch.distributed.distributed_c10d": mark_all_to_alls,
+            "torch.distributed.pipelining.schedules": _watch_pipelines,
             "torch.nn.modules.module": _watch_ddp,
             "horovod.torch.optimizer": _watch_horovod,
             "horovod.runner": _watch_horovod_run,
@@ -55,6 +56,24 @@ def _watch_ddp(module: Any) -> None:
             importlib.import_module(_INTERCEPT).ddp_made(owner, child)
 
     module.register_module_module_registration_hook(registered)
+
+
+def _watch_pipelines(module: Any) -> None:
+    for kind in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
+        kind.step = _first_announced(kind.step)
+
+
+def _first_announced(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        # What is wrapped has a step of its own, which ends up here again.
+        if "step" not in vars(schedule):
+            importlib.import_module(_INTERCEPT).pipeline_steps(schedule)
+            if "step" in vars(schedule):
+                return schedule.step(*args, **kwargs)
+        return own(schedule, *args, **kwargs)
+
+    return step
 
 
 def _watch_horovod(module: Any) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.grid import why_not
-from bytesched.link.levels import shares_hosts
 from bytesched.log import show
 
 from ..engine import beginning
@@ -34,13 +32,12 @@ from ..proxies.compiling import has_compiled
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
-from ..routes.groups.opening import kind_of, open_group, open_part
-from ..routes.levels.choosing import open_levels
-from ..routes.levels.sums import TwoLevelSums
+from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..update.separable import why_not_sharded
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast
+from .carrying import broadcast, levels_of, splitter_of
 from .entry import Entry
 from .grouping import (
     grouping_of,
@@ -53,17 +50,15 @@ from .grouping import (
     refuse_settings,
 )
 from .grouping import statements as group_statements
-from .joining import Joining, joining
-from .row_splitter import RowSplitter
+from .joining import joining
 from .shell import finalizes_by_hand, take_over
-from .splitter import ExchangeSplitter
+from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
 
 __all__ = [
     "attach",
     "base_of",
     "begin",
-    "broadcast",
     "decline",
     "find_ddp",
     "why_plain",
@@ -250,7 +245,7 @@ def attach(
         levels = None
         may_fold = not parts and not why_not(config.cell._replace(levels="two levels"))
         if kind == "gloo" and device.type == "cpu" and may_fold:
-            levels = _levels(base, ranks, data, name, config)
+            levels = levels_of(base, ranks, data, name, config)
     backend = C10dBackend(data, control, buffers, levels, parts)
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
@@ -261,8 +256,8 @@ def attach(
         backend=backend,
         splitter=None
         if parts or is_folded
-        else _splitter(base, backend, device, name, data.hosts, config),
-        sync=partial(_syncs, weak_ddp),
+        else splitter_of(base, backend, device, name, data.hosts, config),
+        sync=Syncing(model, weak_ddp),
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
@@ -292,56 +287,6 @@ def _is_within(ranks: Set[int], group: dist.ProcessGroup) -> bool:
     """Whether ``group`` has several ranks, and no others than ``ranks``."""
     others = distributed_c10d._world.pg_group_ranks.get(group, {})
     return len(others) > 1 and ranks >= others.keys()
-
-
-def _levels(
-    base: dist.ProcessGroup, ranks: Joining, data: Group, name: str, config: Config
-) -> TwoLevelSums | None:
-    """Sums in two levels for the session ``name``, where they are asked for or faster."""
-
-    def opened(purpose: str, members: Sequence[int]) -> Group:
-        part = open_part(base, members, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
-        return ranks.adopt(part)
-
-    return open_levels(config.hierarchy, data, opened)
-
-
-def splits_by_collectives(wire: str, device: torch.device) -> bool:
-    """Whether rows are summed and spread by collectives: else messages go to and from owners."""
-    return wire != "gloo" or device.type != "cpu"
-
-
-def _splitter(
-    base: dist.ProcessGroup,
-    backend: C10dBackend,
-    device: torch.device,
-    name: str,
-    hosts: Sequence[str],
-    config: Config,
-) -> ExchangeSplitter | None:
-    """What splits the all-reduces of the session ``name``; None if nothing does.
-
-    By messages over Gloo on CPUs; and if a script only asks for norms, where each host has one
-    rank, or there is one host: from g ranks on each of N hosts, an exchange sends g times 2(N-1)/N
-    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives; never
-    where hosts sum first.
-    """
-    asks_alone = config.split == "auto" and not config.shard
-    if backend.levels > 1 and asks_alone:
-        return None
-    numbers = itertools.count()
-
-    def opened(purpose: str, kind: str) -> Group:
-        group_name = f"{name}/{purpose}{next(numbers)}"
-        group = open_group(base, kind, name=group_name, timeout_s=backend.timeout_s)
-        group.hosts = hosts
-        return backend.add(group)
-
-    if splits_by_collectives(backend.wire, device):
-        return RowSplitter(backend.size, opened, backend.remove, backend.wire)
-    if asks_alone and shares_hosts(hosts):
-        return None
-    return ExchangeSplitter(backend.size, opened, backend.remove)
 
 
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:
@@ -391,21 +336,6 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
-def _syncs(weak_ddp: weakref.ref[DistributedDataParallel] | None) -> bool:
-    """Whether the backward pass of the forward pass that begins now is reduced."""
-    ddp = None if weak_ddp is None else weak_ddp()
-    if ddp is None:
-        return True
-    join = getattr(ddp, "_join_config", None)
-    if join is not None and join.enable:
-        raise PluginError(
-            "DistributedDataParallel.join() shadows DDP's own all-reduces, but not those of "
-            "bytesched: pad the shorter ranks' data, or unwrap the optimizer first"
-        )
-    # Scripts also set it without no_sync().
-    return bool(ddp.require_backward_grad_sync)
-
-
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
     if config.find_unused_parameters is not None:
         return config.find_unused_parameters
@@ -423,16 +353,3 @@ def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     hook = getattr(ddp, "buffer_hook", None)
     is_known = hook is None or isinstance(hook.buffer_comm_hook, BufferBroadcast)
     return bool(ddp.modules_buffers) and is_known
-
-
-def broadcast(group: Group, module: nn.Module, *, left_out: Container[int] = ()) -> None:
-    """Gives every rank the parameters and buffers of rank 0, as DDP's constructor does.
-
-    Args:
-        left_out: the ids of those that are not given.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    tensors = [tensor for tensor in tensors if id(tensor) not in left_out]
-    group.broadcast(tensors, task="the initial broadcast")
-    if group.members[group.rank] == 0:
-        log.info("broadcast %d parameters and buffers of a plain module", len(tensors))

@@ -3,8 +3,6 @@ ranks agree on it."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 
+from ..layout.digest import digest_of
 from ..layout.partition import Partition
 from ..layout.slots import Slot
 from ..routes.groups.group import Group
@@ -276,7 +275,10 @@ def refuse_other_values(slots: Sequence[Slot], control: Group) -> None:
     for slot in slots:
         if slot.partition is not None:
             by_partition.setdefault(slot.partition, []).append(slot)
-    mine = {p.number: (p.members, _digest(found)) for p, found in by_partition.items()}
+    mine = {
+        p.number: (p.members, digest_of(slot.parameter for slot in found))
+        for p, found in by_partition.items()
+    }
     texts = control.gather_text("values", json.dumps(mine))
     said = [json.loads(text) for text in texts]
     for partition, found in by_partition.items():
@@ -288,15 +290,6 @@ def refuse_other_values(slots: Sequence[Slot], control: Group) -> None:
                     f"ranks {_text(members)} reduce {found[0].name!r} and others in its group "
                     "among themselves, but begin with different values: give all of them the same"
                 )
-
-
-def _digest(slots: Sequence[Slot]) -> str:
-    digest = hashlib.sha256()
-    for slot in slots:
-        # Not through numpy, which need not be there.
-        values = slot.parameter.detach().cpu().contiguous()
-        digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
-    return digest.hexdigest()
 
 
 def _text(ranks: Sequence[int]) -> str:

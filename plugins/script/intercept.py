@@ -26,10 +26,11 @@ from bytesched.environment import is_horovod_elastic
 from ..registry import before_wrap, ended
 from .kinds import WatchedDdp, WatchedHorovod
 from .owners import parameter_ids
+from .pipelines import begin_step
 from .summary import summary
 from .watched import Watched, reasons
 
-__all__ = ["ddp_made", "horovod_optimizer_made", "say_undecided"]
+__all__ = ["ddp_made", "horovod_optimizer_made", "pipeline_steps", "say_undecided"]
 
 log = logging.getLogger("bytesched")
 
@@ -56,6 +57,14 @@ def horovod_optimizer_made(optimizer: torch.optim.Optimizer) -> None:
     _watch(model, model.parameters())
     if is_horovod_elastic():
         model.arm()
+
+
+def pipeline_steps(schedule: Any) -> None:
+    """A schedule of torch.distributed.pipelining is about to make a step."""
+    for ddp in begin_step(schedule):
+        for model in _models:
+            if isinstance(model, WatchedDdp) and model.ddp() is ddp:
+                model.close()
 
 
 def _watch(model: Watched, parameters: set[int]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from bytesched.environment import is_horovod_elastic
 
 from ..c10d.announcing import Announcement
+from ..pipelines.root import StageModules
 from .calls import is_inside, makes_state
 from .owners import compiled_around, owners_of, parameter_ids
 from .watched import Announced, Watched
@@ -42,6 +43,8 @@ class WatchedDdp(Watched):
 
     def is_about(self, optimizer: torch.optim.Optimizer, module: object) -> bool:
         ddp = self.ddp()
+        if isinstance(module, StageModules):
+            return any(other is ddp for other in module.ddps())
         return ddp is not None and getattr(module, "_orig_mod", module) is ddp
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -25,7 +25,7 @@ from ..wrapping import why_wrapped
 from .calls import is_in_a_mode
 from .owners import parameter_ids
 
-__all__ = ["Announced", "Watched", "reasons"]
+__all__ = ["Announced", "Watched", "reasons", "say"]
 
 log = logging.getLogger("bytesched")
 
@@ -292,8 +292,12 @@ class Watched(ABC):
             announced.withdraw(why)
 
     def _say(self, why: str, level: int = logging.INFO) -> None:
-        """Says once, on rank 0, why the model is left as it was."""
-        if why not in _said:
-            _said[why] = self.name
-            show(Config.load().log_level, self.rank)
-            log.log(level, "%s: left as it was: %s", self.name, why)
+        say(self.name, why, self.rank, level)
+
+
+def say(name: str, why: str, rank: int, level: int = logging.INFO) -> None:
+    """Says once, on rank 0, why what has this name is left as it was."""
+    if why not in _said:
+        _said[why] = name
+        show(Config.load().log_level, rank)
+        log.log(level, "%s: left as it was: %s", name, why)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.plugins.c10d import ddp
+from bytesched.plugins.c10d import carrying
 from bytesched.urgency import URGENCY
 
 # A stopped peer is noticed after that.
@@ -87,7 +87,7 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> N
     With ``rows``, both halves of a chunk's way are collectives.
     """
     if fields.pop("rows", False):
-        vars(ddp)["splits_by_collectives"] = lambda wire, device: True
+        vars(carrying)["splits_by_collectives"] = lambda wire, device: True
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(lambda: tell(threads_left=threads()))
     usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}

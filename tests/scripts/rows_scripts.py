@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from training import SMALL, Job, compare
 
 from bytesched.grid import Cell
-from bytesched.plugins.c10d import ddp
+from bytesched.plugins.c10d import carrying
 from bytesched.tunable import Setting
 
 #: what a tuner tries, with steps; in the middle an order that more ranks would replay
@@ -47,7 +47,7 @@ def by_collectives(
     address: tuple[str, str], args: tuple[Any, ...], options: dict[str, Any], rtol: float
 ) -> Any:
     """`training.compare` where the two hops of a chunk are collectives, of Gloo here."""
-    with mock.patch.object(ddp, "splits_by_collectives", return_value=True):
+    with mock.patch.object(carrying, "splits_by_collectives", return_value=True):
         return compare(address, args, options, rtol)
 
 
@@ -69,6 +69,6 @@ def in_cell(
     with ExitStack() as patches:
         patches.enter_context(on_named_hosts(hosts))
         patches.enter_context(
-            mock.patch.object(ddp, "splits_by_collectives", return_value=wire == "collectives")
+            mock.patch.object(carrying, "splits_by_collectives", return_value=wire == "collectives")
         )
         return compare(address, args, options, rtol, CellJob)

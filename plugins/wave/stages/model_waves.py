@@ -19,7 +19,7 @@ from bytesched.errors import PluginError, SchedulerClosed
 from bytesched.link.sizes import RULES
 from bytesched.log import show
 
-from ...c10d.ddp import broadcast
+from ...c10d.carrying import broadcast
 from ...c10d.joining import joining
 from ...dependency.progress import Progress
 from ...routes.group_backend import C10dBackend

@@ -16,7 +16,8 @@ from bytesched.policy import named_policy
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-from ...c10d.ddp import broadcast, find_ddp
+from ...c10d.carrying import broadcast
+from ...c10d.ddp import find_ddp
 from ...c10d.joining import joining
 from ...dependency.progress import Progress
 from ...layout.packing import Packer

@@ -1,0 +1,192 @@
+"""A session behind an optimizer of pipelined stages; the ranks that have the same ones share it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.grid import why_not
+from bytesched.log import show
+
+from ..c10d.carrying import broadcast, levels_of, splitter_of
+from ..c10d.entry import Entry
+from ..c10d.joining import joining
+from ..engine import beginning
+from ..engine.beginning import add_optimizer, slots_of, stays_plain
+from ..engine.session import Session
+from ..registry import sessions
+from ..routes.group_backend import C10dBackend
+from ..routes.groups.opening import kind_of
+from ..update.delegation import stepping_optimizer
+from ..update.separable import why_not_sharded
+from ..warmup.agree import statements
+from .reducing import StageReductions, take_from_ddp
+from .replicas import RollCall, named_replicas
+from .root import StageModules
+
+__all__ = ["begin", "decline"]
+
+log = logging.getLogger("bytesched")
+
+
+def begin(
+    optimizer: torch.optim.Optimizer, root: StageModules, config: Config, groups: Any = None
+) -> Session | None:
+    """The session behind the wrapped optimizer; None if it stays as it was. Collective.
+
+    Args:
+        groups: the process group of the ranks that have the same stages; None if DDP has been
+            given it, or if the ranks of the job are to find out.
+
+    Raises `PluginError` for what cannot be wrapped, and `MismatchError` if the ranks differ.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PluginError("torch.distributed is not initialized: call init_process_group first")
+    rank = dist.get_rank()
+    show(config.log_level, rank)
+    known = [other for other in sessions(root) if isinstance(other, Session)]
+    if known:
+        optimizer = stepping_optimizer(optimizer)
+        if known[0].is_sharded:
+            _refuse_to_shard(optimizer)
+        add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
+        return known[0]
+    ddps = root.ddps()
+    named = named_replicas(root, groups)
+    if config.share:
+        raise PluginError(
+            f"share = {config.share!r} is not there for pipelines: a turn of the device would be "
+            "held while a stage waits for another rank"
+        )
+    if not config.enabled:
+        if not ddps and (named is None or named.size() > 1):
+            raise PluginError(
+                "nothing would reduce the gradients of replicated stages: enabled is off, and the "
+                "stages are in no DistributedDataParallel"
+            )
+        if ddps and root.schedule.splits_backward:
+            log.warning("enabled is off: %s", _skipped(root, rank))
+        stays_plain("enabled is off")
+        return None
+    base = named or RollCall().replicas(root, config.timeout_s)
+    if base.size() == 1:
+        stays_plain("no other rank has the same stages")
+        return None
+    if ddps and root.schedule.splits_backward:
+        log.warning("%s; bytesched reduces them", _skipped(root, rank))
+    with Entry(base) as entry:
+        optimizer = stepping_optimizer(optimizer)
+        if config.shard:
+            _refuse_to_shard(optimizer)
+        if named is not None:
+            with Entry(root.schedule.group) as pipeline:
+                # Ranks that act in other orders would wait for each other for ever.
+                pipeline.agree(root.schedule.statements(), config.timeout_s)
+        why = _why_whole(optimizer, root, config)
+        session = _attach(optimizer, root, config, entry, base, is_named=named is not None)
+        try:
+            add_optimizer(session, optimizer, type(optimizer), why)
+            # From here on they train together, so none of them may be left behind.
+            entry.agree([], config.timeout_s)
+        except BaseException:
+            session.close()
+            raise
+    return session
+
+
+def decline(root: StageModules, groups: Any, why: str) -> None:
+    """Where other ranks wrap, this one does not, and they raise its reason ``why``."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    named = named_replicas(root, groups)
+    if named is None:
+        RollCall().decline(why)
+    elif named.size() > 1:
+        Entry(named).decline(why)
+
+
+def _attach(
+    optimizer: torch.optim.Optimizer,
+    root: StageModules,
+    config: Config,
+    entry: Entry,
+    base: dist.ProcessGroup,
+    *,
+    is_named: bool,
+) -> Session:
+    ddps = root.ddps()
+    ignored = {
+        id(parameter)
+        for ddp in ddps
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name in getattr(ddp, "parameters_to_ignore", ())
+    }
+    slots = slots_of(root, optimizer, ignored=ignored)
+    device = slots[0].parameter.device
+    kind = kind_of(base, device)
+    find_unused = config.find_unused_parameters
+    if find_unused is None and ddps:
+        find_unused = any(ddp.find_unused_parameters for ddp in ddps)
+    entry.agree(
+        [
+            *root.schedule.statements(),
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {find_unused}",
+        ],
+        config.timeout_s,
+    )
+    name = f"session{entry.number}"
+    with joining(base, name, config) as ranks:
+        data, control = ranks.open("data", kind), ranks.open("control")
+        observers = ranks.observers()
+        if is_named and not ddps:
+            broadcast(data, root)
+        levels = None
+        may_fold = not why_not(config.cell._replace(levels="two levels"))
+        if kind == "gloo" and device.type == "cpu" and may_fold:
+            levels = levels_of(base, ranks, data, name, config)
+    backend = C10dBackend(data, control, None, levels, [])
+    session = Session(
+        root,
+        slots,
+        config,
+        backend=backend,
+        splitter=splitter_of(base, backend, device, name, data.hosts, config),
+        sync=None,
+        find_unused=find_unused,
+        static_graph=False,
+        observers=observers,
+    )
+    with ExitStack() as half_attached:
+        half_attached.callback(session.close)
+        take = take_from_ddp(root) if ddps else None
+        reductions = StageReductions(root, slots, session, dist.get_rank())
+        session.on_close(reductions.close)
+        if take is not None:
+            session.take_over(take, can_stop=False)
+        half_attached.pop_all()
+    return session
+
+
+def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
+    if why := why_not_sharded(optimizer, type(optimizer)):
+        raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
+
+
+def _why_whole(optimizer: torch.optim.Optimizer, root: StageModules, config: Config) -> str:
+    return beginning.why_whole(root, optimizer, type(optimizer), config)
+
+
+def _skipped(root: StageModules, rank: int) -> str:
+    stages = ", ".join(str(stage.stage_index) for stage in root.schedule.stages)
+    return (
+        f"stage {stages} on rank {rank} is in a DistributedDataParallel, and {root.schedule.name} "
+        "computes weight gradients apart from input gradients, where DDP's hooks are not called: "
+        "it reduces none of them and says nothing (pytorch issue 144530)"
+    )

@@ -1,0 +1,69 @@
+"""What cannot be wrapped is refused on all ranks; what fails in a step is told to the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pipeline_faults import ends_in_a_step, given_an_order, refused, wrapped_before_it_was_a_stage
+from ranks import Ranks, run_fresh
+
+pytestmark = pytest.mark.procs
+
+#: what is wrong -> what each rank is told
+TOLD = {
+    "another placement": "MismatchError: rank 0 has stages 0, 3 of 4, rank 2 has stages 0, 2 of 4",
+    "another order": "MismatchError: the ranks disagree: ",
+    "other values": "begin with different values",
+    "one stage in DDP": "PluginError: 1 of 2 stages on rank ",
+    "never reduced": "PluginError: the order of _PipelineScheduleRuntime never reduces stage ",
+    "some modules": "PluginError: _PipelineScheduleRuntime has 2 stages on this rank, and 1 ",
+    "shared device": "PluginError: share = 'jobs' is not there for pipelines",
+    "folded": "PluginError: accumulate is not there for pipelines",
+    "off": "PluginError: nothing would reduce the gradients of replicated stages: enabled is off",
+    "off, in DDP": "no error",
+    "a mapping": "PluginError: groups is a dict: for a pipeline it is the process group",
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_cannot_be_wrapped(what: str, four_ranks: Ranks) -> None:
+    said = four_ranks.run(refused, what)
+    for text in said:
+        assert TOLD[what] in text
+
+
+def test_a_module_that_became_a_stage_is_refused_when_it_is_called() -> None:
+    first, _, third, _ = run_fresh(wrapped_before_it_was_a_stage, 4, 60)
+    for rank in (first, third):
+        assert rank.code == 0, rank.stderr
+        assert "was wrapped alone, and is a stage of a pipeline now" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_a_rank_that_ends_in_a_step(how: str) -> None:
+    first, second, third, last = run_fresh(ends_in_a_step, 4, 60, args=(how,))
+    # Replicas, and then what the first of them has left behind.
+    assert first.stdout.startswith("PeerLost: "), first
+    assert "is gone" in first.stdout
+    assert second.stdout.startswith("PeerLost: "), second
+    assert last.stdout.startswith("PeerLost: rank of this pipeline, 2, is gone ("), last
+    assert third.stdout == ("ValueError: the weather\n" if how == "raises" else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0\n1F0,oops\n", "row 2, cell 2"),
+        ("0F0,0B0,1F0,1B0,2F0,2B0,3F0,3B0\n", "ConfigError: "),
+        ("0F0,0B0\n1F0,1B0\n", "is of 2 stages, and the model was cut into 4"),
+        (
+            "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n",
+            "has stages 0, 2 on rank 0 of the pipeline, which was given stages 0, 3",
+        ),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", "no error"),
+    ],
+)
+def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    first, *_ = four_ranks.run(given_an_order, text, str(tmp_path / "order.csv"))
+    assert said in first

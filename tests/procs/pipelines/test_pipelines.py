@@ -1,0 +1,92 @@
+"""Two pipelines of two ranks: stages that are replicated train as if reduced at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_cases import (
+    SPLIT,
+    ddp_alone,
+    ends_with_its_schedule,
+    optimizer_for_each_stage,
+    trains_as_plain,
+    trains_the_example,
+    unchanged_script,
+    unwrapped_in_the_middle,
+)
+from ranks import Ranks, run_fresh
+
+pytestmark = pytest.mark.procs
+
+KINDS = ["gpipe", "1f1b", "interleaved", "interleaved zb", "zbv", "dualpipev", "csv", "csv split"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_trains_as_reduced_at_the_end(kind: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(trains_as_plain, kind) == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "csv", "csv split"])
+@pytest.mark.parametrize("way", ["ddp", "named", "modules"])
+def test_however_the_stages_are_given(kind: str, way: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(trains_as_plain, kind, way) == [[]] * 4
+
+
+@pytest.mark.parametrize("script", ["accumulates", "clips", "reads", "shares", "leaves out"])
+@pytest.mark.parametrize("kind", ["csv", "csv split"])
+def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(trains_as_plain, kind, "schedule", script) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shard": True},
+        {"split": "on"},
+        {"tune": True, "partition_bytes": 0, "credit_bytes": 0},
+        {"policy": "fifo"},
+    ],
+)
+@pytest.mark.parametrize("script", ["", "clips"])
+def test_whatever_carries_the_gradients(
+    fields: dict[str, Any], script: str, four_ranks: Ranks
+) -> None:
+    found = four_ranks.run(trains_as_plain, "csv split", "schedule", script, "adamw", fields)
+    assert found == [[]] * 4
+
+
+def test_what_torch_does_without_it(four_ranks: Ranks) -> None:
+    """If this fails, DDP has learned to reduce weight gradients that are computed apart."""
+    assert max(four_ranks.run(ddp_alone, "csv")) < 1e-6
+    assert max(four_ranks.run(ddp_alone, "csv split")) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+def test_under_bytesched_run(kind: str) -> None:
+    for rank in run_fresh(unchanged_script, 4, 60, {"BYTESCHED_PARTITION_BYTES": "256"}, (kind,)):
+        assert rank.code == 0, rank.stderr
+        assert rank.stdout == "cross True\n", rank.stderr
+        assert ("it reduces none of them" in rank.stderr) == (kind == "csv split")
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "csv split"])
+def test_unwrapped_in_the_middle(kind: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(unwrapped_in_the_middle, kind) == [True] * 4
+
+
+def test_a_session_ends_with_its_schedule(four_ranks: Ranks) -> None:
+    assert four_ranks.run(ends_with_its_schedule) == [([], False)] * 4
+
+
+def test_an_optimizer_for_each_stage_and_evaluation(four_ranks: Ranks) -> None:
+    assert four_ranks.run(optimizer_for_each_stage) == [True] * 4
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_the_example(searched: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    order = tmp_path / "order.csv"
+    order.write_text("".join(f"{row}\n" for row in SPLIT))
+    found = four_ranks.run(trains_the_example, str(order) if searched else "", str(tmp_path))
+    assert found == [True] * 4

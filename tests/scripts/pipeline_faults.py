@@ -1,0 +1,134 @@
+"""Pipelines that cannot be wrapped, or that end before their time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_cases import KINDS, SMALL, Kind, Pipeline, grid, ordered
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+import bytesched
+from bytesched.errors import BytesschedError
+from bytesched.plugins.pipelines import ordered_schedule
+
+LATER = ("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,1F1,2F0,2B0,2F1,2B1,1B0,1B1")
+KINDS["csv, but later"] = Kind(ordered(LATER), KINDS["csv"].ranks)
+
+
+def told(run: Callable[[], object]) -> str:
+    """The error of bytesched that ``run`` raises."""
+    try:
+        run()
+    except BytesschedError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused(what: str) -> str:
+    """The error of `wrap`, or of the first step after it."""
+    pairs = grid()
+    rank = dist.get_rank()
+    kind, options, given = "csv", dict(SMALL), None
+    if what == "another placement" and rank > 1:
+        kind = "interleaved"
+    if what == "another order" and rank == 3:
+        kind = "csv, but later"
+    if what == "never reduced":
+        kind = what
+    pipeline = Pipeline(kind, pairs, in_ddp=what == "off, in DDP")
+    if what == "other values" and rank == 2:
+        with torch.no_grad():
+            pipeline.blocks[1].up.bias.add_(1)
+    if what == "one stage in DDP":
+        stage = pipeline.stages[0]
+        stage.submod = DistributedDataParallel(pipeline.blocks[0], process_group=pairs[1])
+    if what == "some modules":
+        given = pipeline.modules[:1]
+    more: dict[str, dict[str, Any]] = {
+        "shared device": {"share": "jobs"},
+        "folded": {"accumulate": "adama"},
+        "off": {"enabled": False},
+        "off, in DDP": {"enabled": False},
+        "a mapping": {"groups": {pipeline.modules[0]: pairs[1]}},
+    }
+    options |= more.get(what, {})
+
+    def run() -> None:
+        bytesched.wrap(pipeline.optimizer, given or pipeline.schedule, **options)
+        pipeline.forward_backward(0)
+
+    said = told(run)
+    if bytesched.stats(pipeline.optimizer)["mode"] != "plain":
+        bytesched.unwrap(pipeline.optimizer)
+    return said
+
+
+def wrapped_before_it_was_a_stage() -> str:
+    """The error of the first step."""
+    pipeline, replicas = grid()
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Linear(8, 8), process_group=replicas)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    bytesched.wrap(optimizer, module, **SMALL)
+    place = dist.get_rank(pipeline)
+    stage = PipelineStage(module, place, 2, torch.device("cpu"), group=pipeline)
+    schedule = KINDS["1f1b"].make([stage], 2, loss_fn=nn.functional.mse_loss)
+
+    def run() -> None:
+        x = torch.ones(4, 8)
+        schedule.step(*([x] if place == 0 else []), target=x if place else None)
+
+    said = told(run)
+    print(said, flush=True)
+    os._exit(0)
+
+
+def ends_in_a_step(how: str) -> None:
+    """The last stage of the second pipeline fails in its third step, with gradients on the wire."""
+    script = Pipeline("csv split", grid())
+    bytesched.wrap(script.optimizer, script.schedule, timeout_s=20, **SMALL)
+    left = {"losses": 0}
+    own = script.schedule._loss_fn
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        left["losses"] += 1
+        if dist.get_rank() == 2 and left["losses"] > 5:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the weather")
+        return own(output, target)
+
+    script.schedule._loss_fn = loss
+    try:
+        for step in range(6):
+            script.optimizer.zero_grad()
+            script.forward_backward(step)
+            script.optimizer.step()
+        bytesched.flush()
+        print("no error", flush=True)
+    except (BytesschedError, RuntimeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    os._exit(0)
+
+
+def given_an_order(text: str, path: str) -> str:
+    """The error of an order that a rank of two reads for its stages of a V."""
+    pipeline, _ = grid()
+    if dist.get_rank() == 0:
+        Path(path).write_text(text)
+    dist.barrier()
+    place = dist.get_rank(pipeline)
+    mine = [stage for stage, rank in enumerate(KINDS["csv"].ranks) if rank == place]
+    stages = [
+        PipelineStage(nn.Linear(8, 8), stage, 4, torch.device("cpu"), group=pipeline)
+        for stage in mine
+    ]
+    return told(lambda: ordered_schedule(stages, path, nn.functional.mse_loss))
