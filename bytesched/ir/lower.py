@@ -7,11 +7,11 @@ from itertools import groupby
 
 from bytesched.errors import ConfigError
 from bytesched.ir.pieces import Tensor
-from bytesched.ir.program import Operator, Program
+from bytesched.ir.program import Operator, Program, Transfer
 from bytesched.pipeline.order import Action, Kind, Order
 from bytesched.task import CommTask
 
-__all__ = ["comm_tasks", "pipeline_order", "tensor_plan"]
+__all__ = ["comm_tasks", "gradient_groups", "pipeline_order", "tensor_plan"]
 
 
 def pipeline_order(program: Program, stages: Sequence[Sequence[str]], replica: int = 0) -> Order:
@@ -83,36 +83,46 @@ def tensor_plan(program: Program, label: str = "tp") -> Mapping[str, str]:
     return found
 
 
+def gradient_groups(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that reduce gradients of weights together, in one order on all ranks."""
+    return tuple(sorted({transfer.ranks for transfer in _reductions(program)}))
+
+
+def _reductions(program: Program) -> list[Transfer]:
+    return [
+        transfer
+        for transfer in program.transfers
+        if transfer.kind == "all_reduce" and transfer.gives[0].piece.tensor.what == "weight"
+    ]
+
+
 def comm_tasks(program: Program, rank: int, itemsize: int = 4) -> tuple[CommTask, ...]:
     """The gradients that a rank reduces with others, as tasks over one flat buffer.
 
-    They lie in the order in which backward makes them; the priority of each is the turn in which
-    the rank's forward needs its weights, so that what is needed next is sent first.
+    They have the names of their layers and lie in the order in which backward makes them. The
+    priority of each is the turn in which the rank's forward needs its weights, so that what is
+    needed next is sent first; ``group`` counts in `gradient_groups`.
     """
-    computed = [
-        program.named[name]
-        for name in program.orders.get(rank, ())
-        if isinstance(program.named[name], Operator)
-    ]
-    turns: dict[Tensor, int] = {}
-    for operator in computed:
-        for _, piece in operator.takes:
-            if piece.tensor.what == "weight":
-                turns.setdefault(piece.tensor, len(turns))
+    names = program.orders.get(rank, ())
+    operators = [program.named[name] for name in names]
+    read = (held.piece.tensor for operator in operators for held in operator.takes)
+    weights = dict.fromkeys(tensor for tensor in read if tensor.what == "weight")
+    turns = {tensor: turn for turn, tensor in enumerate(weights)}
+    groups = gradient_groups(program)
     tasks: list[CommTask] = []
-    start = 0
-    for name in program.orders.get(rank, ()):
-        transfer = program.named[name]
-        if isinstance(transfer, Operator) or transfer.kind == "send":
-            continue
-        tensor = transfer.gives[0].piece.tensor
-        if tensor.what == "weight":
-            stop = start + max(1, transfer.nbytes // itemsize)
-            priority = turns[Tensor(tensor.layer, "weight")]
-            tasks.append(
-                CommTask(
-                    tensor.layer, start_at=start, stop_at=stop, itemsize=itemsize, priority=priority
-                )
-            )
-            start = stop
+    for transfer in sorted(
+        (each for each in _reductions(program) if rank in each.ranks),
+        key=lambda each: names.index(each.name),
+    ):
+        layer = transfer.gives[0].piece.tensor.layer
+        start = tasks[-1].stop_at if tasks else 0
+        task = CommTask(
+            layer,
+            start_at=start,
+            stop_at=start + -(-transfer.nbytes // itemsize),
+            itemsize=itemsize,
+            priority=turns[Tensor(layer, "weight")],
+        )
+        task.group = groups.index(transfer.ranks)
+        tasks.append(task)
     return tuple(tasks)
