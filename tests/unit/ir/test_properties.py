@@ -87,7 +87,7 @@ def test_a_collective_takes_all_that_it_gives(program: Program, data: st.DataObj
         less = replace(one, takes=one.takes[1:])
         operators = tuple(less if o is one else o for o in whole.operators)
         # The order of its rank may name it no longer: that is told first.
-        with pytest.raises(ConfigError, match="takes only|0 times|expected 0"):
+        with pytest.raises(ConfigError, match=r"takes only|0 times|expected 0"):
             check(replace(whole, operators=operators), LINK)
 
 
