@@ -39,6 +39,7 @@ OPTIONAL = {
     "horovod": "horovod",
     "mpi4py": "mpi",
     "scikit-optimize": "tune",
+    "ortools": "pipeline",
 }
 
 

@@ -53,10 +53,10 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
                     color="white",
                     clip_on=True,
                 )
-        carried = [("transfer", each.source, each) for each in timeline.transfers]
-        carried += [("reduction", each.rank, each) for each in timeline.reductions]
-        for what, rank, each in carried:
-            bar = (each.start_s * 1e3, (each.end_s - each.start_s) * 1e3)
+        carried = [("transfer", t.source, t.start_s, t.end_s) for t in timeline.transfers]
+        carried += [("reduction", r.rank, r.start_s, r.end_s) for r in timeline.reductions]
+        for what, rank, start_s, end_s in carried:
+            bar = (start_s * 1e3, (end_s - start_s) * 1e3)
             axes.broken_barh([bar], (rank + 0.22, 0.14), color=_LINK[what])
         for what in dict.fromkeys(what for what, *_ in carried):
             axes.plot([], [], color=_LINK[what], linewidth=3, label=what)

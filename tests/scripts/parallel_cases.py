@@ -1,0 +1,104 @@
+"""What a rank does in the tests of plans that are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from planned_layers import BLOCKS, LINK, MODELS, WIDTH, planned
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bytesched.ir.check import check
+from bytesched.plugins.parallel import Planned
+
+STEPS, BATCH, LENGTH, WORDS = 4, 16, 4, 12
+HEADS = 2
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act = nn.GELU()
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """A layer of a transformer; its number of heads is what it finds, of their fixed width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (
+            each(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        return y
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "mlp":
+        return nn.Sequential(*(Perceptron() for _ in range(BLOCKS))).double()
+    blocks = (Block() for _ in range(BLOCKS - 2))
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS)).double()
+
+
+def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(100 + step)
+    if name == "mlp":
+        inputs, outputs = torch.randn(2, BATCH, WIDTH, dtype=torch.float64).unbind()
+        return inputs, outputs
+    x, y = torch.randint(WORDS, (2, BATCH, LENGTH)).unbind()
+    return x, y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return functional.mse_loss(output, target)
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def losses(form: str) -> dict[str, list[float]]:
+    """How far losses of both models' plans are from those of one process, relative to these.
+
+    In one case, as DTensor remembers the groups of equal meshes, which end with a case.
+    """
+    return {name: losses_of(name, form) for name in MODELS}
+
+
+def losses_of(name: str, form: str) -> list[float]:
+    program, stages = planned(name, form, dist.get_world_size())
+    check(program, LINK)
+    run = Planned(program, model_of(name), optimizer_of, loss_of, stages)
+    alone = model_of(name)
+    optimizer = optimizer_of(alone.parameters())
+    far = []
+    for step in range(STEPS):
+        x, y = batch_of(name, step)
+        optimizer.zero_grad()
+        loss = loss_of(alone(x), y)
+        loss.backward()
+        optimizer.step()
+        far.append(abs(run.step(x, y) / float(loss.detach()) - 1))
+    run.close()
+    return far
