@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from bytesched.ir.layers import Layer
 from bytesched.ir.plans import data_parallel, pipelined, tensor_parallel
@@ -114,6 +115,6 @@ def planned(model: str, form: str, ranks: int) -> tuple[Program, list[list[str]]
         text = {"pp": ONE_F_ONE_B, "pp V": V_SPLIT}[form]
         order = Order.parse(text)
         stages = stages_of(layers, order.stages)
-        backward = "IW" if order.splits_backward else "B"
+        backward: Literal["B", "IW"] = "IW" if order.splits_backward else "B"
         program = pipelined(training(layers, backward), stages, order, ranks // 2)
     return preserve(program, LINK), stages
