@@ -62,9 +62,9 @@ def model_of(name: str) -> nn.Module:
 def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(100 + step)
     if name == "mlp":
-        inputs, outputs = torch.randn(2, BATCH, WIDTH, dtype=torch.float64).unbind()
-        return inputs, outputs
-    x, y = torch.randint(WORDS, (2, BATCH, LENGTH)).unbind()
+        x, y = torch.randn(2, BATCH, WIDTH, dtype=torch.float64).unbind()
+    else:
+        x, y = torch.randint(WORDS, (2, BATCH, LENGTH)).unbind()
     return x, y
 
 
