@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bytesched.pipeline.order import Kind
-from bytesched.pipeline.replay import Timeline
+from bytesched.pipeline.replay import Reduction, Timeline, Transfer
 from bytesched.report.canvas import AFTER, INK, QUIET, canvas, strip
 
 __all__ = ["draw"]
@@ -53,6 +53,7 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
                     color="white",
                     clip_on=True,
                 )
+        carried: list[tuple[str, int, Transfer | Reduction]]
         carried = [("transfer", each.source, each) for each in timeline.transfers]
         carried += [("reduction", each.rank, each) for each in timeline.reductions]
         for what, rank, each in carried:

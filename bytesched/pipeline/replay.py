@@ -57,7 +57,8 @@ class Timeline:
     @property
     def end_s(self) -> float:
         """When everything has ended, reductions included."""
-        return max(each.end_s for each in (*self.spans, *self.reductions))
+        ends_s = [span.end_s for span in self.spans]
+        return max(ends_s + [reduction.end_s for reduction in self.reductions])
 
     @property
     def bubble_share(self) -> float:

@@ -20,7 +20,9 @@ def lines(
     Args:
         others: by name, timelines of other orders, or why there is none.
     """
-    rows = [("order", "ms", "bubbles", "memory", "busiest link", "vs planned")]
+    rows: list[tuple[str, ...]] = [
+        ("order", "ms", "bubbles", "memory", "busiest link", "vs planned")
+    ]
     planned_s = found.timeline.end_s
     rows.append(_row("planned", found.timeline, planned_s))
     reasons = []

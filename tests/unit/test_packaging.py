@@ -160,7 +160,17 @@ def test_core_depends_on_nothing(project: dict[str, Any]) -> None:
 
 def test_extras_are_complete_and_the_doctor_knows_them(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
-    assert set(extras) == {"torch", "horovod", "mpi", "tune", "report", "test", "dev", "docs"}
+    assert set(extras) == {
+        "torch",
+        "horovod",
+        "mpi",
+        "tune",
+        "report",
+        "pipeline",
+        "test",
+        "dev",
+        "docs",
+    }
     for package, extra in OPTIONAL.items():
         assert any(line.startswith(package) for line in extras[extra]), package
 

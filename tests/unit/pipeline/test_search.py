@@ -60,7 +60,7 @@ def test_reductions_count_until_they_end() -> None:
 
 
 def test_too_little_memory_is_told_with_the_least_that_does() -> None:
-    with pytest.raises(ConfigError, match="1999 bytes of memory .* holds 2000 bytes"):
+    with pytest.raises(ConfigError, match=r"1999 bytes of memory .* holds 2000 bytes"):
         search(pipeline("v", 2), 4, memory_bytes=2 * HELD - 1)
     found = search(pipeline("v", 2), 4, memory_bytes=2 * HELD, time_limit_s=2)
     assert max(found.timeline.peak_bytes) == 2 * HELD
