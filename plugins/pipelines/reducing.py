@@ -6,9 +6,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PeerLost, PluginError
@@ -43,11 +44,13 @@ class StageReductions:
         self._rank = rank
         #: the order that was checked last
         self._checked: object = None
+        #: the stages that this step of the schedule has not reduced yet; None outside of one
+        self._awaited: set[int] | None = None
         by_id = {id(slot.parameter): slot for slot in slots}
         stages_of: Counter[Slot] = Counter()
         for stage in root.schedule.stages:
-            found = [by_id[id(p)] for p in stage.submod.parameters() if id(p) in by_id]
-            stages_of.update(found)
+            found = _StageSlots(weakref.ref(stage), stage.submod, by_id)
+            stages_of.update(found.slots)
             stage.perform_reduce_grad = partial(self._reduce, stage.perform_reduce_grad, found)
         for slot, count in stages_of.items():
             # One that several stages share is complete in the last of them.
@@ -68,8 +71,10 @@ class StageReductions:
         if not root.schedule.trains:
             return own(*args, **kwargs)
         self._check_order(root)
+        self._awaited = {stage.stage_index for stage in root.schedule.stages}
         try:
             output = own(*args, **kwargs)
+            self._check_reduced(self._awaited)
         except BaseException as error:
             named = self._named(error, root)
             if self._session.is_interrupted:
@@ -78,6 +83,8 @@ class StageReductions:
             if named is error:
                 raise
             raise named from error
+        finally:
+            self._awaited = None
         self._session.backward_over()
         return output
 
@@ -96,16 +103,41 @@ class StageReductions:
             rank=self._rank,
         )
 
-    def _reduce(self, complete: Callable[[int], None], slots: list[Slot], scale: int) -> None:
-        """The gradients of a stage, of ``slots``, are its last once they are scaled."""
+    def _reduce(self, complete: Callable[[int], None], stage: _StageSlots, scale: int) -> None:
+        """The gradients of ``stage`` are its last once they are scaled."""
         complete(scale)
-        root = self._weak_root()
-        if root is None or not root.schedule.trains:
+        if not stage.trains():
             # An evaluation goes through the whole order, without any backward pass.
             return
-        for slot in slots:
+        if self._awaited is None:
+            self._refuse(
+                f"stage {stage.index} on rank {self._rank} runs in another schedule than the one "
+                "that was wrapped, or its step() was kept from before: unwrap the optimizer, and "
+                "wrap it with this schedule"
+            )
+        if why := stage.changed():
+            self._refuse(
+                f"stage {stage.index} on rank {self._rank} is not what was wrapped: {why}; unwrap "
+                "the optimizer, and wrap it again"
+            )
+        self._awaited.discard(stage.index)
+        for slot in stage.slots:
             if slot.parameter.grad is not None:
                 self._session.gradient(slot)
+
+    def _check_reduced(self, awaited: set[int]) -> None:
+        if awaited:
+            self._refuse(
+                f"stage {', '.join(map(str, sorted(awaited)))} was not reduced on rank "
+                f"{self._rank}: a custom function for REDUCE_GRAD has to call "
+                "stage.perform_reduce_grad, as torch does without it"
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        """Ends the session on all ranks: replicas would drift apart."""
+        error = PluginError(what)
+        self._session.fail(error)
+        raise error
 
     def _check_order(self, root: StageModules) -> None:
         schedule = root.schedule
@@ -118,6 +150,46 @@ class StageReductions:
                 "the stage's last B or W, or load it as format='compute_only'"
             )
         self._checked = schedule.order
+
+
+class _StageSlots:
+    """What of a stage is reduced.
+
+    Args:
+        module: what the stage runs, or a DDP around it.
+        by_id: the slots of all parameters that are reduced.
+    """
+
+    def __init__(
+        self, weak_stage: weakref.ref[Any], module: nn.Module, by_id: dict[int, Slot]
+    ) -> None:
+        self._weak_stage = weak_stage
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        self._module = weakref.ref(inner)
+        ignored = set(getattr(module, "parameters_to_ignore", ()))
+        self.index: int = weak_stage().stage_index  # type: ignore[union-attr]
+        self.slots: list[Slot] = []
+        #: what got no gradient when the stage was wrapped
+        self._frozen: list[nn.Parameter] = []
+        for name, parameter in inner.named_parameters():
+            if id(parameter) in by_id:
+                self.slots.append(by_id[id(parameter)])
+            elif name not in ignored and parameter.numel():
+                self._frozen.append(parameter)
+
+    def trains(self) -> bool:
+        """Whether the step that runs has backward passes."""
+        stage = self._weak_stage()
+        return stage is not None and bool(stage.has_backward)
+
+    def changed(self) -> str:
+        """What is another than it was, so that its gradients would not be reduced, or twice."""
+        stage = self._weak_stage()
+        if stage is not None and stage.submod is not self._module():
+            return f"its module was replaced, by a {type(stage.submod).__name__}"
+        if any(parameter.grad is not None for parameter in self._frozen):
+            return "parameters have gradients that required none when it was wrapped"
+        return ""
 
 
 def take_from_ddp(root: StageModules) -> Callable[[], Callable[[], None]]:

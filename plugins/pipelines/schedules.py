@@ -29,7 +29,14 @@ __all__ = [
 
 _SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 #: of a stage and of a schedule; all are there from torch 2.13 on
-_OF_STAGE: Final = ("submod", "stage_index", "num_stages", "group", "perform_reduce_grad")
+_OF_STAGE: Final = (
+    "submod",
+    "stage_index",
+    "num_stages",
+    "group",
+    "perform_reduce_grad",
+    "has_backward",
+)
 _OF_SCHEDULE: Final = ("_n_microbatches", "_has_backward", "step")
 
 

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
+from bytesched.pipeline.order import Order
 from bytesched.plugins.dropped import wait_for_ends
 from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
@@ -315,6 +316,64 @@ def ends_with_its_schedule() -> tuple[list[Any], bool]:
     wait_for_ends()
     gc.collect()
     return sessions(), session() is not None
+
+
+def evaluated_by_another_schedule(when: str) -> bool:
+    """Whether a forward-only schedule over the same stages changes nothing."""
+    pairs = grid()
+    plain, wrapped = Pipeline("1f1b", pairs), Pipeline("1f1b", pairs)
+    bytesched.wrap(wrapped.optimizer, wrapped.schedule, **SMALL)
+    for pipeline in (plain, wrapped):
+        only_forward = ScheduleGPipe(pipeline.stages[0], 2)
+
+        def evaluate(at: str, schedule: Any = only_forward, its: Pipeline = pipeline) -> None:
+            if at == when:
+                with torch.no_grad():
+                    schedule.step(*([torch.ones(4, WIDTH)] if its.is_first else []))
+
+        for step in range(STEPS):
+            pipeline.optimizer.zero_grad()
+            evaluate("before")
+            pipeline.forward_backward(step)
+            if pipeline is plain:
+                pipeline.reduce()
+            evaluate("between")
+            pipeline.optimizer.step()
+            evaluate("after")
+    bytesched.unwrap(wrapped.optimizer)
+    return same(plain.values(), wrapped.values())
+
+
+def follows_a_planned_order(path: str) -> float:
+    """How far gradients by a planned order are from those of one process."""
+    pairs = grid()
+    order = Order.read(path)
+    count = order.micro_batches
+    pipeline, _ = pairs
+    place = dist.get_rank(pipeline)
+    mine = [stage for stage, rank in enumerate(order.stage_ranks) if rank == place]
+    blocks = [Block(stage) for stage in mine]
+    stages = [
+        PipelineStage(block, stage, order.stages, torch.device("cpu"), group=pipeline)
+        for stage, block in zip(mine, blocks, strict=True)
+    ]
+    schedule = schedules._PipelineScheduleRuntime(
+        stages,
+        count,
+        loss_fn=nn.functional.mse_loss,
+    )
+    schedule._load_csv(path)
+    torch.manual_seed(3)
+    x, y = torch.randn(2 * count, WIDTH), torch.randn(2 * count, WIDTH)
+    has_last = order.stages - 1 in mine
+    schedule.step(*([x] if 0 in mine else []), target=y if has_last else None)
+    whole = nn.Sequential(*(Block(stage) for stage in range(order.stages)))
+    nn.functional.mse_loss(whole(x), y).backward()
+    return max(
+        float((p.grad - q.grad).abs().max())  # type: ignore[operator]
+        for stage, block in zip(mine, blocks, strict=True)
+        for p, q in zip(block.parameters(), whole[stage].parameters(), strict=True)
+    )
 
 
 def optimizer_for_each_stage() -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pipeline_cases import KINDS, SMALL, Kind, Pipeline, grid, ordered
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
@@ -132,3 +132,31 @@ def given_an_order(text: str, path: str) -> str:
         for stage in mine
     ]
     return told(lambda: ordered_schedule(stages, path, nn.functional.mse_loss))
+
+
+def misused(how: str) -> str:
+    """The error of a step after two good ones."""
+    pairs = grid()
+    script = Pipeline("csv split", pairs)
+    frozen = script.blocks[0].up.bias.requires_grad_(how != "thawed")
+    bytesched.wrap(script.optimizer, script.schedule, **SMALL)
+
+    def step() -> None:
+        script.optimizer.zero_grad()
+        script.forward_backward(0)
+        script.optimizer.step()
+
+    step()
+    step()
+    if how == "custom function":
+        script.schedule.register_custom_function(
+            schedules.REDUCE_GRAD, lambda action, context: script.stages[0].scale_grads(1)
+        )
+    elif how == "another schedule":
+        script.schedule = script.kind.make(script.stages, 2, loss_fn=nn.functional.mse_loss)
+    elif how == "another module":
+        script.stages[0].submod = nn.Sequential(script.blocks[0])
+    elif how == "thawed":
+        frozen.requires_grad_()
+    print(told(step), flush=True)
+    os._exit(0)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipeline_faults import ends_in_a_step, given_an_order, refused, wrapped_before_it_was_a_stage
+from pipeline_faults import (
+    ends_in_a_step,
+    given_an_order,
+    misused,
+    refused,
+    wrapped_before_it_was_a_stage,
+)
 from ranks import Ranks, run_fresh
 
 pytestmark = pytest.mark.procs
@@ -67,3 +73,19 @@ def test_a_rank_that_ends_in_a_step(how: str) -> None:
 def test_a_foreign_order(text: str, said: str, four_ranks: Ranks, tmp_path: Path) -> None:
     first, *_ = four_ranks.run(given_an_order, text, str(tmp_path / "order.csv"))
     assert said in first
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("custom function", "was not reduced on rank"),
+        ("another schedule", "runs in another schedule than the one that was wrapped"),
+        ("another module", "its module was replaced, by a Sequential"),
+        ("thawed", "parameters have gradients that required none when it was wrapped"),
+    ],
+)
+def test_what_would_not_be_reduced_is_an_error(how: str, said: str) -> None:
+    told = [rank.stdout for rank in run_fresh(misused, 4, 60, args=(how,))]
+    # Who hears of it from its pipeline or its replicas first has their error.
+    assert any(said in text for text in told)
+    assert all(text.startswith(("PluginError: ", "PeerLost: ")) for text in told), told

@@ -10,6 +10,8 @@ from pipeline_cases import (
     SPLIT,
     ddp_alone,
     ends_with_its_schedule,
+    evaluated_by_another_schedule,
+    follows_a_planned_order,
     optimizer_for_each_stage,
     trains_as_plain,
     trains_the_example,
@@ -17,6 +19,8 @@ from pipeline_cases import (
     unwrapped_in_the_middle,
 )
 from ranks import Ranks, run_fresh
+
+from bytesched.commands.pipeline import main
 
 pytestmark = pytest.mark.procs
 
@@ -90,3 +94,18 @@ def test_the_example(searched: bool, four_ranks: Ranks, tmp_path: Path) -> None:
     order.write_text("".join(f"{row}\n" for row in SPLIT))
     found = four_ranks.run(trains_the_example, str(order) if searched else "", str(tmp_path))
     assert found == [True] * 4
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_another_schedule_evaluates(when: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(evaluated_by_another_schedule, when) == [True] * 4
+
+
+@pytest.mark.parametrize("options", ["", "--split-backward", "--placement interleaved"])
+def test_torch_runs_a_planned_order_unchanged(
+    options: str, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    path = tmp_path / "order.csv"
+    times = "--forward-ms 1 --backward-ms 2 --ranks 2 --microbatches 4 --time-limit-s 10"
+    assert main(["plan", *times.split(), *options.split(), "--csv", str(path)]) == 0
+    assert max(four_ranks.run(follows_a_planned_order, str(path))) < 1e-6
