@@ -44,6 +44,9 @@ COMMANDS = {
         "bytesched.commands.trace", "merge the timelines of all ranks, or sum them up"
     ),
     "burst": Command("bytesched.commands.burst", "plan how many devices each layer gets"),
+    "pipeline": Command(
+        "bytesched.commands.pipeline", "find an order of work for pipeline parallelism"
+    ),
     "report": Command(
         "bytesched.commands.report",
         "draw timelines and measurements",

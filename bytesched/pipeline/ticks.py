@@ -1,0 +1,146 @@
+"""Seconds and bytes as the small whole numbers that the search computes with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bytesched.pipeline.order import Action, Kind
+from bytesched.pipeline.stages import Pipeline
+
+__all__ = ["Block", "Ticks"]
+
+_PER_S = 10**9
+#: of the busiest rank's work on a micro-batch: beyond, the search is slow and no better
+_MOST = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One kind of work of one stage, the same for every micro-batch."""
+
+    stage: int
+    kind: Kind
+    rank: int
+    duration: int
+    #: bytes that it holds from its start, or below 0, frees at its end
+    held: int
+    #: positions of the blocks that it needs, and what lies between
+    needs: tuple[tuple[int, int], ...]
+
+    def of(self, micro_batch: int) -> Action:
+        """The action for a micro-batch."""
+        return Action(self.stage, self.kind, micro_batch)
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """A pipeline in ticks: exactly if its times have a common measure, rounded if not."""
+
+    blocks: tuple[Block, ...]
+    ranks: int
+    #: of the gradients of each stage
+    reductions: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
+    tick_s: float
+    exact: bool
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, split_backward: bool) -> Ticks:
+        """The blocks of a micro-batch, forward first, in an order in which none needs a later."""
+        stages = range(len(pipeline.stages))
+        crossings_s = [pipeline.crossing_s(stage, stage + 1) for stage in stages[:-1]]
+        times_s = [
+            pipeline.seconds(stage, kind)
+            for stage in stages
+            for kind in pipeline.kinds(stage, split_backward)
+        ]
+        times_s += crossings_s + [pipeline.reduction_s(stage) for stage in stages]
+        measure = math.gcd(*(round(time_s * _PER_S) for time_s in times_s)) or 1
+        busiest = max(pipeline.work_s(rank) for rank in range(pipeline.ranks)) * _PER_S
+        exact = busiest / measure <= _MOST
+        tick_s = (measure if exact else busiest / _MOST) / _PER_S
+
+        def ticks(time_s: float) -> int:
+            return round(time_s / tick_s)
+
+        at: dict[tuple[int, Kind], int] = {}
+        blocks: list[Block] = []
+        for stage, kind in _sequence(pipeline, split_backward):
+            needed: list[tuple[int, int]] = []
+            if kind is Kind.FORWARD and stage:
+                needed.append((at[stage - 1, kind], ticks(crossings_s[stage - 1])))
+            if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+                needed.append((at[stage, Kind.FORWARD], 0))
+                if stage < stages[-1]:
+                    later = pipeline.kinds(stage + 1, split_backward)[1]
+                    needed.append((at[stage + 1, later], ticks(crossings_s[stage])))
+            if kind is Kind.WEIGHT_GRADIENT:
+                needed.append((at[stage, Kind.INPUT_GRADIENT], 0))
+            at[stage, kind] = len(blocks)
+            held = pipeline.held_bytes(Action(stage, kind, 0))
+            duration = ticks(pipeline.seconds(stage, kind))
+            rank = pipeline.stage_ranks[stage]
+            blocks.append(Block(stage, kind, rank, duration, held, tuple(needed)))
+        return cls(
+            tuple(blocks),
+            pipeline.ranks,
+            tuple(ticks(pipeline.reduction_s(stage)) for stage in stages),
+            pipeline.stage_ranks,
+            tick_s,
+            exact,
+        )
+
+    def on(self, rank: int) -> list[int]:
+        """Positions of a rank's blocks."""
+        return [position for position, block in enumerate(self.blocks) if block.rank == rank]
+
+    def work(self, rank: int) -> int:
+        """Ticks of a micro-batch on a rank."""
+        return sum(self.blocks[position].duration for position in self.on(rank))
+
+    def earliest(self) -> list[int]:
+        """When each block can start, at best, after the start of its micro-batch."""
+        starts: list[int] = []
+        for block in self.blocks:
+            starts.append(
+                max(
+                    (starts[n] + self.blocks[n].duration + gap for n, gap in block.needs), default=0
+                )
+            )
+        return starts
+
+    def after(self) -> list[int]:
+        """What has to follow the end of each block, at best: of the chain, or its reduction."""
+        tails = [0 if block.held >= 0 else self.reductions[block.stage] for block in self.blocks]
+        for position in reversed(range(len(self.blocks))):
+            block = self.blocks[position]
+            for needed, gap in block.needs:
+                tails[needed] = max(tails[needed], gap + block.duration + tails[position])
+        return tails
+
+    def least(self, micro_batches: int) -> int:
+        """A bound below which no iteration ends."""
+        starts, tails = self.earliest(), self.after()
+        bounds = [
+            start + block.duration + tail
+            for start, block, tail in zip(starts, self.blocks, tails, strict=True)
+        ]
+        for rank in range(self.ranks):
+            own = self.on(rank)
+            bounds.append(
+                min(starts[n] for n in own)
+                + micro_batches * self.work(rank)
+                + min(tails[n] for n in own)
+            )
+        return max(bounds)
+
+
+def _sequence(pipeline: Pipeline, split_backward: bool) -> Iterator[tuple[int, Kind]]:
+    stages = range(len(pipeline.stages))
+    for stage in stages:
+        yield stage, Kind.FORWARD
+    for stage in reversed(stages):
+        for kind in pipeline.kinds(stage, split_backward)[1:]:
+            yield stage, kind

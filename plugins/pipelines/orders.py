@@ -1,0 +1,96 @@
+"""The orders that torch's own schedules follow, without ranks to run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bytesched.errors import ConfigError, PluginError
+from bytesched.pipeline.order import Action, Kind, Order
+
+__all__ = ["SCHEDULES", "torch_order"]
+
+#: name, and the placement of its stages: on one rank each, in rounds, or there and back
+SCHEDULES = {
+    "GPipe": "single",
+    "1F1B": "single",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved",
+    "ZBVZeroBubble": "v",
+    "DualPipeV": "v",
+}
+
+
+def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Order:
+    """The order of a schedule of ``SCHEDULES``.
+
+    Raises ``ConfigError`` if the schedule is not made for these numbers, with torch's words, and
+    ``PluginError`` if this torch has no such schedule or keeps its order elsewhere.
+    """
+    import torch
+    from torch.distributed.pipelining import schedules
+
+    kind = getattr(schedules, f"Schedule{name}", None)
+    if kind is None:
+        raise PluginError(f"torch {torch.__version__} has no schedule {name}")
+    if ranks == 1 and SCHEDULES[name] != "single":
+        raise ConfigError(f"{name} is for several ranks")
+    stages = [_stage(n, ranks, stages_per_rank) for n in range(stages_per_rank)]
+    whole = SCHEDULES[name] == "single"
+    try:
+        schedule = kind(stages[0] if whole else stages, micro_batches, loss_fn=_no_loss)
+        # Since 2.5 or so a single stage's order has to be asked for.
+        pipeline_order = getattr(schedule, "pipeline_order", None)
+        if not pipeline_order:
+            pipeline_order = schedule._get_pipeline_order()
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except (AttributeError, TypeError) as error:
+        raise PluginError(
+            f"the order of {name} cannot be read from torch {torch.__version__}: {error}"
+        ) from error
+    if pipeline_order is None:
+        raise PluginError(f"the order of {name} cannot be read from torch {torch.__version__}")
+    try:
+        rows = tuple(tuple(_actions(pipeline_order[rank])) for rank in range(ranks))
+        return Order(rows, f"torch's {name}")
+    except ConfigError as error:
+        # Of few micro-batches torch writes some that are not there.
+        raise ConfigError(f"{name} is not made for these numbers: {error}") from None
+
+
+def _no_loss(output: Any, target: Any) -> Any:
+    raise AssertionError("an order that is only looked at is not run")
+
+
+class _Stage:
+    """What a schedule reads of a stage to write its order."""
+
+    is_first = is_last = False
+    has_backward = True
+    group_rank = 0
+
+    def __init__(self, stage_index: int, ranks: int, num_stages: int) -> None:
+        import torch
+
+        self.stage_index = stage_index
+        self.group_size = ranks
+        self.num_stages = num_stages
+        self.submod = torch.nn.Identity()
+
+
+def _stage(number: int, ranks: int, stages_per_rank: int) -> _Stage:
+    return _Stage(number * ranks, ranks, ranks * stages_per_rank)
+
+
+def _actions(row: list[Any]) -> list[Action]:
+    """What is computed; of overlapped actions, one after the other, as torch runs them."""
+    found = []
+    letters = {kind.value for kind in Kind}
+    for each in row:
+        if each is None:
+            continue
+        for part in getattr(each, "sub_actions", None) or (each,):
+            letter = part.computation_type.value
+            if letter in letters:
+                found.append(Action(part.stage_index, Kind(letter), part.microbatch_index))
+    return found
