@@ -307,13 +307,13 @@ def _loss(output: Tensor, _target: Tensor) -> Tensor:
 
 def _order_of(schedule: Any, micro_batches: int, ranks: int) -> Order:
     """The order that a schedule of torch's follows."""
-    rows = getattr(schedule, "pipeline_order", None)
-    if rows is None:
+    if isinstance(schedule, schedules.Schedule1F1B):
         # What 1F1B itself says is off by one: it counts forwards that it does not make.
         table = [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     else:
         kinds = {kind.value for kind in Kind}
-        table = [_cells(row, kinds) for _, row in sorted(rows.items())]
+        rows = sorted(schedule.pipeline_order.items())
+        table = [_cells(row, kinds) for _, row in rows]
     name = type(schedule).__name__
     return Order.parse("".join(",".join(cells) + "\n" for cells in table), f"order of {name}")
 

@@ -27,7 +27,9 @@ def test_every_shape_is_in_one_stage() -> None:
     profile = load_profile("gpt")
     stages = stage_shapes(profile, 4)
     assert all(stages)
-    assert sum(stages, []) == [shape for layer in profile.layers for shape in layer.shapes]
+    assert [shape for stage in stages for shape in stage] == [
+        shape for layer in profile.layers for shape in layer.shapes
+    ]
 
 
 def test_a_pipeline_alone_takes_what_its_row_takes() -> None:
