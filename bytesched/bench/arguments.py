@@ -200,8 +200,8 @@ def bench_parser() -> argparse.ArgumentParser:
         "--pipeline",
         type=int,
         metavar="RANKS",
-        help="measure pipelines of so many ranks, replicated on all hosts: schedules of torch and a "
-        "searched order, each with gradients reduced at the end, by DDP, and by bytesched",
+        help="measure pipelines of so many ranks, replicated on all hosts: schedules of torch and "
+        "a searched order, each with gradients reduced at the end, by DDP, and by bytesched",
     )
     add(
         "--micro-batches",

@@ -145,9 +145,9 @@ def measure_pipelines(
         result = {**origin, "network": network, "specification": asdict(spec), **found}
         write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
     heading = (
-        f"{hosts // spec.ranks} pipelines of {spec.ranks} ranks, {spec.micro_batches} micro-batches "
-        f"(emulated compute), {network}\nof a rank: compute {found['compute_ms']:.1f} ms, reduction "
-        f"{found['reduction_ms']:.1f} ms; a boundary of {spec.boundary_bytes} bytes takes "
+        f"{hosts // spec.ranks} pipelines of {spec.ranks} ranks, {spec.micro_batches} "
+        f"micro-batches (emulated compute), {network}\nof a rank: compute {found['compute_ms']:.1f} ms, "
+        f"reduction {found['reduction_ms']:.1f} ms; a boundary of {spec.boundary_bytes} bytes takes "
         f"{found['crossing_ms']:.2f} ms"
     )
     return [heading, "", *table(found)]

@@ -123,6 +123,7 @@ class PipelineBench:
                 **predicted(self._orders[name], self._pipelines[name]),
                 "iteration_ms": {arm: [] for arm in self._arms(name)},
                 "same_bits": dict.fromkeys(self._arms(name), True),
+                "bits": {},
                 "figures": {},
             }
             for name in self._orders
@@ -135,6 +136,7 @@ class PipelineBench:
                     expected = expected or bits
                     its["iteration_ms"][arm].append(took_ms)
                     its["same_bits"][arm] &= bits == expected
+                    its["bits"][arm] = bits
                     its["figures"][arm] = figures
                     self._say(turn, f"{name}, {arm}", took_ms)
         whole = self._pipelines["1f1b"]
