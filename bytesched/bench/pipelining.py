@@ -144,11 +144,12 @@ def measure_pipelines(
     if options.json:
         result = {**origin, "network": network, "specification": asdict(spec), **found}
         write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
+    pipelines = f"{hosts // spec.ranks} pipelines of {spec.ranks} ranks"
     heading = (
-        f"{hosts // spec.ranks} pipelines of {spec.ranks} ranks, {spec.micro_batches} "
-        f"micro-batches (emulated compute), {network}\nof a rank: compute {found['compute_ms']:.1f} ms, "
-        f"reduction {found['reduction_ms']:.1f} ms; a boundary of {spec.boundary_bytes} bytes takes "
-        f"{found['crossing_ms']:.2f} ms"
+        f"{pipelines}, {spec.micro_batches} micro-batches (emulated compute), {network}\n"
+        f"of a rank: compute {found['compute_ms']:.1f} ms, "
+        f"reduction {found['reduction_ms']:.1f} ms; "
+        f"a boundary of {spec.boundary_bytes} bytes takes {found['crossing_ms']:.2f} ms"
     )
     return [heading, "", *table(found)]
 
@@ -277,7 +278,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 def _hidden(its: dict[str, Any], took: dict[str, float], arm: str) -> float | None:
     """The share of a reduction that is hidden; None where none can be, or none should."""
-    possible_ms = took[AT_THE_END] - its["bound_ms"]
+    possible_ms: float = took[AT_THE_END] - its["bound_ms"]
     if arm == AT_THE_END or possible_ms <= 0:
         return None
     return (took[AT_THE_END] - took[arm]) / possible_ms
