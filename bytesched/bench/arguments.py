@@ -35,6 +35,7 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
   bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
+  bytesched bench --lab 4 --rate 250mbit --emulate gpt --comm-ratio 0.5 --pipeline 2
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
@@ -194,6 +195,26 @@ def bench_parser() -> argparse.ArgumentParser:
         metavar="PROFILES",
         help="measure jobs that share devices and links: alone, side by side and in turns; beside "
         "that of --emulate one like it, or one of each of these profiles",
+    )
+    add(
+        "--pipeline",
+        type=int,
+        metavar="RANKS",
+        help="measure pipelines of so many ranks, replicated on all hosts: schedules of torch and "
+        "a searched order, each with gradients reduced at the end, by DDP, and by bytesched",
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="of an iteration of a pipeline (default 4 for each of its ranks)",
+    )
+    add(
+        "--boundary-bytes",
+        type=int,
+        default=65536,
+        metavar="BYTES",
+        help="of a micro-batch between stages of a pipeline (%(default)s)",
     )
     add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")
     return parser

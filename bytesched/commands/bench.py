@@ -20,6 +20,7 @@ from typing import Any
 from bytesched.bench.arguments import CONTROLLERS, bench_parser, same_again
 from bytesched.bench.compare import check_same, check_systems, load_result, report
 from bytesched.bench.picture import draw_bench
+from bytesched.bench.pipelining import measure_pipelines
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import priority, provenance
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS, setting
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = specification(options, view)
         if options.share is not None:
             print("\n".join(["", *measure_sharing(spec, options, arguments)]))
+            return 0
+        if options.pipeline is not None:
+            print("\n".join(["", *measure_pipelines(spec, options, arguments)]))
             return 0
         its_setting = setting(options, spec, view)
         if old is not None:
