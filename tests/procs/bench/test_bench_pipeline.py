@@ -9,7 +9,7 @@ from pathlib import Path
 from warm_python import warm_python
 
 LAYERS = [{"name": n, "forward_ms": 1, "backward_ms": 2, "shapes": [[40, 40]]} for n in "abcd"]
-QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "2", "--micro-batches", "4"]
+QUICK = ["--iterations", "2", "--rounds", "2", "--warmup", "2"]
 
 
 def test_bytesched_has_the_bits_of_a_reduction_at_the_end(tmp_path: Path) -> None:
