@@ -27,7 +27,7 @@ EPILOG = """\
 """
 MOST_RANKS = 64
 MOST_MICRO_BATCHES = 256
-#: one stage is not worth another format: as many actions as a search goes through in time
+#: as many as a search goes through in time
 MOST_ACTIONS = 6000
 
 
@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         chain = _chain(options)
         pipeline = _pipeline(options, chain)
         memory_bytes = _size(options.memory, "memory") if options.memory else None
+        if memory_bytes is not None and "activation_bytes" in _missing(pipeline):
+            raise ConfigError(
+                "--memory: no stage holds activations: say how much with --activation, or in a "
+                "profile that lists stages"
+            )
     except ConfigError as error:
         parser.error(str(error))
     known = dict(_torch_orders(options))
@@ -53,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     others = {name: _other(options, chain, order) for name, order in known.items()}
     print("\n".join(lines(found, others, memory_bytes)))
+    if missing := _missing(pipeline):
+        print(f"not known of the stages, and counted as nothing: {', '.join(missing)}")
     if options.csv:
         found.order.write(options.csv)
         print(f"csv: {options.csv}")
@@ -112,6 +119,12 @@ def _pipeline(options: argparse.Namespace, chain: tuple[Stage, ...] | None) -> P
             f"actions, more than the {MOST_ACTIONS} that are searched"
         )
     return _on(stage_ranks, options, chain, len(stage_ranks))
+
+
+def _missing(pipeline: Pipeline) -> list[str]:
+    """Which sizes no stage has."""
+    names = ("activation_bytes", "output_bytes", "parameter_bytes")
+    return [name for name in names if not any(getattr(s, name) for s in pipeline.stages)]
 
 
 def _on(

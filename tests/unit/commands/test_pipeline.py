@@ -26,6 +26,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     for name in ("planned", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
         assert name in printed
     assert "proved" in printed
+    assert "counted as nothing: output_bytes, parameter_bytes\n" in printed
 
 
 def test_too_little_memory_writes_nothing(
@@ -42,6 +43,7 @@ def test_too_little_memory_writes_nothing(
     [
         (["--placement", "x"], "torch puts a stage on one rank"),
         (["--placement", "none.json"], "placement none.json: No such file"),
+        (["--memory", "1MiB"], "no stage holds activations"),
         (["--ranks", "0"], "--ranks 0: from 1 to 64"),
         (["--csv", "/none/order.csv"], "there is no such folder"),
         (["--profile", "gtp"], "did you mean gpt"),
