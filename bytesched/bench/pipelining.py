@@ -34,7 +34,6 @@ __all__ = [
     "SEARCHED",
     "PipelineSpecification",
     "measure_pipelines",
-    "one_forward_one_backward",
     "pipeline_of",
     "placements",
     "predicted",
@@ -216,17 +215,6 @@ def placements(ranks: int) -> dict[str, tuple[int, ...]]:
         "zbv": there_and_back,
         SEARCHED: there_and_back,
     }
-
-
-def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[str]:
-    """The row of a rank in 1F1B with one stage on each (PipeDream, Harlap et al., 2018)."""
-    ahead = min(ranks - rank, micro_batches)
-    cells = [f"{rank}F{n}" for n in range(ahead)]
-    for n in range(micro_batches):
-        cells.append(f"{rank}B{n}")
-        if n + ahead < micro_batches:
-            cells.append(f"{rank}F{n + ahead}")
-    return cells
 
 
 def predicted(order: Order, pipeline: Pipeline) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,6 @@ from bytesched.bench.pipelining import (
     DDP,
     SEARCHED,
     PipelineSpecification,
-    one_forward_one_backward,
     pipeline_of,
     placements,
     predicted,
@@ -39,13 +38,14 @@ from bytesched.bench.profile import parse_profile
 from bytesched.environment import rank_view
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
-from bytesched.pipeline.order import Kind, Order
+from bytesched.pipeline.order import Order
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
 from bytesched.pipeline.stages import Link, Pipeline
 from bytesched.records import from_json
 
 from ..pipelines.loading import ordered_schedule
+from ..pipelines.orders import torch_order
 from .block import SEED
 from .leaving import leave_after
 from .link import PROBE_BYTES
@@ -71,6 +71,9 @@ _TORCHS: Final[dict[str, Callable[..., Any]]] = {
         stages, count, loss_fn=loss_fn
     ),
 }
+
+#: what torch calls them
+_NAMES: Final = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
 @dataclass
@@ -113,9 +116,10 @@ class PipelineBench:
     def run(self) -> dict[str, Any]:
         """The result, on every rank."""
         spec = self._spec
-        for name in _TORCHS:
-            schedule = self._set_up(name, AT_THE_END).schedule
-            self._orders[name] = _order_of(schedule, spec.micro_batches, spec.ranks)
+        for name, its_name in _NAMES.items():
+            per_rank = len(self._pipelines[name].stages) // spec.ranks
+            order = torch_order(its_name, spec.ranks, per_rank, spec.micro_batches)
+            self._orders[name] = order
         if searched := self._searched():
             self._orders[SEARCHED] = searched
         found = {
@@ -305,27 +309,6 @@ def _times_s(pipeline: Pipeline, stage: int) -> tuple[float, float, float]:
 
 def _loss(output: Tensor, _target: Tensor) -> Tensor:
     return output.square().mean()
-
-
-def _order_of(schedule: Any, micro_batches: int, ranks: int) -> Order:
-    """The order that a schedule of torch's follows."""
-    if isinstance(schedule, schedules.Schedule1F1B):
-        # What 1F1B itself says is off by one: it counts forwards that it does not make.
-        table = [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
-    else:
-        kinds = {kind.value for kind in Kind}
-        rows = sorted(schedule.pipeline_order.items())
-        table = [_cells(row, kinds) for _, row in rows]
-    name = type(schedule).__name__
-    return Order.parse("".join(",".join(cells) + "\n" for cells in table), f"order of {name}")
-
-
-def _cells(row: Sequence[Any], kinds: set[str]) -> list[str]:
-    return [
-        str(action)
-        for action in row
-        if action is not None and action.computation_type.value in kinds
-    ]
 
 
 def main(argv: list[str]) -> int:

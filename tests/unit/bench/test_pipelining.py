@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bytesched.bench.pipelining import one_forward_one_backward, stage_shapes, table
+from bytesched.bench.pipelining import stage_shapes, table
 from bytesched.bench.profile import load_profile
 from bytesched.bench.steady import arrivals_s, bound_s, reduced_at_end_s
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.stages import Link, Pipeline, Stage
+from bytesched.plugins.pipelines.orders import torch_order
 
 V_WHOLE = "0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n"
 
@@ -19,8 +20,7 @@ def _pipeline(ranks: tuple[int, ...], nbytes: int) -> Pipeline:
 
 
 def _one_f_one_b(ranks: int, micro_batches: int) -> Order:
-    rows = [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
-    return Order.parse("".join(",".join(row) + "\n" for row in rows))
+    return torch_order("1F1B", ranks, 1, micro_batches)
 
 
 def test_every_shape_is_in_one_stage() -> None:
