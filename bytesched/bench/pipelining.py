@@ -49,6 +49,8 @@ SEARCHED: Final = "searched"
 #: stages of each rank, in schedules that have more than one; 1F1B has their sum in one
 _PARTS: Final = 2
 _DEFAULT_HOSTS: Final = 4
+#: the part of an iteration below which what can be hidden drowns in how runs differ
+_WORTH_HIDING: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +267,9 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _hidden(its: dict[str, Any], took: dict[str, float], arm: str) -> float | None:
-    """The share of a reduction that is hidden; None where none can be, or none should."""
+    """The share of a reduction that is hidden; None where next to nothing can be."""
     possible_ms: float = took[AT_THE_END] - its["bound_ms"]
-    if arm == AT_THE_END or possible_ms <= 0:
+    if arm == AT_THE_END or its["end_ms"] - its["bound_ms"] < _WORTH_HIDING * its["end_ms"]:
         return None
     return (took[AT_THE_END] - took[arm]) / possible_ms
 

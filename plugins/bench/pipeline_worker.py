@@ -34,7 +34,7 @@ from bytesched.bench.pipelining import (
     predicted,
     stage_shapes,
 )
-from bytesched.bench.profile import parse_profile
+from bytesched.bench.profile import ELEMENT_BYTES, parse_profile
 from bytesched.environment import rank_view
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
@@ -183,7 +183,7 @@ class PipelineBench:
     def _set_up(self, name: str, arm: str) -> _Training:
         pipeline = self._pipelines[name]
         shapes = stage_shapes(self._profile, len(pipeline.stages))
-        pace = Pace()
+        pace = Pace(host_is_beside=True)
         mine = pipeline.on(self._place)
         modules: list[nn.Module] = [
             EmulatedStage(shapes[stage], _times_s(pipeline, stage), pace, SEED + stage)
@@ -191,7 +191,7 @@ class PipelineBench:
         ]
         parameters = [p for module in modules for p in module.parameters()]
         if arm == DDP:
-            modules = [DistributedDataParallel(m, process_group=self._replicas) for m in modules]
+            modules = [self._in_ddp(module) for module in modules]
         device = torch.device("cpu")
         stages = [
             PipelineStage(module, stage, len(shapes), device, group=self._pipeline)
@@ -203,6 +203,18 @@ class PipelineBench:
             schedule = ordered_schedule(stages, self._orders[name], _loss)
         optimizer = make_optimizer(self._spec.optimizer, parameters)
         return _Training(modules, stages, schedule, optimizer)
+
+    def _in_ddp(self, module: nn.Module) -> nn.Module:
+        """The stage in DDP, whose reducer only the schedule prepares, for the last backward.
+
+        With ``require_backward_grad_sync`` the forward that infers shapes prepares it as well: the
+        first backward of all is reduced too, so that gradients are sums of other parts, and in a
+        stage whose forwards all come before it the next iteration ends in an error of torch's
+        reducer (2.13; rebuilt parameter indices).
+        """
+        found = DistributedDataParallel(module, process_group=self._replicas)
+        found.require_backward_grad_sync = False
+        return found
 
     def _block(self, name: str, arm: str) -> tuple[float, list[str], dict[str, Any]]:
         """Trains from the beginning: ms of an iteration, bits of every rank, figures."""
@@ -243,7 +255,7 @@ class PipelineBench:
 
     def _step(self, training: _Training, step: int) -> list[float]:
         generator = torch.Generator().manual_seed(step * self._count + self._replica)
-        width = self._spec.boundary_bytes // 4
+        width = self._spec.boundary_bytes // ELEMENT_BYTES
         x = torch.randn(self._spec.micro_batches, width, generator=generator)
         places = [stage.stage_index for stage in training.stages]
         losses: list[Tensor] = []
@@ -268,7 +280,7 @@ class PipelineBench:
 
     def _measured(self) -> tuple[float, float]:
         """Bytes per second of all-reduces of replicas, and seconds of a boundary, as all know."""
-        buffer = torch.zeros(PROBE_BYTES // 4)
+        buffer = torch.zeros(PROBE_BYTES // ELEMENT_BYTES)
         taken_s = []
         for _ in range(1 + _PROBES):
             dist.barrier()
@@ -282,7 +294,7 @@ class PipelineBench:
 
     def _crossings_s(self) -> list[float]:
         """Seconds that a boundary takes between the first two ranks of a pipeline, both ways."""
-        boundary = torch.zeros(self._spec.boundary_bytes // 4)
+        boundary = torch.zeros(self._spec.boundary_bytes // ELEMENT_BYTES)
         taken_s = []
         first = self._replica * self._spec.ranks
         dist.barrier()
