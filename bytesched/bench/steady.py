@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from bytesched.pipeline.order import Action, Kind, Order, needs
+from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.stages import Pipeline
 
 __all__ = ["bound_s", "reduced_at_end_s"]
@@ -57,30 +57,19 @@ def _iteration(
         free_s: when each rank may begin.
         ready_s: when each stage has the weights of this iteration.
     """
-    everything = set(order.actions())
-    rows = [[action for action in row if action is not None] for row in order.rows]
     ends_s: dict[Action, float] = {}
     at_s = list(free_s)
     done_s = [0.0] * order.stages
-    after = [0] * len(rows)
-    while len(ends_s) < len(everything):
-        for rank, row in enumerate(rows):
-            while after[rank] < len(row):
-                action = row[after[rank]]
-                needed = needs(action, order.stages, everything)
-                if not all(need in ends_s for need in needed):
-                    break
-                start_s = at_s[rank]
-                if action.kind is Kind.FORWARD:
-                    start_s = max(start_s, ready_s[action.stage])
-                for need in needed:
-                    arrival_s = ends_s[need] + pipeline.crossing_s(need.stage, action.stage)
-                    start_s = max(start_s, arrival_s)
-                at_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
-                ends_s[action] = at_s[rank]
-                if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                    done_s[action.stage] = at_s[rank]
-                after[rank] += 1
+    for action, needed in in_turn(order.rows, order.stages):
+        rank = order.stage_ranks[action.stage]
+        start_s = at_s[rank]
+        if action.kind is Kind.FORWARD:
+            start_s = max(start_s, ready_s[action.stage])
+        for need in needed:
+            start_s = max(start_s, ends_s[need] + pipeline.crossing_s(need.stage, action.stage))
+        at_s[rank] = ends_s[action] = start_s + pipeline.seconds(action.stage, action.kind)
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            done_s[action.stage] = at_s[rank]
     return at_s, done_s
 
 

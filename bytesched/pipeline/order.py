@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,7 +19,7 @@ from bytesched.errors import ConfigError
 from bytesched.files import read_text, write_text
 from bytesched.values import shown
 
-__all__ = ["Action", "Kind", "Order", "needs"]
+__all__ = ["Action", "Kind", "Order", "in_turn", "needs"]
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 
@@ -67,6 +67,28 @@ def needs(action: Action, stages: int, actions: Collection[Action]) -> tuple[Act
     if later not in actions:
         later = Action(stage + 1, Kind.INPUT_GRADIENT, micro_batch)
     return own, later
+
+
+def in_turn(
+    rows: Sequence[Sequence[Action | None]], stages: int
+) -> Iterator[tuple[Action, tuple[Action, ...]]]:
+    """Every action after what it needs and what its row has before it, with what it needs.
+
+    As far as ranks can follow their rows: what waits for what never comes is left out.
+    """
+    left = [[action for action in row if action is not None][::-1] for row in rows]
+    everything = {action for row in left for action in row}
+    over: set[Action] = set()
+    before = -1
+    while len(over) > before:
+        before = len(over)
+        for row in left:
+            while row:
+                needed = needs(row[-1], stages, everything)
+                if not over.issuperset(needed):
+                    break
+                over.add(row[-1])
+                yield row.pop(), needed
 
 
 @dataclass(frozen=True)
@@ -206,21 +228,12 @@ class Order:
 
     def _check_progress(self) -> None:
         """Follow all rows as far as they go."""
+        over = {action for action, _ in in_turn(self.rows, self.stages)}
         everything = set(self.actions())
-        over: set[Action] = set()
-        left = [
-            [(column, action) for column, action in enumerate(row, 1) if action is not None][::-1]
-            for row in self.rows
-        ]
-        before = -1
-        while len(over) > before:
-            before = len(over)
-            for row in left:
-                while row and over.issuperset(needs(row[-1][1], self.stages, everything)):
-                    over.add(row.pop()[1])
-        for rank, row in enumerate(left):
-            if row:
-                column, action = row[-1]
+        for rank, row in enumerate(self.rows):
+            stuck = (each for each in enumerate(row, 1) if each[1] and each[1] not in over)
+            for column, action in stuck:
+                assert action is not None
                 missing = [
                     str(need) for need in needs(action, self.stages, everything) if need not in over
                 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bytesched.errors import ConfigError
-from bytesched.pipeline.order import Action, Kind, Order, needs
+from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.stages import Pipeline
 
 __all__ = ["Reduction", "Span", "Timeline", "Transfer", "replay"]
@@ -87,29 +87,21 @@ def replay(order: Order, pipeline: Pipeline) -> Timeline:
             f"{order.origin} has its stages on ranks {list(order.stage_ranks)}, the pipeline on "
             f"{list(pipeline.stage_ranks)}"
         )
-    everything = set(order.actions())
+    rows = [[action for action in row if action is not None] for row in order.rows]
     spans: dict[Action, Span] = {}
     transfers: list[Transfer] = []
-    rows = [[action for action in row if action is not None] for row in order.rows]
-    after = [0] * len(rows)
     free_s = [0.0] * len(rows)
-    while len(spans) < len(everything):
-        for rank, row in enumerate(rows):
-            while after[rank] < len(row):
-                action = row[after[rank]]
-                needed = needs(action, order.stages, everything)
-                if not all(need in spans for need in needed):
-                    break
-                start_s = free_s[rank]
-                for need in needed:
-                    made = spans[need]
-                    arrival_s = made.end_s + pipeline.crossing_s(need.stage, action.stage)
-                    start_s = max(start_s, arrival_s)
-                    if made.rank != rank:
-                        transfers.append(Transfer(made.rank, rank, need, made.end_s, arrival_s))
-                free_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
-                spans[action] = Span(rank, action, start_s, free_s[rank])
-                after[rank] += 1
+    for action, needed in in_turn(rows, order.stages):
+        rank = pipeline.stage_ranks[action.stage]
+        start_s = free_s[rank]
+        for need in needed:
+            made = spans[need]
+            arrival_s = made.end_s + pipeline.crossing_s(need.stage, action.stage)
+            start_s = max(start_s, arrival_s)
+            if made.rank != rank:
+                transfers.append(Transfer(made.rank, rank, need, made.end_s, arrival_s))
+        free_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
+        spans[action] = Span(rank, action, start_s, free_s[rank])
     return Timeline(
         tuple(spans[action] for row in rows for action in row),
         tuple(transfers),

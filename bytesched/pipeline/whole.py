@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from bytesched.pipeline.order import Action
+from bytesched.pipeline.order import Action, in_turn
 from bytesched.pipeline.solver import Budget, Solution, cp_model, solve
 from bytesched.pipeline.ticks import Block, Ticks
 
@@ -145,22 +145,11 @@ def _reduce(
 def _starts(ticks: Ticks, rows: Rows, blocks: dict[Action, Block]) -> dict[Action, int]:
     """When each action starts if ranks follow the rows."""
     found: dict[Action, int] = {}
-    after = [0] * len(rows)
     free = [0] * len(rows)
-    while len(found) < len(blocks):
-        for rank, row in enumerate(rows):
-            while after[rank] < len(row):
-                action = row[after[rank]]
-                needed = [
-                    (ticks.blocks[n].of(action.micro_batch), gap) for n, gap in blocks[action].needs
-                ]
-                if not all(need in found for need, _ in needed):
-                    break
-                found[action] = max(
-                    free[rank],
-                    *(found[need] + blocks[need].duration + gap for need, gap in needed),
-                    0,
-                )
-                free[rank] = found[action] + blocks[action].duration
-                after[rank] += 1
+    for action, _ in in_turn(rows, len(ticks.stage_ranks)):
+        block = blocks[action]
+        needed = [(ticks.blocks[n].of(action.micro_batch), gap) for n, gap in block.needs]
+        arrivals = (found[need] + blocks[need].duration + gap for need, gap in needed)
+        found[action] = max(free[block.rank], *arrivals, 0)
+        free[block.rank] = found[action] + block.duration
     return found
