@@ -77,6 +77,7 @@ KINDS = {
     "interleaved zb": Kind(schedules.ScheduleInterleavedZeroBubble, LOOP),
     "zbv": Kind(schedules.ScheduleZBVZeroBubble, V, 4),
     "dualpipev": Kind(schedules.ScheduleDualPipeV, V, 4),
+    "gpipe, one micro-batch": Kind(single(ScheduleGPipe), (0, 1), 1),
     "csv": Kind(ordered(WHOLE), V),
     "csv split": Kind(ordered(SPLIT), V),
     "never reduced": Kind(
@@ -132,6 +133,11 @@ class Pipeline:
             self.blocks[-1].up = self.blocks[0].up
         if script == "leaves out":
             self.blocks[0].beside = nn.Parameter(torch.ones(3))
+        if script == "is frozen in part":
+            self.blocks[0].up.weight.requires_grad_(False)
+        if script == "is in bfloat16":
+            for block in self.blocks:
+                block.to(torch.bfloat16)
         modules: list[Any] = list(self.blocks)
         if in_ddp:
             modules = [DistributedDataParallel(m, process_group=self.replicas) for m in modules]
@@ -143,6 +149,8 @@ class Pipeline:
         self.schedule = self.kind.make(
             self.stages, self.kind.micro_batches, loss_fn=nn.functional.mse_loss
         )
+        if script == "sums losses":
+            self.schedule.scale_grads = False
         self.optimizer = OPTIMIZERS[optimizer](self.parameters())
         #: losses of evaluations
         self.seen: list[float] = []
@@ -156,7 +164,8 @@ class Pipeline:
         """One step of the schedule, with data of this replica; the losses, if they are here."""
         torch.manual_seed(1000 * step + dist.get_rank() // 2)
         rows = 2 * self.kind.micro_batches
-        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        dtype = self.parameters()[0].dtype
+        x, y = torch.randn(rows, WIDTH, dtype=dtype), torch.randn(rows, WIDTH, dtype=dtype)
         losses: list[Tensor] = []
         self.schedule.step(
             *([x] if self.is_first else []),
@@ -186,6 +195,13 @@ class Pipeline:
                 dist.all_reduce(parameter.grad, group=self.replicas)
                 parameter.grad /= dist.get_world_size(self.replicas)
 
+    def reduced(self, step: int, *, plain: bool) -> list[float]:
+        """What a closure does."""
+        losses = self.forward_backward(step)
+        if plain:
+            self.reduce()
+        return losses
+
     def parameters_now(self) -> list[Any]:
         """Copies of all parameters."""
         return [parameter.detach().clone() for parameter in self.parameters()]
@@ -202,7 +218,10 @@ def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
     """What a training of a few steps shows: losses, and everything in the end."""
     for step in range(STEPS):
         if script != "accumulates" or step % 2 == 0:
-            pipeline.optimizer.zero_grad()
+            pipeline.optimizer.zero_grad(set_to_none=script != "keeps zeros")
+        if script == "has a closure":
+            yield pipeline.optimizer.step(lambda step=step: pipeline.reduced(step, plain=plain))
+            continue
         yield pipeline.forward_backward(step)
         if plain:
             # Each step of a schedule is reduced, as by DDP.

@@ -24,7 +24,17 @@ from bytesched.commands.pipeline import main
 
 pytestmark = pytest.mark.procs
 
-KINDS = ["gpipe", "1f1b", "interleaved", "interleaved zb", "zbv", "dualpipev", "csv", "csv split"]
+KINDS = [
+    "gpipe",
+    "1f1b",
+    "gpipe, one micro-batch",
+    "interleaved",
+    "interleaved zb",
+    "zbv",
+    "dualpipev",
+    "csv",
+    "csv split",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,7 +48,21 @@ def test_however_the_stages_are_given(kind: str, way: str, four_ranks: Ranks) ->
     assert four_ranks.run(trains_as_plain, kind, way) == [[]] * 4
 
 
-@pytest.mark.parametrize("script", ["accumulates", "clips", "reads", "shares", "leaves out"])
+SCRIPTS = [
+    "accumulates",
+    "clips",
+    "reads",
+    "shares",
+    "leaves out",
+    "keeps zeros",
+    "has a closure",
+    "sums losses",
+    "is frozen in part",
+    "is in bfloat16",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("kind", ["csv", "csv split"])
 def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind, "schedule", script) == [[]] * 4
