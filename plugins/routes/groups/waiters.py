@@ -18,6 +18,8 @@ __all__ = ["Waiters"]
 
 #: after which what others wait for is stuck, as far as who waits next can tell
 _STUCK_S: Final = 0.2
+#: one that waits, and the spare one
+_THREADS: Final = 2
 
 
 class _Begun(NamedTuple):
@@ -34,7 +36,7 @@ class Waiters:
     Gloo cannot be asked whether a message has left: a thread has to wait for it. One thread waits
     for one lane after the other. A spare one stands by, and takes the next lane when that has been
     left alone for too long, as it is where a rank does not take what it is sent. So there are two
-    threads, and one more for each rank that is stuck.
+    threads, and one more for each rank that is stuck, for as long as it is.
 
     Args:
         name: of the threads.
@@ -51,7 +53,7 @@ class Waiters:
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._idle = 0
-        for _ in range(2):
+        for _ in range(_THREADS):
             self._begin_thread()
 
     def put(self, task: CommTask, work: Any, peer: int, done: Done) -> None:
@@ -71,14 +73,16 @@ class Waiters:
 
     def join(self) -> None:
         """Returns when the threads have ended, or after a few seconds."""
-        for thread in self._threads:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(PATIENCE_S)
 
     def _begin_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _run(self) -> None:
         while (lane := self._next()) is not None:
@@ -105,6 +109,8 @@ class Waiters:
             try:
                 while not self._closed:
                     if not self._unattended:
+                        if self._idle > _THREADS:
+                            return None
                         self._changed.wait()
                         continue
                     # The last idle thread is the spare one.
@@ -121,4 +127,5 @@ class Waiters:
 
     def __repr__(self) -> str:
         lanes = sum(map(bool, self._begun.values()))
-        return f"<Waiters {len(self._threads)} threads, messages in {lanes} lanes>"
+        threads = sum(thread.is_alive() for thread in self._threads)
+        return f"<Waiters {threads} threads, messages in {lanes} lanes>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,14 @@ NAME = "waiters-of-test"
 
 def threads() -> int:
     return [thread.name for thread in threading.enumerate()].count(NAME)
+
+
+def all_but_two_have_ended() -> bool:
+    """Whether that is so within the time limit."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while threads() > 2 and time.monotonic() < until_s:
+        threading.Event().wait(0.001)
+    return threads() == 2
 
 
 def new_waiters() -> Waiters:
@@ -77,6 +86,8 @@ def test_a_lane_that_is_stuck_holds_up_no_other(waiters: Waiters) -> None:
     for work in stuck:
         work.end()
     ends.wait("t0", "t1", "t2", "t3")
+    # Those that nothing is left for have ended, or will.
+    assert all_but_two_have_ended()
 
 
 def test_what_comes_in_time_needs_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
