@@ -269,7 +269,11 @@ def table(found: dict[str, Any]) -> list[str]:
 def _hidden(its: dict[str, Any], took: dict[str, float], arm: str) -> float | None:
     """The share of a reduction that is hidden; None where next to nothing can be."""
     possible_ms: float = took[AT_THE_END] - its["bound_ms"]
-    if arm == AT_THE_END or its["end_ms"] - its["bound_ms"] < _WORTH_HIDING * its["end_ms"]:
+    if (
+        arm == AT_THE_END
+        or possible_ms <= 0
+        or its["end_ms"] - its["bound_ms"] < _WORTH_HIDING * its["end_ms"]
+    ):
         return None
     return (took[AT_THE_END] - took[arm]) / possible_ms
 

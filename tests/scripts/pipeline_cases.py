@@ -9,6 +9,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,12 @@ class Pipeline:
                 dist.all_reduce(parameter.grad, group=self.replicas)
                 parameter.grad /= dist.get_world_size(self.replicas)
 
-    def reduced(self, step: int, *, plain: bool) -> list[float]:
+    def reduced(self, step: int, *, plain: bool) -> float:
         """What a closure does."""
         losses = self.forward_backward(step)
         if plain:
             self.reduce()
-        return losses
+        return sum(losses)
 
     def parameters_now(self) -> list[Any]:
         """Copies of all parameters."""
@@ -220,7 +221,7 @@ def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
         if script != "accumulates" or step % 2 == 0:
             pipeline.optimizer.zero_grad(set_to_none=script != "keeps zeros")
         if script == "has a closure":
-            yield pipeline.optimizer.step(lambda step=step: pipeline.reduced(step, plain=plain))
+            yield pipeline.optimizer.step(partial(pipeline.reduced, step, plain=plain))
             continue
         yield pipeline.forward_backward(step)
         if plain:

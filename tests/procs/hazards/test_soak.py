@@ -31,7 +31,7 @@ def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> 
         assert threads <= (2 if options.get("shard") else 0)
         assert descriptors <= 0
         # What is under way at a moment differs a little; a turn that is new has its hops, once.
-        assert objects < count / 2
+        assert objects < 0.8 * count
 
 
 @pytest.mark.slow

@@ -63,3 +63,13 @@ def test_the_table_says_what_is_hidden() -> None:
     assert lines[2].split()[-2:] == ["%", "same"]
     assert "75 %" in lines[2]
     assert "1.062x" in lines[2]
+
+
+@pytest.mark.parametrize("times", [(9.95, 10.0, 9.0), (10.0, 8.0, 8.0), (10.0, 8.0, 7.5)])
+def test_where_nothing_can_be_hidden_the_table_says_so(times: tuple[float, float, float]) -> None:
+    """The bound, the prediction for a reduction at the end, and what that took."""
+    bound_ms, end_ms, took_ms = times
+    arms = {"at the end": [took_ms], "bytesched": [8.5]}
+    its = {"end_ms": end_ms, "bound_ms": bound_ms, "activations": 4, "iteration_ms": arms}
+    lines = table({"schedules": {"zbv": {**its, "same_bits": dict.fromkeys(arms, True)}}})
+    assert lines[2].split()[-2:] == ["-", "same"]

@@ -77,7 +77,9 @@ def test_no_order_ends_before_the_bound(case: str, split: bool) -> None:
 def test_a_repetend_repeats(split: bool, memory: int) -> None:
     pipeline = Pipeline((Stage(2, 1, 1, 1, 2, 0),) * 4, (0, 1, 1, 0), Link(4.0), 1)
     ticks = Ticks.of(pipeline, split)
-    for found in repetend(ticks, memory, Budget(60), 1.0):
+    patterns = repetend(ticks, memory, Budget(60), 1.0)
+    assert patterns
+    for found in patterns:
         assert found.memory_bytes <= memory
         for rank in range(ticks.ranks):
             busy = [

@@ -13,19 +13,6 @@ from bytesched.pipeline.solver import Budget, cp_model, solve
 from bytesched.pipeline.stages import Pipeline, Stage
 
 
-def _hard() -> object:
-    """More pigeons than holes: no solver of clauses proves that soon."""
-    model = cp_model().CpModel()
-    at = [[model.new_bool_var("") for _ in range(39)] for _ in range(40)]
-    for pigeon in at:
-        model.add_bool_or(pigeon)
-    for hole in zip(*at, strict=True):
-        for n, one in enumerate(hole):
-            for other in hole[n + 1 :]:
-                model.add_bool_or([one.negated(), other.negated()])
-    return model
-
-
 def test_a_missing_solver_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(PluginError, match=r"pip install 'bytesched\[pipeline\]'"):
@@ -49,12 +36,6 @@ def test_a_solution_with_its_proof() -> None:
     assert found is not None
     assert (found.objective, found.bound, found.optimal) == (13, 13, True)
     assert (found.value(one), found.value(other)) == (2, 9)
-
-
-def test_the_work_is_limited() -> None:
-    budget = Budget(60)
-    assert solve(_hard(), budget, 0.001) is None
-    assert not budget.cut_short
 
 
 def test_a_budget_that_is_spent_solves_nothing_and_says_so() -> None:
