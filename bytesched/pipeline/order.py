@@ -231,9 +231,9 @@ class Order:
         over = {action for action, _ in in_turn(self.rows, self.stages)}
         everything = set(self.actions())
         for rank, row in enumerate(self.rows):
-            stuck = (each for each in enumerate(row, 1) if each[1] and each[1] not in over)
-            for column, action in stuck:
-                assert action is not None
+            for column, action in enumerate(row, 1):
+                if action is None or action in over:
+                    continue
                 missing = [
                     str(need) for need in needs(action, self.stages, everything) if need not in over
                 ]

@@ -192,6 +192,28 @@ def test_pace_keeps_the_sum_although_sleep_is_late(monkeypatch: pytest.MonkeyPat
     assert clock.now_s == pytest.approx(100.0 + 50 * 0.002 + clock.oversleep_s)
 
 
+@pytest.mark.parametrize(("beside", "taken_s"), [(True, 0.02), (False, 0.023)])
+def test_pace_counts_the_host_between_layers_as_told(
+    beside: bool, taken_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(oversleep_s=0.0)
+    monkeypatch.setattr(emulate, "time", clock)
+    pace = emulate.Pace(host_is_beside=beside)
+    pace.start()
+    pace.finish(0.01)
+    clock.work(0.003)
+    pace.start()
+    pace.finish(0.01)
+    assert clock.now_s == pytest.approx(100.0 + taken_s)
+    # A wait hides what the host is behind, here too.
+    clock.work(0.003)
+    clock.now_s += 0.5
+    waited_until_s = clock.now_s
+    pace.start()
+    pace.finish(0.01)
+    assert clock.now_s == pytest.approx(waited_until_s + 0.01)
+
+
 def test_pace_forgets_lateness_that_a_wait_has_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(oversleep_s=0.001)
     monkeypatch.setattr(emulate, "time", clock)
