@@ -233,7 +233,7 @@ class _Sum:
 class LoopbackBackend:
     """One rank of a Loopback (see backend.Backend)."""
 
-    hides_overhead = True
+    sizes = "all-reduce"
     levels = 1
     wire = "loopback"
     knobs = frozenset({"partition_bytes", "credit_bytes"})

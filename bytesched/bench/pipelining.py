@@ -33,10 +33,11 @@ __all__ = [
     "DDP",
     "SEARCHED",
     "PipelineSpecification",
+    "facts",
     "measure_pipelines",
     "pipeline_of",
     "placements",
-    "predicted",
+    "predict",
     "stage_shapes",
     "table",
 ]
@@ -219,15 +220,21 @@ def placements(ranks: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def predicted(order: Order, pipeline: Pipeline) -> dict[str, Any]:
-    """What an order takes with its reductions, and what it holds."""
+def facts(order: Order, pipeline: Pipeline) -> dict[str, Any]:
+    """What an order is, and what it holds."""
     return {
         "order": order.to_csv(),
-        "end_ms": 1e3 * reduced_at_end_s(order, pipeline),
-        "bound_ms": 1e3 * bound_s(order, pipeline),
         "activations": max(replay(order, pipeline).peak_bytes),
         "splits_backward": order.splits_backward,
+        "end_ms": [],
+        "bound_ms": [],
     }
+
+
+def predict(its: dict[str, Any], order: Order, pipeline: Pipeline) -> None:
+    """Adds what the order takes with its reductions in this round, whose link is the pipeline's."""
+    its["end_ms"].append(1e3 * reduced_at_end_s(order, pipeline))
+    its["bound_ms"].append(1e3 * bound_s(order, pipeline))
 
 
 def table(found: dict[str, Any]) -> list[str]:
@@ -240,15 +247,16 @@ def table(found: dict[str, Any]) -> list[str]:
         took = {arm: statistics.median(turns) for arm, turns in its["iteration_ms"].items()}
         times |= {(name, arm): took_ms for arm, took_ms in took.items()}
         for arm, took_ms in took.items():
-            goal_ms = {AT_THE_END: its["end_ms"], BYTESCHED: its["bound_ms"]}.get(arm)
-            hidden = _hidden(its, took, arm)
+            goals_ms = {AT_THE_END: its["end_ms"], BYTESCHED: its["bound_ms"]}.get(arm, [])
+            ratios = [t / goal for t, goal in zip(its["iteration_ms"][arm], goals_ms, strict=False)]
+            hidden = _hidden(its, arm)
             lines.append(
                 (
                     name,
                     arm,
                     f"{took_ms:.1f}",
-                    "-" if goal_ms is None else f"{goal_ms:.1f}",
-                    "-" if goal_ms is None else f"{took_ms / goal_ms:.3f}x",
+                    f"{statistics.median(goals_ms):.1f}" if ratios else "-",
+                    f"{statistics.median(ratios):.3f}x" if ratios else "-",
                     str(its["activations"]),
                     "-" if hidden is None else f"{100 * hidden:.0f} %",
                     "same" if its["same_bits"][arm] else "DIFFER",
@@ -257,8 +265,9 @@ def table(found: dict[str, Any]) -> list[str]:
     return [
         *aligned(lines, "<<>>>>><"),
         "",
-        "iteration: median of the rounds. predicted: of the order by replay, with reductions after",
-        "it (at the end), or beside it and the next iteration's forwards (bytesched: the bound).",
+        "iteration, of it, hidden: medians of the rounds. predicted: of the order by replay over",
+        "the link that was measured before each round, with reductions after it (at the end), or",
+        "beside it and the next iteration's forwards (bytesched: the bound).",
         "held: the most stage-activations on a rank, where each rank has two stages.",
         "hidden: (at the end - this) / (at the end - bound). bits: weights and losses, against at "
         "the end.",
@@ -266,16 +275,16 @@ def table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _hidden(its: dict[str, Any], took: dict[str, float], arm: str) -> float | None:
+def _hidden(its: dict[str, Any], arm: str) -> float | None:
     """The share of a reduction that is hidden; None where next to nothing can be."""
-    possible_ms: float = took[AT_THE_END] - its["bound_ms"]
-    if (
-        arm == AT_THE_END
-        or possible_ms <= 0
-        or its["end_ms"] - its["bound_ms"] < _WORTH_HIDING * its["end_ms"]
-    ):
-        return None
-    return (took[AT_THE_END] - took[arm]) / possible_ms
+    taken_ms = its["iteration_ms"]
+    rounds = zip(taken_ms[AT_THE_END], taken_ms[arm], its["end_ms"], its["bound_ms"], strict=False)
+    found: list[float] = []
+    for at_end_ms, took_ms, end_ms, bound_ms in rounds:
+        if at_end_ms <= bound_ms or end_ms - bound_ms < _WORTH_HIDING * end_ms:
+            return None
+        found.append((at_end_ms - took_ms) / (at_end_ms - bound_ms))
+    return None if arm == AT_THE_END else statistics.median(found)
 
 
 def _verdict(schedules: dict[str, Any], times: dict[tuple[str, str], float]) -> list[str]:

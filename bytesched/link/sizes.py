@@ -36,8 +36,6 @@ _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
 #: so much less than the best throughput is still called full
 _FULL = 0.93
-#: the partition over the smallest one that fills the link
-_MARGIN = 1.5
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
 #: of that, what a measurement of it may fall short
@@ -56,6 +54,10 @@ class Rule:
     why: str
     #: θ in seconds; None: it is measured, or nothing is
     overhead_s: float | None = None
+    #: whether the link is busy while the next chunk is prepared
+    hides_overhead: bool = True
+    #: the partition over the smallest one that fills the link, where that is measured
+    margin: float = 1.5
     #: k, where nothing else decides it
     window: int = PROBE_WINDOW
     smallest_bytes: int
@@ -100,11 +102,21 @@ RULES: Final = MappingProxyType(
             smallest_bytes=2 * _SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
+        "beside stages": Rule(
+            formula="max(the smallest that fills the link, sqrt(θBS/(k + 1)))",
+            why="As an all-reduce; but what crosses between the stages of a pipeline waits behind "
+            "the chunks in flight, and other ranks wait for it, so they are not larger than they "
+            "must be.",
+            margin=1.0,
+            smallest_bytes=_SMALLEST_BYTES,
+            largest_bytes=_LARGEST_BYTES,
+        ),
         "negotiated": Rule(
             formula="sqrt(θBS/(k + 1))",
             why="Horovod's link is silent between two chunks: θ is the start-up time of a probe. "
             "One chunk is under way and finds the next announced; a third would only stand before "
             "what is more urgent.",
+            hides_overhead=False,
             smallest_bytes=_SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
@@ -181,32 +193,31 @@ def chosen_sizes(
     *,
     model_bytes: int,
     cpu_load: float,
-    hides_overhead: bool = True,
+    rule: Rule = RULES["all-reduce"],
     partition_bytes: int = 0,
     credit_bytes: int = 0,
 ) -> tuple[int, int]:
-    """The sizes of an all-reduce whose link was probed; what is given stays.
+    """The sizes of sums whose link was probed; what is given stays.
 
     Args:
         probes: what the link does.
         model_bytes: all gradients together, S.
         cpu_load: CPU time of a training step over its time, without communication.
-        hides_overhead: whether the link is busy while the next chunk is prepared.
+        rule: that of what carries them.
     """
-    rule = RULES["all-reduce" if hides_overhead else "negotiated"]
     busy = min(_BUSY * cpu_load, 1.0)
     best_bytes = 0.0
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
         overhead_s = probes[0].cpu_s * busy
-        if not hides_overhead:
+        if not rule.hides_overhead:
             # What a probe takes has its CPU time in it.
             overhead_s = max(overhead_s, _startup_s(probes))
         best_bytes = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
-        if hides_overhead:
+        if rule.hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-            best_bytes = max(best_bytes, _MARGIN * fills)
-    window = _BUSY_WINDOW if hides_overhead and busy > _ALWAYS else rule.window
+            best_bytes = max(best_bytes, rule.margin * fills)
+    window = _BUSY_WINDOW if rule.hides_overhead and busy > _ALWAYS else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
 

@@ -29,9 +29,10 @@ from bytesched.bench.pipelining import (
     DDP,
     SEARCHED,
     PipelineSpecification,
+    facts,
     pipeline_of,
     placements,
-    predicted,
+    predict,
     stage_shapes,
 )
 from bytesched.bench.profile import ELEMENT_BYTES, parse_profile
@@ -99,18 +100,12 @@ class PipelineBench:
         columns = [list(range(place, size, ranks)) for place in range(ranks)]
         self._replicas: Any = [dist.new_group(column) for column in columns][self._place]
         profile = parse_profile(spec.profile, "of the bench")
-        reduced_per_s, self._crossing_s = self._measured()
+        self._reduced_per_s, self._crossing_s = self._measured()
         scale = spec.compute_scale
         if spec.comm_ratio:
-            scale = profile.nbytes / reduced_per_s / (profile.compute_s * spec.comm_ratio)
+            scale = profile.nbytes / self._reduced_per_s / (profile.compute_s * spec.comm_ratio)
         self._profile = profile.scaled(scale)
-        bytes_per_s = reduced_per_s * 2 * (self._count - 1) / self._count
-        latency_s = max(0.0, self._crossing_s - spec.boundary_bytes / bytes_per_s)
-        link = Link(bytes_per_s, latency_s)
-        self._pipelines = {
-            name: pipeline_of(self._profile, its_ranks, spec, link, self._count)
-            for name, its_ranks in placements(ranks).items()
-        }
+        self._pipelines = {name: self._pipeline_of(name) for name in placements(ranks)}
         self._orders: dict[str, Order] = {}
 
     def run(self) -> dict[str, Any]:
@@ -124,7 +119,7 @@ class PipelineBench:
             self._orders[SEARCHED] = searched
         found = {
             name: {
-                **predicted(self._orders[name], self._pipelines[name]),
+                **facts(self._orders[name], self._pipelines[name]),
                 "iteration_ms": {arm: [] for arm in self._arms(name)},
                 "same_bits": dict.fromkeys(self._arms(name), True),
                 "bits": {},
@@ -134,6 +129,9 @@ class PipelineBench:
         }
         for turn in range(self._spec.rounds):
             for name, its in found.items():
+                # It is not the same link after some minutes.
+                self._reduced_per_s, self._crossing_s = self._measured()
+                predict(its, self._orders[name], self._pipeline_of(name))
                 expected: list[str] = []
                 for arm in its["iteration_ms"]:
                     took_ms, bits, figures = self._block(name, arm)
@@ -150,6 +148,14 @@ class PipelineBench:
             "crossing_ms": 1e3 * self._crossing_s,
             "schedules": found,
         }
+
+    def _pipeline_of(self, name: str) -> Pipeline:
+        """The stages of a schedule, over the link that was measured last."""
+        spec = self._spec
+        bytes_per_s = self._reduced_per_s * 2 * (self._count - 1) / self._count
+        latency_s = max(0.0, self._crossing_s - spec.boundary_bytes / bytes_per_s)
+        link = Link(bytes_per_s, latency_s)
+        return pipeline_of(self._profile, placements(spec.ranks)[name], spec, link, self._count)
 
     def _arms(self, name: str) -> list[str]:
         """DDP reduces nothing where weight gradients are computed apart."""

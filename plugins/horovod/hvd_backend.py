@@ -42,7 +42,7 @@ class HorovodBackend:
     #: sending averages
     divisor = 1
     #: its one thread negotiates what is next when it has reduced what was ready
-    hides_overhead = False
+    sizes = "negotiated"
     levels = 1
     wire = "horovod"
     knobs = frozenset({"partition_bytes", "credit_bytes", "policy"})

@@ -151,7 +151,7 @@ def _attach(
         may_fold = not why_not(config.cell._replace(levels="two levels"))
         if kind == "gloo" and device.type == "cpu" and may_fold:
             levels = levels_of(base, ranks, data, name, config)
-    backend = C10dBackend(data, control, None, levels, [])
+    backend = C10dBackend(data, control, levels=levels, sizes="beside stages")
     session = Session(
         root,
         slots,

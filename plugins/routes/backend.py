@@ -27,8 +27,8 @@ class Backend(Protocol):
     size: int
     #: what gradients are divided by before they are sent, where sending does not average
     divisor: int
-    #: whether the link is busy while the next operation is prepared
-    hides_overhead: bool
+    #: the rule of its partitions and credit, of `link.sizes.RULES`
+    sizes: str
     #: in which sums are made: 1, or 2 where ranks add up within their hosts first
     levels: int
     timeout_s: float

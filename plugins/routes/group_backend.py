@@ -48,9 +48,9 @@ class C10dBackend:
         levels: what sums gradients in place of ``data``, if something does.
         parts: the groups that some gradients travel on in place of ``data``, by `CommTask.group`
             from 1 on; None: this rank alone.
+        sizes: the rule of partitions and credit, of `link.sizes.RULES`.
     """
 
-    hides_overhead = True
     knobs = frozenset({"partition_bytes", "credit_bytes", "policy", "order"})
 
     def __init__(
@@ -60,7 +60,9 @@ class C10dBackend:
         buffers: Group | None = None,
         levels: TwoLevelSums | None = None,
         parts: Sequence[Group | None] = (),
+        sizes: str = "all-reduce",
     ) -> None:
+        self.sizes = sizes
         self.rank = data.rank
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s

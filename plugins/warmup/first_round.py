@@ -16,7 +16,7 @@ import torch
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.link.sizes import PROBE_WINDOW, Probe, chosen_sizes, probe_sizes
+from bytesched.link.sizes import PROBE_WINDOW, RULES, Probe, chosen_sizes, probe_sizes
 from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
@@ -149,7 +149,7 @@ class WarmUp:
             probes,
             model_bytes=model_bytes,
             cpu_load=self._cpu_load,
-            hides_overhead=self._backend.hides_overhead,
+            rule=RULES[self._backend.sizes],
             partition_bytes=partition_bytes,
             credit_bytes=credit_bytes,
         )

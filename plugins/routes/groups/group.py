@@ -22,7 +22,7 @@ from bytesched.errors import (
 from ...dropped import end_soon
 from .notes import Notes
 
-__all__ = ["Group"]
+__all__ = ["Group", "is_cut"]
 
 #: for threads of a broken group to end
 PATIENCE_S: Final = 5.0
@@ -289,7 +289,7 @@ class Group:
         }
         if isinstance(cause, _Stopped):
             return PeerLost(f"another rank has stopped{text}", **about)
-        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+        if is_cut(text):
             peers = self._lost_peers()
             what = f"{self._named(peers)} gone ({text.strip()}); see its own log for the reason"
             return PeerLost(what + self.note(), peers=peers, **about)
@@ -318,6 +318,11 @@ class Group:
         if len(names) == 1:
             return f"{names[0]} is"
         return f"one of {', '.join(names)} is" if names else "another rank is"
+
+
+def is_cut(reason: str) -> bool:
+    """Whether torch says by ``reason`` that another rank's end of a connection is gone."""
+    return any(sign in reason for sign in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
 def _unguarded(backend: Any, name: str) -> Any:

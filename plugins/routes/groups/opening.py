@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, in_one_line
 
 from .devices import shared_devices
-from .group import Group
+from .group import Group, is_cut
 from .notes import Notes
 
 __all__ = ["closed_on_error", "kind_of", "open_gloo", "open_group", "open_part", "store_of"]
@@ -134,7 +134,8 @@ def open_gloo(
     """A group of ``size`` ranks that connect by ``store``; their notes are in ``root``.
 
     Two collectives run at a time, as on a group of torch's; one if its purpose asks for no more.
-    Raises `SchedulerTimeout` if one of them does not come, or what the store raises.
+    Raises `SchedulerTimeout` if one of them does not come, `PeerLost` if one goes meanwhile, or
+    what the store raises.
     """
     is_short = name.rpartition("/")[2].rstrip(digits) in _SHORT
     gloo: Any = dist.ProcessGroupGloo
@@ -142,16 +143,28 @@ def open_gloo(
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = shared_devices("messages" if is_short else "data")
     options._threads = len(options._devices) * (1 if is_short else 2)
+    notes = _notes(root, name, rank)
     try:
         backend = gloo(store, rank, size, options)
     except RuntimeError as error:
+        reason = in_one_line(error)
+        if is_cut(reason):
+            raise PeerLost(
+                f"another rank went while the ranks connected for {name!r} ({reason}); see its "
+                f"own log for the reason{notes.read()}",
+                rank=rank,
+            ) from error
         raise SchedulerTimeout(
-            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({error}); "
-            "does every rank make the same calls of bytesched?",
+            f"the ranks could not connect for {name!r} within {timeout_s:g} s ({reason}); "
+            f"does every rank make the same calls of bytesched?{notes.read()}",
             rank=rank,
         ) from error
-    notes = _notes(root, name, rank)
-    return Group(backend, store, notes, name=name, timeout_s=timeout_s)
+    group = Group(backend, store, notes, name=name, timeout_s=timeout_s)
+    with closed_on_error(group):
+        # Here this rank is connected with all; others may still be connecting among themselves,
+        # and would take for a crash what closes the group now.
+        group.wait(backend.barrier(), task="connecting")
+    return group
 
 
 def _notes(root: distributed_c10d.Store, name: str, rank: int) -> Notes:

@@ -32,7 +32,7 @@ class StoreBackend:
         name: of the session, the same on all workers, unique in this store.
     """
 
-    hides_overhead = True
+    sizes = "all-reduce"
     levels = 1
     wire = "kvstore"
     #: its pipes are opened once

@@ -102,10 +102,17 @@ def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float)
         return Probe(nbytes, nbytes / (1.2e-3 + nbytes / 118e6))
 
     partition_bytes, credit_bytes = chosen_sizes(
-        probe_sizes(measure), model_bytes=25 * MIB, cpu_load=cpu_load, hides_overhead=False
+        probe_sizes(measure), model_bytes=25 * MIB, cpu_load=cpu_load, rule=RULES["negotiated"]
     )
     assert partition_bytes == pytest.approx((1.2e-3 * 118e6 * 25 * MIB / 3) ** 0.5, rel=0.1)
     assert credit_bytes == 2 * partition_bytes
+
+
+def test_what_crosses_between_stages_does_not_wait_for_more_than_fills_the_link() -> None:
+    probes = probe_sizes(lambda nbytes: Probe(nbytes, 12e6))
+    sizes = chosen_sizes(probes, model_bytes=MIB, cpu_load=0.0, rule=RULES["beside stages"])
+    assert sizes == (128 * 1024, 256 * 1024)
+    assert sizes < chosen_sizes(probes, model_bytes=MIB, cpu_load=0.0)
 
 
 @pytest.mark.parametrize("name", RULES)
