@@ -74,7 +74,10 @@ class Peers:
         layers.most_counts = max(layers.most_counts, 2 * group.size)
         self.rank = group.rank
         self.size = group.size
-        self._exchanges = Exchanges(group) if group.backend.name() == "gloo" else None
+        is_gloo = group.backend.name() == "gloo"
+        #: where what is no row travels
+        self._device = torch.device("cpu" if is_gloo else "cuda")
+        self._exchanges = Exchanges(group) if is_gloo else None
 
     def gather(
         self, form: Form, counts: Sequence[int], device: torch.device, *, is_urgent: bool
@@ -125,10 +128,6 @@ class Peers:
         padded = [*data, *[0] * (max(lengths) - len(data))]
         rows = self.gather_numbers(padded, self._device, is_urgent=False)
         return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cpu" if self._exchanges is not None else "cuda")
 
     def refuse(self, why: str) -> NoReturn:
         """Raises PluginError, and ends exchanges on the other ranks, which would wait for this."""
@@ -182,7 +181,8 @@ class Peers:
             rows = sent.new_empty((sum(receive), *x.shape[1:]))
         section = urgency.begin(name) if is_urgent else None
         try:
-            if self._exchanges is not None:
+            # Gloo's messages are read from and written to memory of the host.
+            if self._exchanges is not None and not x.is_cuda:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
                 task = self._exchanges.begin(name, *parts, section)

@@ -6,7 +6,6 @@ attached by hand: every chunk is scheduled and sent, to nobody.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +16,10 @@ import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
 import scripts_split as split
-import torch
-import torch.distributed as dist
+from cuda_tests import ON_CUDA, needs_nccl
 from ranks import Ranks, address_of
 
-# The ranks are forked from a server that has imported torch: it must not open the driver.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.procs,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="needs torch with NCCL")
+pytestmark = ON_CUDA
 
 Figures = dict[str, int | float | str]
 
@@ -142,21 +132,26 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
 
 
 @needs_nccl
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "buffers"])
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_nccl(one_rank: Ranks, fused: bool, norms: bool) -> None:
-    ((same, figures),) = one_rank.run(scripts.over_nccl, fused, norms)
-    assert same
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"fused": True},
+        {"norms": True},
+        {"fused": True, "norms": True},
+        {"alone": True},
+        {"alone": True, "norms": True},
+        {"clips": True},
+        {"clips": True, "alone": True},
+    ],
+    ids=lambda how: "-".join(how) or "plain",
+)
+def test_nccl(one_rank: Ranks, how: dict[str, bool]) -> None:
+    ((found, figures),) = one_rank.run(scripts.over_nccl, how)
+    assert not found, "\n".join(found)
     assert int(figures["barrier_crossed_steps"]) > 0
-
-
-@needs_nccl
-def test_clipped_over_nccl(one_rank: Ranks) -> None:
-    """By reduce-scatter and all-gather, of one rank."""
-    ((same, figures),) = one_rank.run(scripts.clipped_over_nccl)
-    assert same
-    assert figures["order"] == "rows"
-    assert int(figures["barrier_crossed_steps"]) > 0
+    # Clipped by reduce-scatter and all-gather, of one rank.
+    assert (figures["order"] == "rows") is how.get("clips", False)
 
 
 @needs_nccl
@@ -176,12 +171,3 @@ def test_what_is_computed_first_is_sent_first(one_rank: Ranks) -> None:
 def test_capture_into_a_graph_is_refused(one_rank: Ranks) -> None:
     (message,) = one_rank.run(scripts.captured_graph)
     assert "CUDA graph" in message
-
-
-def test_iteration_time(two_ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
-    """No goal, only figures: two ranks on one device compute at half speed each."""
-    for wrapped in (False, True):
-        times_ms = two_ranks.run(scripts.iteration_ms, wrapped, timeout_s=100.0)
-        name = "bytesched_ms" if wrapped else "ddp_ms"
-        record_property(name, max(times_ms))
-        print(f"{name} {max(times_ms):.1f}")

@@ -14,17 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 12
 
 
-def main(seed: int = 7) -> None:
+def main(device: str = "cpu") -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(seed)
+    torch.manual_seed(7)
     model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(device)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-        inputs = torch.randn(4, 8, generator=generator)
+        inputs = torch.randn(4, 8, generator=generator).to(device)
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
         loss.backward()
@@ -39,7 +39,7 @@ def main(seed: int = 7) -> None:
             model.train()
     digest = hashlib.sha256()
     for value in model.state_dict().values():
-        digest.update(value.numpy().tobytes())
+        digest.update(value.cpu().numpy().tobytes())
     figures = _figures()
     dist.destroy_process_group()
     print(json.dumps({"losses": losses, "weights": digest.hexdigest(), **figures}))
@@ -55,4 +55,4 @@ def _figures() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

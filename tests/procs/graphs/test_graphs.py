@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_to_all_cases import by_all_to_all
 from graphs_cases import (
     bits,
     dies_in_an_exchange,
@@ -18,7 +19,7 @@ from graphs_cases import (
     traced,
     trained,
 )
-from ranks import Ranks, run_fresh
+from ranks import Ranks, address_of, run_fresh
 
 pytestmark = pytest.mark.procs
 
@@ -124,3 +125,15 @@ def test_ranks_in_different_layers_give_up_in_time() -> None:
     for rank in ended:
         assert rank.code == 0, rank.stderr
         assert rank.stdout.startswith(("SchedulerTimeout: ", "PeerLost: ")), rank.stdout
+
+
+def test_results_by_all_to_alls_are_those_of_one_process(three_ranks: Ranks) -> None:
+    for piece_bytes in (1 << 20, 64):
+        found = three_ranks.run(
+            by_all_to_all, address_of(equals_alone), "directed", piece_bytes, "features"
+        )
+        assert found == [[]] * 3
+
+
+def test_training_by_all_to_alls_equals_one_process(two_ranks: Ranks) -> None:
+    assert two_ranks.run(by_all_to_all, address_of(trained), 64) == [[], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from all_to_all_cases import by_all_to_all
 from moe_cases import (
     bits_by_pieces,
     checkpoints,
@@ -16,7 +17,7 @@ from moe_cases import (
     used_in_many_ways,
     volume_falls,
 )
-from ranks import Ranks, run_fresh
+from ranks import Ranks, address_of, run_fresh
 
 pytestmark = pytest.mark.procs
 
@@ -102,3 +103,19 @@ def test_checkpoints_of_all_experts_and_of_a_rank(two_ranks: Ranks) -> None:
 
 def test_data_parallel_leaves_experts_to_their_ranks(two_ranks: Ranks) -> None:
     assert two_ranks.run(plain_data_parallel) == [([], True)] * 2
+
+
+@pytest.mark.parametrize("pattern", ["uneven", "some empty", "one rank has none", "none"])
+def test_an_all_to_all_has_the_bits_of_torch(pattern: str, three_ranks: Ranks) -> None:
+    case = address_of(exchange_equals_torch)
+    assert three_ranks.run(by_all_to_all, case, pattern, torch.float32) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("kind", ["top1", "top2", "dts"])
+def test_the_layer_equals_one_process_by_all_to_alls(kind: str, two_ranks: Ranks) -> None:
+    assert two_ranks.run(by_all_to_all, address_of(layer_equals_alone), kind, 4) == [[], []]
+
+
+def test_a_layer_is_used_in_many_ways_by_all_to_alls(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(by_all_to_all, address_of(used_in_many_ways)):
+        assert all(found.values()), found
