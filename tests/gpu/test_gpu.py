@@ -17,6 +17,15 @@ import scripts_optimizers as optimizers
 import scripts_reading as reading
 import scripts_split as split
 from cuda_tests import ON_CUDA, needs_nccl
+from gpu_comparing import (
+    Compared,
+    compare_on_cuda,
+    compare_on_two_hosts,
+    compare_restless,
+    why_not_compiled,
+    why_not_here,
+)
+from levels_scripts import exact
 from ranks import Ranks, address_of
 
 pytestmark = ON_CUDA
@@ -25,16 +34,20 @@ Figures = dict[str, int | float | str]
 
 
 def check(
-    ranks: Ranks, script: Callable[..., None], *args: Any, mode: str = "cross", **options: Any
+    ranks: Ranks,
+    script: Callable[..., None],
+    *args: Any,
+    compare: Callable[..., Compared] = compare_on_cuda,
+    mode: str | None = "cross",
+    **options: Any,
 ) -> list[Figures]:
     """Each rank's figures of the wrapped run, after it was found equal to the plain one."""
-    outcomes = ranks.run(
-        scripts.compare_on_cuda, address_of(script), args, options, timeout_s=100.0
-    )
+    outcomes = ranks.run(compare, address_of(script), args, options, timeout_s=100.0)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
     figures = [stats for _, stats in outcomes]
-    assert [stats["mode"] for stats in figures] == [mode] * ranks.world_size
+    if mode is not None:
+        assert [stats["mode"] for stats in figures] == [mode] * ranks.world_size
     return figures
 
 
@@ -44,6 +57,8 @@ def named(*cases: Callable[..., None]) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("name", optimizers.SPLITTABLE)
 def test_optimizer(two_ranks: Ranks, name: str) -> None:
+    if why := two_ranks.run(why_not_here, name)[0]:
+        pytest.skip(why)
     check(two_ranks, optimizers.one_optimizer, name)
 
 
@@ -129,6 +144,29 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
     for figures in check(two_ranks, scripts.crossing):
         assert int(figures["barrier_crossed_steps"]) >= int(figures["steps"]) - 2
         assert float(figures["barrier_crossed_pct"]) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"split": "on"}], ids=["whole", "split"])
+@named(optimizers.parameter_groups, gradients.clip_norm, gradients.no_sync, reading.state_dicts)
+def test_sizes_that_change_all_the_time(
+    two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]
+) -> None:
+    """Tuned without recordings of iterations, which there are none of on a GPU."""
+    figures = check(two_ranks, script, compare=compare_restless, mode=None, **options)
+    assert all(int(each["settings"]) >= 3 for each in figures)
+    assert [each["recordings"] for each in figures] == [0, 0]
+
+
+def test_hosts_do_not_sum_first(four_ranks: Ranks) -> None:
+    figures = check(four_ranks, exact, compare=compare_on_two_hosts, hierarchy="on")
+    assert [each["levels"] for each in figures] == [1] * 4
+
+
+@pytest.mark.parametrize("what", ["block", "inner", "whole"])
+def test_compiled(two_ranks: Ranks, what: str) -> None:
+    if why := two_ranks.run(why_not_compiled)[0]:
+        pytest.skip(why)
+    check(two_ranks, models.compiled, what, "inductor")
 
 
 @needs_nccl

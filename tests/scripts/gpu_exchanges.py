@@ -11,7 +11,8 @@ import graphs_cases
 import moe_cases
 import torch
 import torch.distributed as dist
-from gpu_scripts import DEVICE, nccl
+from gpu_comparing import DEVICE
+from gpu_scripts import nccl
 from torch import Tensor
 
 from bytesched.plugins import graphs, moe

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from gpu_scripts import DEVICE, CudaJob, nccl, wide, wide_steps
+from gpu_comparing import DEVICE, CudaJob
+from gpu_scripts import nccl, wide, wide_steps
 from streams_scripts import attached
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

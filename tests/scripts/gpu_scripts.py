@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -12,45 +11,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import training
+from gpu_comparing import DEVICE, CudaJob
 from streams_scripts import attached
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import STEPS, Job, adamw, compare, differences, mlp, sgd, train
+from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 from bytesched.errors import PluginError
 from bytesched.plugins.routes.streams import CudaStreams
 from bytesched.task import CommTask
 
-DEVICE = torch.device("cuda", 0)
 # Long enough on the device that the host is far ahead of it.
 WIDE = 2048
 # A wide layer in a few chunks: in those of a `Job` it would be tens of thousands.
 LARGE: dict[str, Any] = {"partition_bytes": 1 << 20, "credit_bytes": 2 << 20}
-
-
-class CudaJob(Job):
-    """A `Job` whose models and batches are on the device."""
-
-    def ddp(self, module: nn.Module, **arguments: Any) -> Any:
-        return super().ddp(module.to(DEVICE), **arguments)
-
-    def inputs(self, step: int, *shape: int) -> Tensor:
-        return super().inputs(step, *shape).to(DEVICE)
-
-
-def compare_on_cuda(
-    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-) -> tuple[list[str], dict[str, int | float | str]]:
-    """`training.compare` with everything on the device."""
-    # Otherwise products on several streams may round differently from run to run.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    with mock.patch.object(training, "Job", CudaJob):
-        return compare(script, args, options)
 
 
 def wide(layers: int = 6) -> nn.Sequential:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_scripts import DEVICE, WIDE, wide
+from gpu_comparing import DEVICE
+from gpu_scripts import WIDE, wide
 from streams_scripts import attached
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import STEPS, Job, adamw, mlp, sgd, train
+from training import STEPS, Job, adamw, as_array, mlp, sgd, train
 
 
 def no_sync(job: Job) -> None:
@@ -183,7 +183,7 @@ def gradients_read(job: Job) -> None:
         job.record("listed", first.tolist())
         job.record("norm", first.norm())
         job.record("data", first.data)
-        job.record("array", torch.from_numpy(first.numpy().copy()))
+        job.record("array", as_array(first))
         job.record("item", float(first.flatten()[0]))
         job.record("stacked", torch.cat([grad.flatten() for grad in grads]))
         job.record("grouped", torch._foreach_norm(grads))

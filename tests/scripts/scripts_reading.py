@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training import STEPS, Job, adamw, frozen, mlp, sgd, train
+from training import STEPS, Job, adamw, as_array, frozen, mlp, sgd, train
 
 
 def weights_read(job: Job) -> None:
@@ -26,7 +26,7 @@ def weights_read(job: Job) -> None:
         lambda p: p.data,
         lambda p: p.detach(),
         lambda p: p.tolist(),
-        lambda p: torch.from_numpy(p.detach().numpy().copy()),
+        lambda p: as_array(p.detach()),
         lambda p: p * 2,
         lambda p: p[0],
         lambda p: p.clone(),
@@ -42,7 +42,7 @@ def weights_read(job: Job) -> None:
         lambda p: copy.copy(p),
         lambda p: copy.deepcopy(p),
         lambda p: p.to(torch.float64),
-        lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p),
+        lambda p: nn.functional.linear(torch.ones(1, p.shape[-1], device=p.device), p),
         lambda p: format(p.mean()),
         lambda p: torch.ops.aten.sum(p),
         lambda p: torch.linalg.svdvals(p),
