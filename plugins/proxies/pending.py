@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ __all__ = [
     "is_held",
     "keep_apart",
     "lazy_over",
+    "moves_alone",
     "plain",
     "point",
     "ready",
@@ -81,6 +82,9 @@ METADATA: frozenset[Any] = frozenset(
 )
 
 _GRAD: Any = torch.Tensor.grad
+
+#: whether a storage can be given other memory, with all tensors over it (since torch 2.13)
+_CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 #: id of a held parameter -> what synchronizes it; the session keeps the parameter alive meanwhile
 _pending: dict[int, Callable[[], None]] = {}
@@ -239,11 +243,17 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
                 return func(plain(args[0]), *args[1:], **kwargs)
             result = func(*args, **kwargs)
         if func not in METADATA and not func.__name__.startswith("_foreach"):
+            was_left = False
             for tensor in _tensors((args, kwargs)):
                 # A view of it may become anything, an array of numpy's too: neither shall see
                 # what comes into the memory next.
                 if type(tensor) is LazyGrad and has_aliases(tensor):
-                    keep_apart(tensor)
+                    was_left |= keep_apart(tensor)
+            if was_left:
+                # What was made is over the memory that the gradient has left. What makes views
+                # changes no values, so it can be called again.
+                with torch._C.DisableTorchFunctionSubclass():
+                    result = func(*args, **kwargs)
         return result
 
 
@@ -305,16 +315,24 @@ def _over(memory: torch.Tensor) -> torch.Tensor:
     return over
 
 
+def moves_alone(grad: torch.Tensor) -> bool:
+    """True if other tensors over the memory of ``grad`` stay there when it gets another."""
+    return not _CAN_SWAP and grad.device.type != "cpu"
+
+
 def _move(grad: LazyGrad, memory: torch.Tensor) -> None:
-    """Gives ``grad``, and all tensors over its memory, that of ``memory``."""
+    """Gives ``grad`` the memory of ``memory``, with all tensors over its own; see `moves_alone`."""
     has_others = has_aliases(grad)
     with torch._C.DisableTorchFunctionSubclass():
-        storage, other = grad.untyped_storage(), memory.untyped_storage()
-        if storage.nbytes() == other.nbytes() and hasattr(storage, "_swap_data_ptr_"):
+        storage: Any = grad.untyped_storage()
+        other = memory.untyped_storage()
+        if moves_alone(grad):
+            grad.data = memory
+        elif storage.nbytes() == other.nbytes() and _CAN_SWAP:
             storage._swap_data_ptr_(other)
-        elif has_others and storage.nbytes() and storage.device.type == "cpu":
-            # torch 2.4 to 2.6 cannot swap. What is shared with other processes is copied first, and
-            # the storage, with all its tensors, is the copy from then on.
+        elif has_others and storage.nbytes():
+            # What is shared with other processes is copied first, and the storage, with all its
+            # tensors, is the copy from then on.
             storage.share_memory_()
         else:
             grad.data = memory
@@ -333,20 +351,22 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
         return torch.Tensor.as_subclass(grad, torch.Tensor)
 
 
-def keep_apart(grad: LazyGrad) -> None:
+def keep_apart(grad: LazyGrad) -> bool:
     """Gives ``grad``, and all views of it, a copy of its values for good.
 
-    Nothing must be on the wire. What has memory of its own keeps it.
+    Nothing must be on the wire. What has memory of its own keeps it. Returns true where views of it
+    were left over the old memory: they are to be made again.
     """
     grad.is_kept = True
     if has_own_memory(grad):
-        return
+        return False
     # Inside a transform of torch.func a copy would be a tensor of the transform.
     with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
         is_ours = grad.untyped_storage()._cdata == grad.storage_id
         if is_ours:
             _move(grad, grad.data.clone())
     free(grad)
+    return is_ours and moves_alone(grad)
 
 
 def free(grad: LazyGrad) -> None:

@@ -20,7 +20,7 @@ from bytesched.round import UNTAKEN, Use
 from ..dependency.progress import Progress
 from ..layout.memory import lies_over
 from ..layout.slots import Slot
-from ..proxies.pending import LazyGrad, alias_of, free, plain
+from ..proxies.pending import LazyGrad, alias_of, free, moves_alone, plain
 from .operations import ALIASES, FLATTENING, PURE
 
 __all__ = ["Asked", "Expression", "derived", "expression_of", "slots_in"]
@@ -72,8 +72,8 @@ def derived(
         with_memory: also what has memory of its own.
     """
     if func in ALIASES:
-        is_gradient = isinstance(getattr(args[0], "owner", None), Slot)
-        return alias_of(args[0]) if is_gradient and expression_of(args[0]) else NotImplemented
+        may_be = isinstance(getattr(args[0], "owner", None), Slot) and not moves_alone(args[0])
+        return alias_of(args[0]) if may_be and expression_of(args[0]) else NotImplemented
     if func is torch.Tensor.cpu and len(args) == 1 and not kwargs and args[0].device.type == "cpu":
         return args[0]
     if func not in PURE or not _is_elementwise(func, args, kwargs):
@@ -110,6 +110,8 @@ def derived(
         if after is models[0]:
             return args[0]
         if _memory(after) == _memory(model):
+            if moves_alone(view):
+                return NotImplemented
             return _alias(args[0], func(*args, **kwargs), Expression(slot, of, text))
         if not with_memory or _memory(after) == _memory(models[0]):
             return NotImplemented

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bytesched.plugins.proxies import pending
 from bytesched.plugins.proxies.pending import (
     LazyGrad,
     PendingParameter,
@@ -227,6 +228,33 @@ def test_kept_apart_it_has_the_values_and_other_memory() -> None:
     assert (grad == 7).all()
     assert has_own_memory(grad)
     assert update.calls == 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda grad: grad.data,
+        lambda grad: grad.view(-1),
+        lambda grad: grad.unbind()[0],
+    ],
+    ids=["data", "view", "unbind"],
+)
+def test_what_is_written_through_a_view_is_seen_in_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, view_of: Callable[[Tensor], Tensor], alone: bool
+) -> None:
+    """Also where torch can give a gradient other memory, but not the views of it (`alone`)."""
+    if alone:
+        monkeypatch.setattr(pending, "moves_alone", lambda grad: True)
+    memory = torch.full((2, 3), 7.0)
+    grad, update = lazy_of(memory)
+    view = view_of(grad)
+    assert update.calls == 1
+    memory.zero_()
+    view.add_(2.0)
+    assert (view == 3).all()
+    assert (grad[0] == 3).all()
+    assert not memory.any()
 
 
 def test_the_plain_tensor_is_the_same_memory_and_does_not_wait() -> None:

@@ -1,0 +1,44 @@
+"""Views of gradients that torch cannot move together with them: training is that of plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import alone_scripts
+import pytest
+import scripts_gradients as gradients
+import scripts_split as split
+from comparing import named
+from ranks import Ranks, address_of
+
+
+def check(ranks: Ranks, script: Callable[..., None], **options: Any) -> None:
+    outcomes = ranks.run(alone_scripts.compare_alone, address_of(script), (), options, 0.0)
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"split": "on"}, {"shard": True}], ids=["whole", "split", "sharded"]
+)
+@named(
+    split.clipped_by_hand,
+    split.changed_out_of_sight,
+    split.aliases_kept,
+    split.squares_kept,
+    gradients.gradients_written_through_data,
+    gradients.gradients_seen_through_views,
+    gradients.gradients_replaced,
+    gradients.gradients_read,
+)
+def test_views(two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]) -> None:
+    check(two_ranks, script, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"split": "on"}], ids=["whole", "split"])
+@named(gradients.gradients_referred_to, gradients.gradient_data_assigned, gradients.gradients_kept)
+def test_read_after_step(
+    two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]
+) -> None:
+    check(two_ranks, script, **options)

@@ -1,0 +1,22 @@
+"""Training where a gradient cannot take views of it along: on a GPU, with torch before 2.13."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from training import compare
+
+from bytesched.plugins.proxies import pending
+from bytesched.plugins.queries import expressions
+
+
+def compare_alone(
+    address: tuple[str, str], args: tuple[Any, ...], options: dict[str, Any], rtol: float
+) -> Any:
+    """`training.compare` with gradients that move alone."""
+    with ExitStack() as patches:
+        for module in (pending, expressions):
+            patches.enter_context(mock.patch.object(module, "moves_alone", return_value=True))
+        return compare(address, args, options, rtol)
