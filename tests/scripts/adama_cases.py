@@ -91,8 +91,9 @@ def train(
     def mini_batch(step: int) -> float:
         for micro in range(micro_batches):
             is_local = "no_sync" in how and micro < micro_batches - 1
+            first = next(call.parameters())
             with call.no_sync() if is_local else nullcontext():  # type: ignore[operator]
-                loss = call(batch(step, rank, micro, next(call.parameters()).dtype)).square().mean()
+                loss = call(batch(step, rank, micro, first.dtype).to(first.device)).square().mean()
                 (loss / micro_batches).backward()
         return 0.0
 
@@ -106,11 +107,19 @@ def train(
 
 
 def equals_alone(
-    kind: str, options: dict[str, Any], micro_batches: int, how: str, settings: dict[str, Any]
+    kind: str,
+    options: dict[str, Any],
+    micro_batches: int,
+    how: str,
+    settings: dict[str, Any],
+    device: str = "cpu",
 ) -> float:
-    """The largest difference from one process, relative to the largest parameter of its tensor."""
+    """The largest difference from one process, relative to the largest parameter of its tensor.
+
+    That process computes on the CPU.
+    """
     options = {"lr": 1e-2, **options}
-    model = model_of()
+    model = model_of().to(device)
     call = DistributedDataParallel(model) if "ddp" in how else model
     optimizer = OPTIMIZERS[kind](groups_of(model, options))
     bytesched.wrap(
@@ -126,7 +135,7 @@ def equals_alone(
     reference = alone(kind, options, dist.get_world_size(), micro_batches)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     with torch.no_grad():
-        return max(float((p - q).abs().max() / q.abs().max()) for p, q in pairs)
+        return max(float((p.cpu() - q).abs().max() / q.abs().max()) for p, q in pairs)
 
 
 def goes_on_from_a_checkpoint() -> tuple[bool, bool, list[str]]:

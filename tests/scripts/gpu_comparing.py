@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from typing import Any
@@ -11,7 +12,6 @@ from levels_scripts import on_named_hosts
 from restless import RestlessJob
 from scripts_optimizers import SPLITTABLE
 from torch import Tensor, nn
-from torch._inductor import config as inductor
 from torch.utils._triton import has_triton
 from training import Job, compare
 
@@ -83,7 +83,7 @@ def why_not_here(name: str) -> str:
 def why_not_compiled() -> str:
     """Why torch cannot compile for the device; empty if it can."""
     # In this process: those of a pool would be forked from one that has opened the driver.
-    inductor.compile_threads = 1
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # type: ignore[attr-defined]
     if not has_triton():
         return "there is no Triton"
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):

@@ -27,6 +27,7 @@ from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
 
 WIDTH = 8
+CPU = torch.device("cpu")
 STEPS = 5
 SMALL: dict[str, Any] = {"partition_bytes": 256, "credit_bytes": 512}
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
@@ -81,12 +82,23 @@ KINDS = {
     "gpipe, one micro-batch": Kind(single(ScheduleGPipe), (0, 1), 1),
     "csv": Kind(ordered(WHOLE), V),
     "csv split": Kind(ordered(SPLIT), V),
+    "interleaved on one rank": Kind(schedules.ScheduleInterleaved1F1B, (0, 0)),
+    "csv split on one rank": Kind(
+        ordered(("0F0,0F1,1F0,1F1,1I0,1W0,0I0,1I1,0W0,1W1,0I1,0W1",)), (0, 0)
+    ),
+    "gpipe on one rank": Kind(single(ScheduleGPipe), (0,)),
     "never reduced": Kind(
         ordered(("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"), "compute_comms"),
         (0, 1),
         1,
     ),
 }
+
+
+def replicas_alone() -> tuple[Any, Any]:
+    """The groups of a rank that is a whole pipeline, as every other one is."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return alone[dist.get_rank()], dist.new_group()
 
 
 def grid() -> tuple[Any, Any]:
@@ -124,12 +136,14 @@ class Pipeline:
         *,
         script: str = "",
         in_ddp: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         self.kind = KINDS[kind]
+        self.device = device
         pipeline, self.replicas = groups
         place = dist.get_rank(pipeline)
         mine = [stage for stage, rank in enumerate(self.kind.ranks) if rank == place]
-        self.blocks = [Block(stage) for stage in mine]
+        self.blocks = [Block(stage).to(device) for stage in mine]
         if script == "shares" and len(mine) > 1:
             self.blocks[-1].up = self.blocks[0].up
         if script == "leaves out":
@@ -144,7 +158,7 @@ class Pipeline:
             modules = [DistributedDataParallel(m, process_group=self.replicas) for m in modules]
         self.modules = modules
         self.stages = [
-            PipelineStage(module, stage, len(self.kind.ranks), torch.device("cpu"), group=pipeline)
+            PipelineStage(module, stage, len(self.kind.ranks), device, group=pipeline)
             for stage, module in zip(mine, modules, strict=True)
         ]
         self.schedule = self.kind.make(
@@ -163,10 +177,10 @@ class Pipeline:
 
     def forward_backward(self, step: int) -> list[float]:
         """One step of the schedule, with data of this replica; the losses, if they are here."""
-        torch.manual_seed(1000 * step + dist.get_rank() // 2)
+        torch.manual_seed(1000 * step + dist.get_rank(self.replicas))
         rows = 2 * self.kind.micro_batches
         dtype = self.parameters()[0].dtype
-        x, y = torch.randn(rows, WIDTH, dtype=dtype), torch.randn(rows, WIDTH, dtype=dtype)
+        x, y = (torch.randn(rows, WIDTH, dtype=dtype).to(self.device) for _ in range(2))
         losses: list[Tensor] = []
         self.schedule.step(
             *([x] if self.is_first else []),
@@ -266,12 +280,13 @@ def trains_as_plain(
     script: str = "",
     optimizer: str = "momentum",
     fields: dict[str, Any] | None = None,
+    device: torch.device = CPU,
 ) -> list[int]:
     """Numbers of the records in which a wrapped training differs from a plain one."""
-    pairs = grid()
-    plain = Pipeline(kind, pairs, optimizer, script=script)
+    pairs = grid() if len(set(KINDS[kind].ranks)) > 1 else replicas_alone()
+    plain = Pipeline(kind, pairs, optimizer, script=script, device=device)
     expected = list(records(plain, plain=True, script=script))
-    wrapped = Pipeline(kind, pairs, optimizer, script=script, in_ddp=way == "ddp")
+    wrapped = Pipeline(kind, pairs, optimizer, script=script, in_ddp=way == "ddp", device=device)
     groups = {"groups": wrapped.replicas} if way == "named" else {}
     model = wrapped.modules if way == "modules" else wrapped.schedule
     bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})

@@ -42,6 +42,14 @@ def test_a_schedule_trains_as_reduced_at_the_end(kind: str, four_ranks: Ranks) -
     assert four_ranks.run(trains_as_plain, kind) == [[]] * 4
 
 
+@pytest.mark.parametrize(
+    "kind", ["gpipe on one rank", "interleaved on one rank", "csv split on one rank"]
+)
+@pytest.mark.parametrize("way", ["schedule", "ddp", "named"])
+def test_a_rank_may_have_all_stages(kind: str, way: str, two_ranks: Ranks) -> None:
+    assert two_ranks.run(trains_as_plain, kind, way) == [[], []]
+
+
 @pytest.mark.parametrize("kind", ["1f1b", "csv", "csv split"])
 @pytest.mark.parametrize("way", ["ddp", "named", "modules"])
 def test_however_the_stages_are_given(kind: str, way: str, four_ranks: Ranks) -> None:
