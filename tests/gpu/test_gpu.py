@@ -162,7 +162,7 @@ def test_hosts_do_not_sum_first(four_ranks: Ranks) -> None:
     assert [each["levels"] for each in figures] == [1] * 4
 
 
-@pytest.mark.parametrize("what", ["block", "inner", "whole"])
+@pytest.mark.parametrize("what", ["inner", "whole"])
 def test_compiled(two_ranks: Ranks, what: str) -> None:
     if why := two_ranks.run(why_not_compiled)[0]:
         pytest.skip(why)

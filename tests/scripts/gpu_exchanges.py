@@ -15,7 +15,7 @@ from gpu_comparing import DEVICE
 from gpu_scripts import nccl
 from torch import Tensor
 
-from bytesched.plugins import graphs, moe
+from bytesched.plugins import moe
 from bytesched.plugins.exchanges.peers import Layers, Peers
 from bytesched.plugins.routes.groups.opening import open_group
 
@@ -129,7 +129,4 @@ def graph(wire: str, piece_bytes: int) -> list[str]:
         assert x.grad is not None
         assert all_x.grad is not None
         wrong += graphs_cases.far("features", x.grad, all_x.grad[part.vertices])
-        same = graphs.aggregate(part, x.detach())
-        if not torch.equal(same, graphs.aggregate(part, x.detach())):
-            wrong.append("another sum over the same rows")
     return wrong
