@@ -39,7 +39,8 @@ class Vote:
 
     def cast(self, *, yes: bool) -> None:
         """Votes; every rank does in the same round. The user's thread."""
-        votes = torch.tensor([int(yes)], device=self._device)
+        # Made there: a copy to a GPU waits for what is queued.
+        votes = torch.full((1,), int(yes), device=self._device)
         try:
             self._vote = votes, self._context.backend.sum(votes, self._about)
         except BaseException as error:  # noqa: BLE001 - it is raised
@@ -53,12 +54,15 @@ class Vote:
         if self._vote is None:
             return None
         (votes, work), self._vote = self._vote, None
+        backend = self._context.backend
         try:
-            self._context.backend.wait(work, task=self._about)
+            found = self._context.streams.to_host(
+                votes, lambda: backend.wait(work, task=self._about)
+            )
         except BaseException as error:  # noqa: BLE001 - it is raised
             # The other ranks learn of it, as they take part in it.
             self._context.progress.raise_first(error)
-        return int(votes) == self._context.backend.size
+        return int(found) == backend.size
 
     def close(self) -> None:
         """Lets go of a vote that is under way, which holds the connections."""

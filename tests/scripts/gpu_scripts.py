@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
@@ -274,8 +275,8 @@ def synchronizing_calls() -> list[str]:
                 for step in wide_steps(model, optimizer, x):
                     if step == 2:
                         torch.cuda.set_sync_debug_mode("error")
-            except RuntimeError as error:
-                found.append(str(error))
+            except RuntimeError:
+                found.append(traceback.format_exc())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     return found

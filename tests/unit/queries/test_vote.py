@@ -17,6 +17,7 @@ from together import together
 
 from bytesched.errors import PeerLost
 from bytesched.plugins.queries.vote import Vote
+from bytesched.plugins.routes.streams import Streams
 from bytesched.testing import Loopback
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def vote_of(backend: Any, failed: list[BaseException] | None = None) -> Vote:
         raise error
 
     context: Any = SimpleNamespace(
-        backend=backend, progress=SimpleNamespace(raise_first=raise_first)
+        backend=backend, progress=SimpleNamespace(raise_first=raise_first), streams=Streams()
     )
     return Vote(context, "a question", CPU)
 

@@ -158,3 +158,21 @@ def test_device_error_is_told_once(cuda: FakeCuda, errors: list[BaseException]) 
         streams.close()
         streams.close()
     assert errors == [broken]
+
+
+def test_values_come_to_the_host_without_what_the_user_has_queued(
+    cuda: FakeCuda, streams: CudaStreams
+) -> None:
+    wire = FakeStream()
+    sent = wire.queue()
+    late = cuda.current().queue()
+
+    def wait() -> None:
+        # As for collectives of NCCL: the stream waits, not the host.
+        cuda.current().wait_stream(wire)
+
+    with mock.patch("torch.empty", return_value=torch.zeros(1)):
+        found = streams.to_host(torch.ones(1), wait)
+    assert found == 1
+    assert after(cuda.host, sent)
+    assert not after(cuda.host, late)
