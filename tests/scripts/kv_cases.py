@@ -25,7 +25,8 @@ from bytesched.config import Config
 from bytesched.errors import PeerLost, PluginError, SchedulerTimeout, UnusedParameterError
 from bytesched.plugins.mpi_kvstore import MPIKVStore, open_store
 from bytesched.plugins.stores.mpi import opening as mpi_kvstore
-from bytesched.plugins.stores.mpi.messages import Message, Op
+from bytesched.plugins.stores.mpi.loop import Loop
+from bytesched.plugins.stores.mpi.messages import TO_WORKER, Message, Op
 from bytesched.plugins.stores.mpi.server.server import Server
 from bytesched.plugins.stores.mpi.server.service import Answers
 from bytesched.plugins.stores.scheduled.store import ScheduledKVStore
@@ -307,6 +308,43 @@ def a_window_that_is_never_made_does_not_hold_the_start() -> None:
         raises(SchedulerTimeout, open_it, "0.5 s for all ranks to make their windows")
     register.assert_called_once_with(mpi_kvstore._abort)
     never.set()
+
+
+class _Memory(bytearray):
+    """Tells by a weak reference when it is freed."""
+
+
+class _StillActive(MPI.Request):
+    """As a receive from any rank when one is gone: an error to test, and MPI still fills it."""
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        raise MPI.Exception(MPI.ERR_PENDING)
+
+
+def memory_that_mpi_may_still_fill_is_not_freed() -> None:
+    comm = MPI.COMM_SELF.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    failed, sent = Event(), Event()
+    loop = Loop(comm, idle_nap_s=0.001)
+    role: Any = SimpleNamespace(
+        fail=lambda error: failed.set(), on_tick=lambda: None, awaits=lambda: True
+    )
+    loop.add(role, TO_WORKER)
+    memory = _Memory(8)
+    kept = weakref.ref(memory)
+    loop.post(_StillActive(comm.Irecv([memory, MPI.BYTE], 0, 3)), lambda: None, memory)
+    del memory
+    no_rank = comm.Get_size()
+    loop.receive_checked(memoryview(bytearray(1)), no_rank, 3, lambda: None, "what nobody sends")
+    loop.start()
+    assert failed.wait(TIMEOUT_S)
+    loop.call(lambda: comm.Send([b"too late", MPI.BYTE], 0, 3))
+    loop.call(sent.set)
+    assert sent.wait(TIMEOUT_S)
+    filled = kept()
+    assert filled is not None
+    assert bytes(filled) == b"too late"
+    loop.stop(TIMEOUT_S)
 
 
 def main() -> None:

@@ -251,17 +251,14 @@ class Group:
         if not self._is_gloo:
             _stop(self.backend, "abort")
             return
-        # Gloo has no call for it, but a receive that times out closes all its connections. From
-        # a rank whose connection is broken already there is none.
+        # Gloo has no call for it, but a receive that times out closes all its connections. One
+        # that fails first, as the other rank goes meanwhile, closes none; nor is there one from
+        # a rank whose connection is broken already. So every rank is tried.
         never = torch.empty(1, device="cpu")
         for peer in self._others:
-            try:
-                work = self.backend.recv([never], peer, _NEVER_SENT)
-            except RuntimeError:
-                continue
             with contextlib.suppress(RuntimeError):
+                work = self.backend.recv([never], peer, _NEVER_SENT)
                 work.wait(timedelta(milliseconds=1))
-            return
 
     def close(self) -> None:
         """Ends the group's own threads and connections; nothing must be under way. Idempotent."""

@@ -80,6 +80,8 @@ class Loop:
         self._empty = threading.Lock()
         self._requests: list[Any] = []
         self._posted: list[_Posted] = []
+        #: requests that are not tested any more, with their memory, which MPI may still write to
+        self._broken: list[tuple[Any, _Posted]] = []
         self._expected: list[_Expected] = []
         self._sends = 0
         self._stop_at_s = 0.0
@@ -171,7 +173,7 @@ class Loop:
             self._empty.acquire(timeout=nap_s)
             while self._inbox:
                 self._guarded(self._inbox.popleft())
-        for request in self._requests:
+        for request in (*self._requests, *(request for request, _ in self._broken)):
             with contextlib.suppress(MPI.Exception):
                 request.Cancel()
 
@@ -205,7 +207,7 @@ class Loop:
                     self._guarded(posted.then)
                 progressed = True
         except MPI.Exception as error:
-            self._drop_broken()
+            self._set_aside_broken()
             raise self._explained(error) from error
         return progressed
 
@@ -233,13 +235,17 @@ class Loop:
         self._expected = waiting
         return progressed
 
-    def _drop_broken(self) -> None:
-        """Forgets requests that cannot be tested any more; others may still complete."""
+    def _set_aside_broken(self) -> None:
+        """Takes out requests that cannot be tested any more; others may still complete.
+
+        One of them may be active: a receive from any rank is, with fault tolerance on, when one is
+        gone, and takes what the others send.
+        """
         for index in reversed(range(len(self._requests))):
             try:
                 self._requests[index].Test()
             except MPI.Exception:
-                del self._requests[index], self._posted[index]
+                self._broken.append((self._requests.pop(index), self._posted.pop(index)))
         self._sends = 0
 
     def _explained(self, error: Any) -> TransportError:

@@ -107,6 +107,12 @@ def test_nobody_is_waited_for_in_vain() -> None:
     assert code == 0, output
 
 
+@each_mpi
+def test_memory_that_mpi_may_still_fill_is_not_freed(mpi: Implementation) -> None:
+    code, output = mpi.run(1, "kv_cases.py", "memory_that_mpi_may_still_fill_is_not_freed")
+    assert code == 0, output
+
+
 def test_gradients_in_the_store_cannot_be_read() -> None:
     code, output = mpirun(2, "kv_cases.py", "gradients_in_the_store_cannot_be_read")
     assert code != 0

@@ -14,7 +14,7 @@ from bytesched.plugins.queries.answers import Answers
 from bytesched.plugins.routes.groups.group import Group
 
 RANKS = 5
-_LIMIT_S = 20.0
+_LIMIT_S = 100.0
 
 
 class _Rank:
@@ -164,12 +164,27 @@ def test_what_a_rank_said_before_it_goes_is_taken_while_others_are_silent(
     assert not any(rank.errors for rank in ranks)
 
 
+def lose(lost: _Rank, ranks: list[_Rank]) -> None:
+    """Breaks the connections of a rank; returns when each of the others has an error."""
+    lost.group.abort()
+    for rank in ranks:
+        if rank is not lost:
+            with rank.changed:
+                assert rank.changed.wait_for(lambda: rank.errors, _LIMIT_S)  # noqa: B023
+            assert isinstance(rank.errors[0], PeerLost)
+
+
 def test_a_rank_that_is_lost(ranks: list[_Rank]) -> None:
     begin(ranks)
-    ranks[3].group.abort()
-    others = [rank for rank in ranks if rank is not ranks[3]]
-    for rank in others:
-        with rank.changed:
-            assert rank.changed.wait_for(lambda: rank.errors, _LIMIT_S)  # noqa: B023
-    assert all(isinstance(rank.errors[0], PeerLost) for rank in others)
+    # Then each waits for the next one: no other rank stops before the one that waits for rank 3.
+    for rank in ranks:
+        rank.give(0)
+    assert [rank.found(0) for rank in ranks] == [ALL] * RANKS
+    lose(ranks[3], ranks)
     assert list(getattr(ranks[2].errors[0], "peers", ())) == [3]
+
+
+def test_a_rank_that_is_lost_while_others_begin_a_round(ranks: list[_Rank]) -> None:
+    """Several may stop at once; each hears of it all the same."""
+    begin(ranks)
+    lose(ranks[3], ranks)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from connected import two_connected
+from connected import connected, two_connected
 from together import together
 from torch._C._distributed_c10d import HashStore
 
@@ -112,4 +112,33 @@ def test_a_forgotten_collective_ends_with_its_connection(monkeypatch: pytest.Mon
     assert "rank 1 is gone" in str(error)
     assert "task chunk" in str(error)
     for g in (group, other):
+        g.close()
+
+
+class GoesBeforeTheWait:
+    """A backend; one peer breaks its connections when something is to be received from it."""
+
+    def __init__(self, backend: Any, going: Group) -> None:
+        self._backend = backend
+        self._going = going
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        work = self._backend.recv(tensors, peer, tag)
+        if peer == self._going.rank:
+            self._going.abort()
+        return work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def test_a_rank_that_aborts_while_another_goes_reaches_those_that_are_left() -> None:
+    """As where several ranks stop at once; a receive that ends with its peer breaks nothing."""
+    group, going, left = connected(3)
+    awaited = left.receive(torch.empty(1), group.rank, tag=0)
+    group.backend = GoesBeforeTheWait(group.backend, going)
+    group.abort()
+    with pytest.raises(PeerLost):
+        left.wait_message(awaited, limit=timedelta(seconds=100))
+    for g in (group, going, left):
         g.close()
