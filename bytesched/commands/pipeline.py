@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bytesched.pipeline.order import Order
 from bytesched.pipeline.picture import draw
 from bytesched.pipeline.placement import PLACEMENTS, placed, read_placement
 from bytesched.pipeline.replay import Timeline, replay
-from bytesched.pipeline.search import search
+from bytesched.pipeline.search import Found, search
 from bytesched.pipeline.stages import Link, Pipeline, Stage, cut
 from bytesched.pipeline.table import lines
 from bytesched.values import parse_size
@@ -32,7 +33,7 @@ MOST_ACTIONS = 6000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when that went well."""
+    """Run the command; 0 when that went well, 1 if a file cannot be written."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -41,10 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pipeline = _pipeline(options, chain)
         memory_bytes = _size(options.memory, "memory") if options.memory else None
         if memory_bytes is not None and "activation_bytes" in _missing(pipeline):
-            raise ConfigError(
-                "--memory: no stage holds activations: say how much with --activation, or in a "
-                "profile that lists stages"
-            )
+            where = "in a profile that lists stages" if options.profile else "with --activation"
+            raise ConfigError(f"--memory: no stage holds activations: say how much {where}")
     except ConfigError as error:
         parser.error(str(error))
     known = dict(_torch_orders(options))
@@ -60,6 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines(found, others, memory_bytes)))
     if missing := _missing(pipeline):
         print(f"not known of the stages, and counted as nothing: {', '.join(missing)}")
+    try:
+        _write(options, found)
+    except OSError as error:
+        why = f"{error.filename or ''}: {error.strerror or error}"
+        print(f"bytesched pipeline: cannot write {why}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(options: argparse.Namespace, found: Found) -> None:
     if options.csv:
         found.order.write(options.csv)
         print(f"csv: {options.csv}")
@@ -70,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         draw(found.timeline, title, Path(options.png))
         print(f"png: {options.png}")
-    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -91,6 +99,8 @@ def _check(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
+        if path and Path(path).is_dir():
+            raise ConfigError(f"--{name} {path}: it is a folder")
     if not options.profile and options.forward_ms is None:
         raise ConfigError("expected --profile, or --forward-ms and --backward-ms of a stage")
 

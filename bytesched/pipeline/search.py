@@ -24,6 +24,9 @@ _PART = 48
 _REPETEND_SHARE = 0.3
 _WHOLE_SHARE = 0.4
 _PART_SHARE = 0.02
+#: of an iteration whose times are no whole ticks, and how fine a bound on it is computed
+_ROUNDING = 1e-6
+_FINE = 10**9
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Found:
     def gap(self) -> float:
         """By which share of its time the order could be shorter at most; 0: proved best."""
         end_s = self.timeline.end_s
-        # Half a tick is rounding.
-        if end_s - self.bound_s < self.ticks.tick_s / 2:
+        rounding_s = self.ticks.tick_s / 2 if self.ticks.exact else end_s * _ROUNDING
+        if end_s - self.bound_s < rounding_s:
             return 0.0
         return 1 - self.bound_s / end_s
 
@@ -92,10 +95,15 @@ def search(
     best = min(within, key=_rank_of)
     bound = ticks.least(micro_batches)
     best, bound = _whole(best, bound, pipeline, ticks, limit, budget)
+    bound_s = bound * ticks.tick_s
+    if not ticks.exact:
+        # What is proved of rounded times need not be true of the times themselves.
+        fine = Ticks.of(pipeline, split_backward, _FINE)
+        bound_s = fine.least(micro_batches) * fine.tick_s
     return Found(
         best[0],
         best[1],
-        min(bound * ticks.tick_s, best[1].end_s),
+        min(bound_s, best[1].end_s),
         patterns[0] if patterns else None,
         ticks,
         budget.cut_short,

@@ -47,8 +47,12 @@ class Ticks:
     exact: bool
 
     @classmethod
-    def of(cls, pipeline: Pipeline, split_backward: bool) -> Ticks:
-        """The blocks of a micro-batch, forward first, in an order in which none needs a later."""
+    def of(cls, pipeline: Pipeline, split_backward: bool, most: int = _MOST) -> Ticks:
+        """The blocks of a micro-batch, forward first, in an order in which none needs a later.
+
+        Args:
+            most: ticks of the busiest rank's work on a micro-batch.
+        """
         stages = range(len(pipeline.stages))
         crossings_s = [pipeline.crossing_s(stage, stage + 1) for stage in stages[:-1]]
         times_s = [
@@ -59,8 +63,8 @@ class Ticks:
         times_s += crossings_s + [pipeline.reduction_s(stage) for stage in stages]
         measure = math.gcd(*(round(time_s * _PER_S) for time_s in times_s)) or 1
         busiest = max(pipeline.work_s(rank) for rank in range(pipeline.ranks)) * _PER_S
-        exact = busiest / measure <= _MOST
-        tick_s = (measure if exact else busiest / _MOST) / _PER_S
+        exact = busiest / measure <= most
+        tick_s = (measure if exact else busiest / most) / _PER_S
 
         def ticks(time_s: float) -> int:
             return round(time_s / tick_s)

@@ -61,7 +61,9 @@ __all__ = [
     "begin",
     "decline",
     "find_ddp",
+    "why_kept",
     "why_plain",
+    "why_sparse",
     "why_whole",
 ]
 
@@ -73,13 +75,23 @@ def why_plain(model: nn.Module) -> str:
     ddp = find_ddp(model)
     if base_of(model).size() == 1:
         return "there is one rank"
+    if why := why_sparse(model):
+        return why
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) and _is_nccl(model):
+        return "SyncBatchNorm reduces in backward, on a communicator beside ours"
+    return "" if ddp is None else why_kept(ddp)
+
+
+def why_sparse(model: nn.Module) -> str:
+    """Which module of ``model`` has sparse gradients; empty if none has."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return f"{name or type(module).__name__} has sparse gradients"
-    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) and _is_nccl(model):
-        return "SyncBatchNorm reduces in backward, on a communicator beside ours"
-    if ddp is None:
-        return ""
+    return ""
+
+
+def why_kept(ddp: DistributedDataParallel) -> str:
+    """Why only ``ddp`` itself can reduce as it was told to; empty if others can."""
     if getattr(ddp, "mixed_precision", None) is not None:
         return "DDP's own mixed precision reduces in a hook of its own"
     if getattr(ddp, "_comm_hooks", None):

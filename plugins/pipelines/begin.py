@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from bytesched.config import Config
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, in_one_line
 from bytesched.grid import why_not
 from bytesched.log import show
 
 from ..c10d.carrying import broadcast, levels_of, splitter_of
+from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.joining import joining
 from ..engine import beginning
@@ -74,11 +75,12 @@ def begin(
             log.warning("enabled is off: %s", _skipped(root, rank))
         stays_plain("enabled is off")
         return None
-    base = named or RollCall().replicas(root, config.timeout_s)
+    refusal = _refusal(root, rank)
+    base = named or _called(root, refusal, config.timeout_s)
     if base.size() == 1:
         stays_plain("no other rank has the same stages")
         return None
-    if ddps and root.schedule.splits_backward:
+    if ddps and root.schedule.splits_backward and refusal is None:
         log.warning("%s; bytesched reduces them", _skipped(root, rank))
     with Entry(base) as entry:
         optimizer = stepping_optimizer(optimizer)
@@ -86,6 +88,8 @@ def begin(
             _refuse_to_shard(optimizer)
         if named is not None:
             with Entry(root.schedule.group) as pipeline:
+                if refusal is not None:
+                    raise refusal
                 # Ranks that act in other orders would wait for each other for ever.
                 pipeline.agree(root.schedule.statements(), config.timeout_s)
         why = _why_whole(optimizer, root, config)
@@ -172,6 +176,26 @@ def _attach(
             session.take_over(take, can_stop=False)
         half_attached.pop_all()
     return session
+
+
+def _refusal(root: StageModules, rank: int) -> PluginError | None:
+    """Why gradients of the stages would be others than DDP's, or cannot be carried."""
+    ddps = root.ddps()
+    why = next((why for ddp in ddps if (why := why_kept(ddp))), "") or why_sparse(root)
+    if not why:
+        return None
+    if ddps and root.schedule.splits_backward:
+        why = f"{why}; {_skipped(root, rank)}"
+    return PluginError(f"pipelined stages of rank {rank} cannot be wrapped: {why}")
+
+
+def _called(root: StageModules, refusal: PluginError | None, timeout_s: float) -> dist.ProcessGroup:
+    """The ranks that have the same stages; none of them waits for one that refuses."""
+    call = RollCall()
+    if refusal is not None:
+        call.decline(in_one_line(refusal))
+        raise refusal
+    return call.replicas(root, timeout_s)
 
 
 def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:

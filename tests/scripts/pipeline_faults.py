@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pipeline_cases import KINDS, SMALL, Kind, Pipeline, grid, ordered
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,13 +44,21 @@ def refused(what: str) -> str:
         kind = "csv, but later"
     if what == "never reduced":
         kind = what
-    pipeline = Pipeline(kind, pairs, in_ddp=what == "off, in DDP")
+    if what == "a hook of DDP":
+        kind = "csv split"
+    pipeline = Pipeline(kind, pairs, in_ddp=what in ("off, in DDP", "a hook of DDP"))
     if what == "other values" and rank == 2:
         with torch.no_grad():
             pipeline.blocks[1].up.bias.add_(1)
     if what == "one stage in DDP":
         stage = pipeline.stages[0]
         stage.submod = DistributedDataParallel(pipeline.blocks[0], process_group=pairs[1])
+    if what == "a hook of DDP":
+        for module in pipeline.modules:
+            module.register_comm_hook(None, allreduce_hook)
+    if what == "sparse" and rank == 2:
+        for block in pipeline.blocks:
+            block.add_module("words", nn.Embedding(2, 2, sparse=True))
     if what == "some modules":
         given = pipeline.modules[:1]
     more: dict[str, dict[str, Any]] = {

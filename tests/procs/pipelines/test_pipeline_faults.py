@@ -28,6 +28,8 @@ TOLD = {
     "folded": "PluginError: accumulate is not there for pipelines",
     "off": "PluginError: nothing would reduce the gradients of replicated stages: enabled is off",
     "off, in DDP": "no error",
+    "a hook of DDP": "a communication hook is registered on the DDP module; stage ",
+    "sparse": " rank 2 cannot be wrapped: stage",
     "a mapping": "PluginError: groups is a dict: for a pipeline it is the process group",
 }
 

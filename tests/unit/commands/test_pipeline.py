@@ -45,7 +45,9 @@ def test_too_little_memory_writes_nothing(
         (["--placement", "none.json"], "placement none.json: No such file"),
         (["--memory", "1MiB"], "no stage holds activations"),
         (["--ranks", "0"], "--ranks 0: from 1 to 64"),
+        (["--memory", "1MiB", "--profile", "vgg"], "in a profile that lists stages"),
         (["--csv", "/none/order.csv"], "there is no such folder"),
+        (["--csv", "/"], "--csv /: it is a folder"),
         (["--profile", "gtp"], "did you mean gpt"),
     ],
 )
@@ -54,3 +56,14 @@ def test_what_it_refuses(options: list[str], told: str, capsys: pytest.CaptureFi
         plan(*options)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(order: Order, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(Order, "write", full)
+    assert plan("--csv", str(tmp_path / "order.csv")) == 1
+    assert "order.csv: No space left on device" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bytesched.errors import ConfigError
+from bytesched.pipeline.order import Order
 from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
@@ -78,3 +79,21 @@ def test_torch_orders_are_orders(name: str) -> None:
     per_rank = 1 if SCHEDULES[name] == "single" else 2
     order = torch_order(name, 4, per_rank, 8)
     assert (order.ranks, order.micro_batches) == (4, 8)
+
+
+def test_what_is_proved_of_rounded_times_is_not_said_of_the_times() -> None:
+    times = (39.51, 39.51, 41.51, 38.51, 40.51, 40.45)
+    first, second = (
+        Stage(forward / 1e3, inputs / 1e3, weights / 1e3, HELD)
+        for forward, inputs, weights in (times[:3], times[3:])
+    )
+    rows = (
+        "0F0,0F1,3F0,0F2,3I0,3W0,3F1,3I1,3W1,0B0,3F2,3I2,3W2,0F3,0B1,3F3,3I3,3W3,0B2,0B3",
+        "1F0,2F0,1F1,2F1,1F2,2F2,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1,2I2,1F3,2F3,2W2,1I2,1W2,2I3,1I3,"
+        "2W3,1W3",
+    )
+    its = Pipeline((first, first, second, second), (0, 1, 1, 0), Link(1e9))
+    other = replay(Order.parse("\n".join(rows)), its)
+    found = search(its, 4, split_backward=True, time_limit_s=60)
+    assert not found.ticks.exact
+    assert found.bound_s <= other.end_s
