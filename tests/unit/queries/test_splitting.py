@@ -14,6 +14,7 @@ from bytesched.errors import PeerLost
 from bytesched.plugins.queries.operations import NORMS
 from bytesched.plugins.queries.splitting import Splitting
 from bytesched.plugins.routes.carrier import Traffic
+from bytesched.plugins.routes.streams import Streams
 from bytesched.round import GradientState
 from bytesched.tunable import Setting
 
@@ -100,7 +101,7 @@ def splitting(ranks: Ranks, failed: list[BaseException]) -> tuple[Splitting, Any
         progress=progress,
         meter=SimpleNamespace(changed=nothing),
         observers=None,
-        streams=None,
+        streams=Streams(),
     )
     splitter: Any = SimpleNamespace(cut=nothing, carrier=lambda *_, **__: Split(progress))
     setting = Setting(partition_bytes=16, credit_bytes=16)
