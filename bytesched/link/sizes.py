@@ -36,6 +36,9 @@ _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
 #: so much less than the best throughput is still called full
 _FULL = 0.93
+#: What fills the link counts up to this part of a model: a window of larger partitions in front of
+#: the first layer delays it by more than a fuller link gains.
+_PARTS = 32
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
 #: of that, what a measurement of it may fall short
@@ -95,7 +98,7 @@ class Rule:
 RULES: Final = MappingProxyType(
     {
         "all-reduce": Rule(
-            formula="max(1.5 x the smallest that fills the link, sqrt(θBS/(k + 1)))",
+            formula="max(min(1.5 x the smallest that fills the link, S/32), sqrt(θBS/(k + 1)))",
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
             "CPU time of a chunk, as far as the model computes on the same cores; where it always "
             "does, k is 4 in place of 2, because threads wake up late.",
@@ -103,7 +106,7 @@ RULES: Final = MappingProxyType(
             largest_bytes=_LARGEST_BYTES,
         ),
         "beside stages": Rule(
-            formula="max(the smallest that fills the link, sqrt(θBS/(k + 1)))",
+            formula="max(min(the smallest that fills the link, S/32), sqrt(θBS/(k + 1)))",
             why="As an all-reduce; but what crosses between the stages of a pipeline waits behind "
             "the chunks in flight, and other ranks wait for it, so they are not larger than they "
             "must be.",
@@ -216,7 +219,7 @@ def chosen_sizes(
         best_bytes = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
         if rule.hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-            best_bytes = max(best_bytes, rule.margin * fills)
+            best_bytes = max(best_bytes, min(rule.margin * fills, model_bytes / _PARTS))
     window = _BUSY_WINDOW if rule.hides_overhead and busy > _ALWAYS else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 

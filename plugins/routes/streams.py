@@ -184,7 +184,7 @@ class CudaStreams(Streams):
             stream.wait_event(updated)
 
     def to_host(self, values: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
-        copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        copy = _pinned_like(values)
         copied = torch.cuda.Event(blocking=True)
         with self._on(self._receiving):
             wait()
@@ -246,6 +246,11 @@ class CudaStreams(Streams):
                 except Exception as error:  # noqa: BLE001 - it must reach the user's thread
                     self._fail(error)
                     return
+
+
+def _pinned_like(values: torch.Tensor) -> torch.Tensor:
+    """Memory of the host that a device copies to while the host goes on."""
+    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
 
 
 def _go_on() -> None:

@@ -47,6 +47,13 @@ def test_a_model_on_the_same_cores_needs_larger_partitions() -> None:
     assert idle < 512 * 1024 <= busy
 
 
+def test_a_link_that_only_huge_partitions_fill_does_not_cut_a_model_in_two() -> None:
+    """As between processes of one machine: three of 32 MB would be all of it."""
+    probes = [Probe(nbytes << 17, 1e9 * 1.1 ** nbytes.bit_length()) for nbytes in (1, 16, 256)]
+    partition_bytes, _ = chosen_sizes(probes, model_bytes=40 * MIB, cpu_load=0.0)
+    assert partition_bytes == 40 * MIB // 32
+
+
 def test_probing_ends_where_larger_is_not_faster() -> None:
     assert link(118e6, 1e-3)[-1].nbytes <= MIB
 
@@ -85,12 +92,12 @@ def test_what_is_given_stays_and_the_rest_is_usable(
 def test_one_probe_is_enough(count: int) -> None:
     probes = [Probe(MIB, 1e8)] * count
     partition_bytes = int(1.5 * MIB)
-    idle = chosen_sizes(probes, model_bytes=1, cpu_load=0.0)
-    busy = chosen_sizes(probes, model_bytes=1, cpu_load=1.0)
+    idle = chosen_sizes(probes, model_bytes=64 * MIB, cpu_load=0.0)
+    busy = chosen_sizes(probes, model_bytes=64 * MIB, cpu_load=1.0)
     assert idle == (partition_bytes, 2 * partition_bytes)
     assert busy == (partition_bytes, 4 * partition_bytes)
     # Half of the time is all that a model gets where ranks share cores; less is not always.
-    partition_bytes, credit_bytes = chosen_sizes(probes, model_bytes=1, cpu_load=0.4)
+    partition_bytes, credit_bytes = chosen_sizes(probes, model_bytes=64 * MIB, cpu_load=0.4)
     assert credit_bytes == 2 * partition_bytes
 
 
