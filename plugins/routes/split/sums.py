@@ -141,7 +141,12 @@ class Sums:
                     memory[rank] = part = self._taken(chunk)
                     works[rank] = self._receive(part, rank, chunk)
             self._receiving[chunk.index] = _Receiving(memory, works)
-            self._receiving_bytes += self._packer.memory(chunk).nbytes
+            self._receiving_bytes += self._held_bytes(chunk)
+
+    def _held_bytes(self, chunk: CommTask) -> int:
+        """What each rank's part of it takes here, which is as much for every chunk."""
+        like = self._packer.memory(chunk)
+        return self._largest[like.dtype] * like.element_size()
 
     def _taken(self, chunk: CommTask) -> torch.Tensor:
         like = self._packer.memory(chunk)
@@ -159,7 +164,7 @@ class Sums:
             if part is not None:
                 whole = part.as_strided((self._largest[part.dtype],), (1,))
                 self._free[part.dtype].append(whole)
-        self._receiving_bytes -= self._packer.memory(chunk).nbytes
+        self._receiving_bytes -= self._held_bytes(chunk)
 
     def add(self, chunk: CommTask, received: Sequence[torch.Tensor | None]) -> None:
         """Puts the sum of ``chunk`` into the arena, from what the other ranks have for it."""
