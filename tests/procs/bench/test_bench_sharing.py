@@ -9,7 +9,7 @@ from pathlib import Path
 from tiny import TINY
 from warm_python import warm_python
 
-QUICK = ["--iterations", "4", "--rounds", "1", "--warmup", "2"]
+QUICK = ["--iterations", "12", "--rounds", "1", "--warmup", "2"]
 
 
 def test_two_jobs_of_two_ranks(tmp_path: Path) -> None:
