@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.pipeline.order import Order
 from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.pipelines.private import skip_self_sends
 from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
 
@@ -161,10 +162,8 @@ class Pipeline:
             PipelineStage(module, stage, len(self.kind.ranks), device, group=pipeline)
             for stage, module in zip(mine, modules, strict=True)
         ]
-        if len(set(self.kind.ranks)) == 1:
-            for stage in self.stages:
-                # Before 2.13, torch would send to itself, which Gloo cannot.
-                vars(stage)["_get_init_p2p_neighbors_ops"] = list
+        # Before 2.13, torch would send to itself in plain training, too.
+        skip_self_sends(self.stages)
         self.schedule = self.kind.make(
             self.stages, self.kind.micro_batches, loss_fn=nn.functional.mse_loss
         )
