@@ -28,6 +28,8 @@ EPILOG = """\
 """
 MOST_RANKS = 64
 MOST_MICRO_BATCHES = 256
+#: flags that describe stages where there is no profile
+OF_A_STAGE = ("forward_ms", "backward_ms", "activation", "output", "parameters")
 #: as many as a search goes through in time
 MOST_ACTIONS = 6000
 
@@ -101,6 +103,10 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {path}: there is no such folder")
         if path and Path(path).is_dir():
             raise ConfigError(f"--{name} {path}: it is a folder")
+    given = [name for name in OF_A_STAGE if getattr(options, name) is not None]
+    if options.profile and given:
+        flag = given[0].replace("_", "-")
+        raise ConfigError(f"--{flag} beside --profile: the profile says that of its stages")
     if not options.profile and options.forward_ms is None:
         raise ConfigError("expected --profile, or --forward-ms and --backward-ms of a stage")
 
@@ -145,7 +151,7 @@ def _on(
 ) -> Pipeline:
     """The model in as many stages; without a profile, ``alike`` of those that flags describe."""
     if chain is None:
-        sizes = (_size(getattr(options, n), n) for n in ("activation", "output", "parameters"))
+        sizes = (_size(getattr(options, name) or "0", name) for name in OF_A_STAGE[2:])
         half_s = options.backward_ms / 2e3
         chain = (Stage(options.forward_ms / 1e3, half_s, half_s, *sizes),) * alike
         if alike % len(stage_ranks):
@@ -205,9 +211,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", metavar="P", help="of `bytesched bench`: a name or file; or one with stages")
     add("--forward-ms", type=float, metavar="MS", help="of a stage, where there is no profile")
     add("--backward-ms", type=float, metavar="MS", help="of a stage, likewise")
-    add("--activation", default="0", metavar="SIZE", help="what it holds of a micro-batch")
-    add("--output", default="0", metavar="SIZE", help="what it hands to the next stage")
-    add("--parameters", default="0", metavar="SIZE", help="of its weights")
+    add("--activation", metavar="SIZE", help="what it holds of a micro-batch")
+    add("--output", metavar="SIZE", help="what it hands to the next stage")
+    add("--parameters", metavar="SIZE", help="of its weights")
     add("--ranks", type=int, default=4, metavar="N", help="(default %(default)s)")
     add(
         "--placement",

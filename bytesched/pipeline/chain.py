@@ -8,11 +8,15 @@ from typing import Any
 from bytesched.bench.profile import SHIPPED_FOLDER, parse_profile, read_profile
 from bytesched.errors import ConfigError
 from bytesched.pipeline.stages import Stage
-from bytesched.values import shown
+from bytesched.values import nearest, shown
 
 __all__ = ["load_chain"]
 
 _MOST_S = 1e6
+_HALVES = ("backward_input_s", "backward_weight_s")
+_SIZES = ("activation_bytes", "output_bytes", "parameter_bytes")
+#: of a stage; its name is for people
+_FIELDS = ("forward_s", "backward_s", *_HALVES, *_SIZES, "name")
 
 
 def load_chain(name_or_path: str) -> tuple[Stage, ...]:
@@ -49,19 +53,23 @@ def load_chain(name_or_path: str) -> tuple[Stage, ...]:
 def _stage(content: object, where: str) -> Stage:
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected an object, found {shown(content)}")
+    for name in content:
+        if name not in _FIELDS:
+            raise ConfigError(f"{where}: {name!r} is no field{nearest(name, _FIELDS)}")
     if "backward_s" in content:
+        if any(half in content for half in _HALVES):
+            raise ConfigError(
+                f"{where}: backward_s is there beside its halves, expected one of both"
+            )
         input_s = weight_s = _time_s(content, "backward_s", where) / 2
     else:
-        input_s = _time_s(content, "backward_input_s", where)
-        weight_s = _time_s(content, "backward_weight_s", where)
+        input_s = _time_s(content, _HALVES[0], where)
+        weight_s = _time_s(content, _HALVES[1], where)
     return Stage(
         _time_s(content, "forward_s", where),
         input_s,
         weight_s,
-        *(
-            _bytes(content, f"{what}_bytes", where)
-            for what in ("activation", "output", "parameter")
-        ),
+        *(_bytes(content, size, where) for size in _SIZES),
     )
 
 

@@ -22,6 +22,10 @@ from bytesched.values import shown
 __all__ = ["Action", "Kind", "Order", "in_turn", "needs"]
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+#: what torch writes as well
+_ADDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*", flags=re.ASCII)
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 class Kind(Enum):
@@ -125,9 +129,13 @@ class Order:
     def parse(cls, text: str, origin: str = "order") -> Order:
         """The order that CSV describes; ``origin`` is where it came from, for errors."""
         try:
-            table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+            marked = io.StringIO(text.removeprefix(_BYTE_ORDER_MARK), newline="")
+            table = list(csv.reader(marked, strict=True))
         except csv.Error as error:
             raise ConfigError(f"{origin} is not valid CSV: {error}") from None
+        while table and not table[-1]:
+            # Editors leave blank lines behind; a rank without work is a line of commas.
+            table.pop()
         rows = tuple(
             tuple(
                 _action(cell, f"{origin}, row {row}, cell {column}")
@@ -256,6 +264,17 @@ def _action(cell: str, where: str) -> Action | None:
     if not text:
         return None
     match = _CELL.fullmatch(text)
+    if match is None and _ADDED.fullmatch(text):
+        raise ConfigError(
+            f"{where}: {shown(text)} is not computed, but of torch's format compute_comms: write "
+            "the file with schedule._dump_csv(path, format='compute_only'), or leave such cells "
+            "out (torch adds them itself)"
+        )
+    if match is None and (overlapped := _OVERLAPPED.fullmatch(text)):
+        raise ConfigError(
+            f"{where}: {shown(text)} is two actions that torch overlaps: write them as cells of "
+            f"their own, one after the other: {','.join(overlapped[1].split(';'))}"
+        )
     if match is None:
         raise ConfigError(
             f"{where}: {shown(text)} is no action; expected a stage, F, B, I or W, and a "

@@ -31,6 +31,7 @@ _LONGEST_NAP_S: Final = 0.05
 _LOOKS_PER_S: Final = 1000
 #: after which it is logged, once, which ranks are waited for
 _PATIENCE_S: Final = 10.0
+_WRAP: Final = "bytesched.wrap"
 #: holds why the ranks do not go on
 _WHY: Final = "why"
 
@@ -39,9 +40,13 @@ class Entry:
     """One ``wrap`` that the ranks of ``base`` enter together, the n-th of each of them.
 
     A context: an error in it is declared to the other ranks, in place of what comes next.
+
+    Args:
+        call: what the ranks call, if it is no ``wrap``; for errors.
     """
 
-    def __init__(self, base: dist.ProcessGroup) -> None:
+    def __init__(self, base: dist.ProcessGroup, call: str = _WRAP) -> None:
+        self._call = call
         self._rank, self._size = base.rank(), base.size()
         store = store_of(base)
         # Counted in the store: the group of a later training has a new one.
@@ -69,19 +74,20 @@ class Entry:
                 missing = ", ".join(map(str, self._missing(stage)))
                 if waited_s > timeout_s:
                     raise SchedulerTimeout(
-                        f"rank {missing} did not come to bytesched.wrap within {timeout_s:g} s; "
+                        f"rank {missing} did not come to {self._call} within {timeout_s:g} s; "
                         "does every rank make the same calls of bytesched?",
                         rank=self._rank,
                     )
                 patience_s = timeout_s
-                log.warning("rank %d waits for rank %s to call bytesched.wrap", self._rank, missing)
+                log.warning("rank %d waits for rank %s: %s", self._rank, missing, self._call)
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, longest_nap_s)
         self._raise_if_refused()
 
     def decline(self, why: str) -> None:
         """This rank goes on alone; the others raise, with its reason ``why``."""
-        self._refuse(f"rank {self._rank} does not wrap: {why}")
+        what = "does not wrap" if self._call == _WRAP else f"failed in {self._call}"
+        self._refuse(f"rank {self._rank} {what}: {why}")
 
     def _compare(self, statements: list[str], stage: str) -> None:
         """With those of the rank that comes first."""

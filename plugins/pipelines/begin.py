@@ -27,6 +27,7 @@ from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..update.separable import why_not_sharded
 from ..warmup.agree import statements
+from .parted import why_parted
 from .reducing import StageReductions, take_from_ddp
 from .replicas import RollCall, named_replicas
 from .root import StageModules
@@ -78,20 +79,24 @@ def begin(
     refusal = _refusal(root, rank)
     base = named or _called(root, refusal, config.timeout_s)
     if base.size() == 1:
+        # Its neighbours may have replicas: all compare, or none.
+        with Entry(root.schedule.group) as pipeline:
+            pipeline.agree(root.schedule.statements(), config.timeout_s)
         stays_plain("no other rank has the same stages")
         return None
     if ddps and root.schedule.splits_backward and refusal is None:
         log.warning("%s; bytesched reduces them", _skipped(root, rank))
-    with Entry(base) as entry:
+    with ExitStack() as entered:
+        entry = entered.enter_context(Entry(base))
+        ours = None if named is None else entered.enter_context(Entry(root.schedule.group))
         optimizer = stepping_optimizer(optimizer)
         if config.shard:
             _refuse_to_shard(optimizer)
-        if named is not None:
-            with Entry(root.schedule.group) as pipeline:
-                if refusal is not None:
-                    raise refusal
-                # Ranks that act in other orders would wait for each other for ever.
-                pipeline.agree(root.schedule.statements(), config.timeout_s)
+        if refusal is not None:
+            raise refusal
+        if ours is not None:
+            # Ranks that act in other orders would wait for each other for ever.
+            ours.agree(root.schedule.statements(), config.timeout_s)
         why = _why_whole(optimizer, root, config)
         session = _attach(optimizer, root, config, entry, base, is_named=named is not None)
         try:
@@ -111,7 +116,9 @@ def decline(root: StageModules, groups: Any, why: str) -> None:
     named = named_replicas(root, groups)
     if named is None:
         RollCall().decline(why)
-    elif named.size() > 1:
+        return
+    Entry(root.schedule.group).decline(why)
+    if named.size() > 1:
         Entry(named).decline(why)
 
 
@@ -170,7 +177,7 @@ def _attach(
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         take = take_from_ddp(root) if ddps else None
-        reductions = StageReductions(root, slots, session, dist.get_rank())
+        reductions = StageReductions(root, slots, session, dist.get_rank(), config.timeout_s)
         session.on_close(reductions.close)
         if take is not None:
             session.take_over(take, can_stop=False)
@@ -182,6 +189,7 @@ def _refusal(root: StageModules, rank: int) -> PluginError | None:
     """Why gradients of the stages would be others than DDP's, or cannot be carried."""
     ddps = root.ddps()
     why = next((why for ddp in ddps if (why := why_kept(ddp))), "") or why_sparse(root)
+    why = why or why_parted(root)
     if not why:
         return None
     if ddps and root.schedule.splits_backward:

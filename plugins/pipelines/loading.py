@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
 from bytesched.pipeline.order import Order
+
+from ..c10d.entry import Entry
+from .private import runtime, skip_self_sends
 
 __all__ = ["ordered_schedule"]
 
@@ -30,20 +35,22 @@ def ordered_schedule(
         loss_fn: of an output and its target.
         arguments: what else torch's schedules take, such as ``scale_grads``.
 
-    Raises `ConfigError` for a file that is no order, or is none of these ranks and stages, and
-    `PluginError` if this torch has no schedule that takes an order.
-    """
-    from torch.distributed.pipelining import schedules
+    Collective: all ranks of the pipeline make one, of the same order.
 
-    kind: Any = getattr(schedules, "_PipelineScheduleRuntime", None)
-    action: Any = getattr(schedules, "_Action", None)
-    if action is None or not hasattr(kind, "_prepare_schedule_with_comms"):
-        raise PluginError(
-            f"pipelining of torch {torch.__version__} takes no order from outside: 2.13 to 2.15 do"
-        )
-    if not isinstance(order, Order):
-        order = Order.read(order)
-    _check(stages, order)
+    Raises `ConfigError` for a file that is no order, or is none of these ranks and stages,
+    `PluginError` if this torch has no schedule that takes an order, and `MismatchError` on all
+    ranks of the pipeline if one of them has another order, or none.
+    """
+    if not stages:
+        raise PluginError("a rank of a pipeline has at least one stage, and none was given")
+    timeout_s = Config.load().timeout_s
+    group = stages[0].group or distributed_c10d._get_default_group()
+    with Entry(group, call="ordered_schedule") as ranks:
+        kind, action = runtime()
+        if not isinstance(order, Order):
+            order = Order.read(order)
+        _check(stages, group, order)
+        ranks.agree([_statement(order)], timeout_s)
     schedule = kind(list(stages), order.micro_batches, loss_fn=loss_fn, **arguments)
     schedule._prepare_schedule_with_comms(
         {
@@ -52,14 +59,21 @@ def ordered_schedule(
         },
         format="compute_only",
     )
+    skip_self_sends(stages)
     return schedule
 
 
-def _check(stages: Sequence[Any], order: Order) -> None:
+def _statement(order: Order) -> str:
+    """What ranks with the same order have in common, wherever each has its file."""
+    digest = hashlib.sha256(order.to_csv().encode()).hexdigest()[:12]
+    return (
+        f"an order of {order.stages} stages and {order.micro_batches} micro-batches with digest "
+        f"{digest}"
+    )
+
+
+def _check(stages: Sequence[Any], group: dist.ProcessGroup, order: Order) -> None:
     """Raises ConfigError unless ``order`` has these stages on this rank."""
-    if not stages:
-        raise PluginError("a rank of a pipeline has at least one stage, and none was given")
-    group = stages[0].group or distributed_c10d._get_default_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if order.ranks != size:
         raise ConfigError(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bytesched.errors import ConfigError, PluginError
 from bytesched.pipeline.order import Action, Kind, Order
+
+from .private import schedule_class
 
 __all__ = ["SCHEDULES", "torch_order"]
 
@@ -26,12 +30,7 @@ def torch_order(name: str, ranks: int, stages_per_rank: int, micro_batches: int)
     Raises ``ConfigError`` if the schedule is not made for these numbers, with torch's words, and
     ``PluginError`` if this torch has no such schedule or keeps its order elsewhere.
     """
-    import torch
-    from torch.distributed.pipelining import schedules
-
-    kind = getattr(schedules, f"Schedule{name}", None)
-    if kind is None:
-        raise PluginError(f"torch {torch.__version__} has no schedule {name}")
+    kind = schedule_class(name)
     if ranks == 1 and SCHEDULES[name] != "single":
         raise ConfigError(f"{name} is for several ranks")
     if name == "1F1B":
@@ -87,8 +86,6 @@ class _Stage:
     group_rank = 0
 
     def __init__(self, stage_index: int, ranks: int, num_stages: int) -> None:
-        import torch
-
         self.stage_index = stage_index
         self.group_size = ranks
         self.num_stages = num_stages

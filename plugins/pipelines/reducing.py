@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.errors import PeerLost, PluginError
+from bytesched.errors import BytesschedError, PeerLost, PluginError
 
+from ..c10d.entry import Entry
 from ..c10d.shell import take_over
 from ..engine.session import Session
 from ..layout.slots import Slot
+from .private import skip_self_sends
 from .root import StageModules
+from .schedules import Schedule
 
 __all__ = ["StageReductions", "take_from_ddp"]
 
@@ -32,18 +35,27 @@ class StageReductions:
         root: the stages.
         slots: their parameters.
         rank: that of this process, for errors.
+        timeout_s: how long the other ranks are waited for where all of them compare.
     """
 
     def __init__(
-        self, root: StageModules, slots: Sequence[Slot], session: Session, rank: int
+        self,
+        root: StageModules,
+        slots: Sequence[Slot],
+        session: Session,
+        rank: int,
+        timeout_s: float,
     ) -> None:
         # What is alive as long as the schedule is must not be kept by the session.
         self._weak_root = weakref.ref(root)
         self._weak_stages = [weakref.ref(stage) for stage in root.schedule.stages]
         self._session = session
         self._rank = rank
+        self._timeout_s = timeout_s
         #: the order that was checked last
         self._checked: object = None
+        #: the order that the ranks of the pipeline have compared last
+        self._compared = root.schedule.order
         #: the stages that this step of the schedule has not reduced yet; None outside of one
         self._awaited: set[int] | None = None
         by_id = {id(slot.parameter): slot for slot in slots}
@@ -55,6 +67,7 @@ class StageReductions:
         for slot, count in stages_of.items():
             # One that several stages share is complete in the last of them.
             slot.expected = count
+        session.on_close(skip_self_sends(root.schedule.stages))
         root.use(self._step)
 
     def close(self) -> None:
@@ -143,13 +156,31 @@ class StageReductions:
         schedule = root.schedule
         if schedule.order is self._checked:
             return
+        if schedule.order is self._compared:
+            self._check_reductions(schedule)
+        else:
+            self._compare_order(schedule)
+        self._checked = schedule.order
+
+    def _compare_order(self, schedule: Schedule) -> None:
+        """Whether all ranks of the pipeline have been given the same order since the last one."""
+        try:
+            with Entry(schedule.group, call="a step of another order") as ranks:
+                self._check_reductions(schedule)
+                ranks.agree(schedule.statements(), self._timeout_s)
+        except BytesschedError as error:
+            # Replicas would wait for the gradients of this step.
+            self._session.fail(error)
+            raise
+        self._compared = schedule.order
+
+    def _check_reductions(self, schedule: Schedule) -> None:
         if unreduced := schedule.unreduced():
             raise PluginError(
                 f"the order of {schedule.name} never reduces stage "
                 f"{', '.join(map(str, unreduced))} on rank {self._rank}: give it REDUCE_GRAD after "
                 "the stage's last B or W, or load it as format='compute_only'"
             )
-        self._checked = schedule.order
 
 
 class _StageSlots:

@@ -1,4 +1,4 @@
-"""What is read of torch.distributed.pipelining, most of which is private: checked before it is.
+"""What is read of a schedule of torch.distributed.pipelining, and which one runs some modules.
 
 Stages are reduced where a schedule says that their gradients are complete, which it does to the
 stage itself (``perform_reduce_grad``), whatever its kind. Hooks of parameters would not do: where
@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Final
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from bytesched.errors import PluginError
+
+from .private import SCHEDULES, base_class, probe_schedule, stages_of
 
 __all__ = [
     "Schedule",
@@ -27,23 +27,10 @@ __all__ = [
     "schedule_of",
 ]
 
-_SCHEDULES: Final = "torch.distributed.pipelining.schedules"
-#: of a stage and of a schedule; all are there from torch 2.13 on
-_OF_STAGE: Final = (
-    "submod",
-    "stage_index",
-    "num_stages",
-    "group",
-    "perform_reduce_grad",
-    "has_backward",
-)
-_OF_SCHEDULE: Final = ("_n_microbatches", "_has_backward", "step")
-
 
 def is_schedule(x: object) -> bool:
     """Whether ``x`` is a schedule of torch.distributed.pipelining."""
-    kind = getattr(sys.modules.get(_SCHEDULES), "_PipelineSchedule", None)
-    return kind is not None and isinstance(x, kind)
+    return any(kind.__module__ == SCHEDULES for kind in type(x).__mro__)
 
 
 def schedule_of(modules: Sequence[nn.Module]) -> object | None:
@@ -75,17 +62,14 @@ def schedule_of(modules: Sequence[nn.Module]) -> object | None:
 
 
 class Schedule:
-    """One schedule of this rank. Raises `PluginError` if this torch is not one that is known."""
+    """One schedule of this rank. Raises `PluginError` if this torch lacks what is read of it."""
 
     def __init__(self, schedule: Any) -> None:
         self.name = type(schedule).__name__
         self._schedule = schedule
-        _probe(schedule, _OF_SCHEDULE, self.name)
-        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        for stage in stages:
-            _probe(stage, _OF_STAGE, f"a stage of {self.name}")
+        probe_schedule(schedule)
         #: those of this rank, as torch has them
-        self.stages: list[Any] = list(stages)
+        self.stages: list[Any] = stages_of(schedule)
 
     @property
     def trains(self) -> bool:
@@ -143,22 +127,12 @@ class Schedule:
             yield from getattr(action, "sub_actions", None) or (action,)
 
 
-def _probe(thing: Any, names: Sequence[str], what: str) -> None:
-    missing = [name for name in names if not hasattr(thing, name)]
-    if missing:
-        raise PluginError(
-            f"{what} of torch {torch.__version__} has no {', '.join(missing)}: pipelines can be "
-            "wrapped with torch 2.13 to 2.15"
-        )
-
-
 def _submodule(stage: Any) -> object:
     return getattr(stage, "submod", None)
 
 
 def _modules_of(schedule: Any) -> Set[int]:
-    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-    return {id(_submodule(stage)) for stage in stages}
+    return {id(_submodule(stage)) for stage in stages_of(schedule)}
 
 
 def _ids(modules: Sequence[nn.Module]) -> Set[int]:
@@ -166,7 +140,7 @@ def _ids(modules: Sequence[nn.Module]) -> Set[int]:
 
 
 def _alive() -> list[Any]:
-    kind = getattr(sys.modules.get(_SCHEDULES), "_PipelineSchedule", None)
+    kind = base_class()
     if kind is None:
         return []
     # Not isinstance: it reads the class of proxies of all kinds.

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.pipeline.order import Order
 from bytesched.plugins.dropped import wait_for_ends
+from bytesched.plugins.pipelines.private import skip_self_sends
 from bytesched.plugins.registry import sessions
 from bytesched.run.watch import watch
 
@@ -161,19 +162,27 @@ class Pipeline:
             PipelineStage(module, stage, len(self.kind.ranks), device, group=pipeline)
             for stage, module in zip(mine, modules, strict=True)
         ]
-        if len(set(self.kind.ranks)) == 1:
-            for stage in self.stages:
-                # Before 2.13, torch would send to itself, which Gloo cannot.
-                vars(stage)["_get_init_p2p_neighbors_ops"] = list
-        self.schedule = self.kind.make(
-            self.stages, self.kind.micro_batches, loss_fn=nn.functional.mse_loss
-        )
+        # Before 2.13, torch would send to itself in plain training, too.
+        skip_self_sends(self.stages)
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**127, backoff_factor=2.0**-64)
+        # Where there is no loss, it has no scale before it is asked for one.
+        self.scaler.scale(torch.zeros(1))
+        self.scales = script == "scales losses"
+        #: in which gradients are sent
+        self.wire = {"sends fp16": torch.float16, "sends bf16": torch.bfloat16}.get(script)
+        self.schedule = self.kind.make(self.stages, self.kind.micro_batches, loss_fn=self.loss)
         if script == "sums losses":
             self.schedule.scale_grads = False
         self.optimizer = OPTIMIZERS[optimizer](self.parameters())
         #: losses of evaluations
         self.seen: list[float] = []
         self.is_first, self.is_last = 0 in mine, len(self.kind.ranks) - 1 in mine
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Of one micro-batch."""
+        loss = nn.functional.mse_loss(output, target)
+        # So large that the first step overflows, and is left out.
+        return self.scaler.scale(1000 * loss) if self.scales else loss
 
     def parameters(self) -> list[nn.Parameter]:
         """Of all stages of this rank, each once."""
@@ -209,10 +218,18 @@ class Pipeline:
 
     def reduce(self) -> None:
         """What a script without DDP does at the end of a step."""
+        replicas = dist.get_world_size(self.replicas)
         for parameter in self.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if self.wire is None:
                 dist.all_reduce(parameter.grad, group=self.replicas)
-                parameter.grad /= dist.get_world_size(self.replicas)
+                parameter.grad /= replicas
+            else:
+                # As DDP's compression hooks.
+                sent = parameter.grad.to(self.wire).div_(replicas)
+                dist.all_reduce(sent, group=self.replicas)
+                parameter.grad.copy_(sent)
 
     def reduced(self, step: int, *, plain: bool) -> float:
         """What a closure does."""
@@ -251,7 +268,12 @@ def records(pipeline: Pipeline, *, plain: bool, script: str) -> Iterator[Any]:
             yield float(nn.utils.clip_grad_norm_(pipeline.parameters(), 0.05))
         if script == "reads":
             yield [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
-        pipeline.optimizer.step()
+        if pipeline.scales:
+            pipeline.scaler.step(pipeline.optimizer)
+            pipeline.scaler.update()
+            yield pipeline.scaler.get_scale()
+        else:
+            pipeline.optimizer.step()
         if script == "reads":
             yield pipeline.values()
     yield pipeline.values()

@@ -8,6 +8,8 @@ import pytest
 from pipeline_faults import (
     ends_in_a_step,
     given_an_order,
+    given_other_orders,
+    loaded_after_wrap,
     misused,
     refused,
     wrapped_before_it_was_a_stage,
@@ -29,6 +31,13 @@ TOLD = {
     "off": "PluginError: nothing would reduce the gradients of replicated stages: enabled is off",
     "off, in DDP": "no error",
     "a hook of DDP": "a communication hook is registered on the DDP module; stage ",
+    "DDP's mixed precision": "wrapped: DDP's own mixed precision reduces in a hook of its own",
+    "delayed by DDP": "wrapped: DDP delays the all-reduce of some parameters",
+    "FSDP": " is sharded by FSDP, which reduces gradients itself",
+    "FSDP, named": " is sharded by FSDP, which reduces gradients itself",
+    "FSDP1": " is sharded by FSDP, which reduces gradients itself",
+    "a DTensor": ".up.bias is a DTensor, of which each rank has a part: ",
+    "a DTensor, named": ".up.bias is a DTensor, of which each rank has a part: ",
     "sparse": " rank 2 cannot be wrapped: stage",
     "a mapping": "PluginError: groups is a dict: for a pipeline it is the process group",
 }
@@ -39,6 +48,30 @@ def test_what_cannot_be_wrapped(what: str, four_ranks: Ranks) -> None:
     said = four_ranks.run(refused, what)
     for text in said:
         assert TOLD[what] in text
+
+
+def test_a_pipeline_without_replicas_has_one_order(four_ranks: Ranks) -> None:
+    said = four_ranks.run(refused, "another order, no replicas")
+    assert said[:2] == ["no error", "no error"]
+    assert all(text.startswith("MismatchError: the ranks disagree: ") for text in said[2:]), said
+
+
+def test_ranks_that_read_other_orders(four_ranks: Ranks) -> None:
+    said = four_ranks.run(given_other_orders)
+    assert said[:2] == ["no error", "no error"]
+    for text in said[2:]:
+        assert text.startswith("MismatchError: the ranks disagree: rank "), said
+        assert " has 'an order of 4 stages and 2 micro-batches with digest " in text
+
+
+def test_an_order_that_all_ranks_load_after_wrap(four_ranks: Ranks, tmp_path: Path) -> None:
+    assert four_ranks.run(loaded_after_wrap, "all", str(tmp_path)) == ["no error"] * 4
+
+
+def test_ranks_that_load_other_orders_after_wrap(four_ranks: Ranks, tmp_path: Path) -> None:
+    said = four_ranks.run(loaded_after_wrap, "one", str(tmp_path))
+    assert all(text.startswith("MismatchError: the ranks disagree: ") for text in said[2:]), said
+    assert all(text.startswith("PeerLost: ") for text in said[:2]), said
 
 
 def test_a_module_that_became_a_stage_is_refused_when_it_is_called() -> None:

@@ -67,6 +67,7 @@ SCRIPTS = [
     "sums losses",
     "is frozen in part",
     "is in bfloat16",
+    "scales losses",
 ]
 
 
@@ -90,6 +91,14 @@ def test_whatever_carries_the_gradients(
     fields: dict[str, Any], script: str, four_ranks: Ranks
 ) -> None:
     found = four_ranks.run(trains_as_plain, "csv split", "schedule", script, "adamw", fields)
+    assert found == [[]] * 4
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["csv", "csv split"])
+def test_compressed_as_by_hooks_of_ddp(kind: str, wire: str, four_ranks: Ranks) -> None:
+    fields = {"compression": wire}
+    found = four_ranks.run(trains_as_plain, kind, "schedule", f"sends {wire}", "momentum", fields)
     assert found == [[]] * 4
 
 

@@ -45,15 +45,38 @@ def test_too_little_memory_writes_nothing(
         (["--placement", "none.json"], "placement none.json: No such file"),
         (["--memory", "1MiB"], "no stage holds activations"),
         (["--ranks", "0"], "--ranks 0: from 1 to 64"),
-        (["--memory", "1MiB", "--profile", "vgg"], "in a profile that lists stages"),
+        (["--profile", "vgg"], "--forward-ms beside --profile: the profile says that of its"),
         (["--csv", "/none/order.csv"], "there is no such folder"),
         (["--csv", "/"], "--csv /: it is a folder"),
-        (["--profile", "gtp"], "did you mean gpt"),
     ],
 )
 def test_what_it_refuses(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         plan(*options)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--profile", "vgg", "--memory", "1MiB"], "in a profile that lists stages"),
+        (
+            ["--profile", "vgg", "--activation", "1MiB"],
+            "--activation beside --profile: the profile",
+        ),
+        (["--profile", "vgg", "--output", "0"], "--output beside --profile"),
+        (["--profile", "gtp"], "did you mean gpt"),
+        ([], "expected --profile, or --forward-ms and --backward-ms"),
+        (["--forward-ms", "1"], "--backward-ms None: of a stage, above 0"),
+        (["--activation", "1MiB"], "expected --profile, or --forward-ms"),
+    ],
+)
+def test_what_says_nothing_or_too_much_of_the_stages(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline", "plan", *options])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
 

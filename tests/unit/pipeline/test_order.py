@@ -26,6 +26,12 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Order.read(tmp_path / "again.csv") == order
 
 
+@pytest.mark.parametrize("text", [f"\ufeff{V}", f"{V}\n", f"{V}\r\n\r\n"])
+def test_what_editors_leave_behind(text: str, tmp_path: Path) -> None:
+    (tmp_path / "order.csv").write_text(text)
+    assert Order.read(tmp_path / "order.csv") == Order.parse(V)
+
+
 def test_idle_cells_and_halves_of_a_backward() -> None:
     order = Order.parse("0F0,,2F0,2I0,2W0,0I0,0W0\n1F0,1B0\n")
     assert order.rows[0][1] is None
@@ -42,9 +48,17 @@ def test_what_is_written_is_read(order: Order) -> None:
     ("text", "told"),
     [
         ("", "order.csv is empty"),
-        ("0F0,0B0\n\n", "row 2: rank 1 has nothing to do"),
+        ("0F0,0B0\n,\n", "row 2: rank 1 has nothing to do"),
+        ("0F0,0B0\n\n1F0,1B0\n", "row 2: rank 1 has nothing to do"),
         ("0F0,0X0\n", "row 1, cell 2: '0X0' is no action"),
-        ("0F0,0SEND_F0\n", "row 1, cell 2: '0SEND_F0' is no action"),
+        ("0F0,0SEND_F0\n", "cell 2: '0SEND_F0' is not computed, but of torch's format compute_co"),
+        ("0UNSHARD,0F0,0B0\n", "cell 1: '0UNSHARD' is not computed, but"),
+        ("0F0,0B0,0REDUCE_GRAD\n", "schedule._dump_csv(path, format='compute_only'), or leave"),
+        (
+            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n",
+            "cell 2: '(0F1;0B0)OVERLAP_F_B' is two actions that torch overlaps: write them as "
+            "cells of their own, one after the other: 0F1,0B0",
+        ),
         ("0F0,0B0\n1F0,1B0,0F1\n", "row 2, cell 3: 0F1 puts stage 0 on rank 1"),
         ("0F0,0B0\n2F0,2B0\n", "there is a stage 2, but no stage 1"),
         ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0 is there again, after row 1, cell 1"),

@@ -110,6 +110,14 @@ def test_a_placement_from_a_file(tmp_path: Path) -> None:
         ('{"forward_s": 1, "backward_input_s": 1}', "backward_weight_s is"),
         ('{"forward_s": 0, "backward_s": 0}', "every stage takes 0 s"),
         ('{"forward_s": 1, "backward_s": 1, "activation_bytes": 1.5}', "activation_bytes is 1.5"),
+        (
+            '{"forward_s": 1, "backward_s": 1, "actvation_bytes": 1}',
+            "stage 0: 'actvation_bytes' is no field; did you mean activation_bytes",
+        ),
+        (
+            '{"forward_s": 1, "backward_s": 1, "backward_input_s": 1}',
+            "stage 0: backward_s is there beside its halves",
+        ),
     ],
 )
 def test_what_is_no_stage(stage: str, told: str, tmp_path: Path) -> None:
@@ -123,7 +131,8 @@ def test_stages_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     path.write_text(
         '{"stages": [{"forward_s": 1, "backward_s": 3, "output_bytes": 5},'
-        '{"forward_s": 1, "backward_input_s": 1, "backward_weight_s": 2, "parameter_bytes": 7}]}'
+        '{"forward_s": 1, "backward_input_s": 1, "backward_weight_s": 2, "parameter_bytes": 7,'
+        '"name": "head"}]}'
     )
     assert load_chain(str(path)) == (Stage(1, 1.5, 1.5, 0, 5, 0), Stage(1, 1, 2, 0, 0, 7))
 
