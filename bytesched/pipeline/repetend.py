@@ -7,13 +7,18 @@ modulo the period. Crossings between ranks take their time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from bytesched.pipeline.solver import Budget, Solution, cp_model, solve
+from bytesched.pipeline.solver import Budget, OutOfTimeError, Verdict, cp_model, solve
 from bytesched.pipeline.ticks import Ticks
 
 __all__ = ["Repetend", "repetend"]
+
+#: of the time of all: of a try whether there is one of a period, and of making that better
+_TRY_SHARE = 0.06
+_BETTER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,18 @@ class Repetend:
     starts: tuple[int, ...]
     #: bytes on the fullest rank once micro-batches keep coming
     memory_bytes: int
+    #: none within the memory has a shorter period
+    shortest: bool
     #: no repetend of the period holds less
     proved: bool
     #: ranks never idle for want of work: the busiest one always computes
     full: bool
+
+
+class _Pattern(NamedTuple):
+    starts: tuple[int, ...]
+    memory_bytes: int
+    optimal: bool
 
 
 def repetend(ticks: Ticks, memory_bytes: int, budget: Budget, share: float) -> list[Repetend]:
@@ -35,38 +48,91 @@ def repetend(ticks: Ticks, memory_bytes: int, budget: Budget, share: float) -> l
 
     Empty if none was found in time.
     """
-    least = max(ticks.work(rank) for rank in range(ticks.ranks))
+    least = _least(ticks, memory_bytes, budget, share * _TRY_SHARE)
+    if least is None:
+        return []
+    period, pattern, shortest = least
+    full = period == max(ticks.work(rank) for rank in range(ticks.ranks))
+
+    def better(of: str, limit: int) -> _Pattern | Verdict:
+        part = share * _BETTER_SHARE
+        return _pattern(ticks, period, limit, budget, part, of, pattern.starts)
+
+    leanest = better("peak", memory_bytes)
+    proved = not isinstance(leanest, Verdict) and leanest.optimal
+    if isinstance(leanest, Verdict):
+        leanest = pattern._replace(optimal=False)
+    found = [Repetend(period, *leanest[:2], shortest, proved, full)]
+    for limit in dict.fromkeys((leanest.memory_bytes, memory_bytes)):
+        brief = better("span", limit)
+        if not isinstance(brief, Verdict):
+            least_held = proved and brief.memory_bytes == leanest.memory_bytes
+            found.append(Repetend(period, *brief[:2], shortest, least_held, full))
+    return found
+
+
+def _least(
+    ticks: Ticks, memory_bytes: int, budget: Budget, share: float
+) -> tuple[int, _Pattern, bool] | None:
+    """The least period for which there is a pattern, that, and whether it is proved least.
+
+    With a longer period there is always one too: a pause at its end does no harm. So the period
+    grows until there is a pattern, and then the interval before it is halved. Where time runs out,
+    it goes on as if there were no pattern, and proves nothing.
+    """
     longest = sum(block.duration + sum(gap for _, gap in block.needs) for block in ticks.blocks)
-    period, tries = least, 0
-    while period <= longest and tries < 8:
-        model, peak, span, starts = _model(ticks, period, memory_bytes)
-        model.minimize(peak)
-        leanest = solve(model, budget, share / 4)
-        if leanest is not None:
-            found = [_repetend(period, least, starts, leanest, leanest.objective, leanest.optimal)]
-            for limit in dict.fromkeys((leanest.objective, memory_bytes)):
-                model, peak, span, starts = _model(ticks, period, limit)
-                model.minimize(span)
-                shortest = solve(model, budget, share / 4)
-                if shortest is not None:
-                    proved = leanest.optimal and limit == leanest.objective
-                    held = shortest.value(peak)
-                    found.append(_repetend(period, least, starts, shortest, held, proved))
-            return found
-        period = max(period + 1, round(period * 1.15))
-        tries += 1
-    return []
+    low = proved = ticks.period(memory_bytes)
+    found: tuple[int, _Pattern] | None = None
+    period, step = low, max(1, low // 50)
+    while found is None or low < found[0]:
+        pattern = _pattern(ticks, period, memory_bytes, budget, share)
+        if not isinstance(pattern, Verdict):
+            found = (period, pattern)
+        else:
+            low = period + 1
+            if pattern is Verdict.IMPOSSIBLE:
+                proved = low
+            if low > longest or budget.left_s == 0:
+                break
+        if found is None:
+            period, step = min(period + step, longest), 2 * step
+        else:
+            period = (low + found[0]) // 2
+    return None if found is None else (*found, proved == found[0])
 
 
-def _repetend(
-    period: int, least: int, starts: list[Any], solution: Solution, held: int, proved: bool
-) -> Repetend:
+def _pattern(
+    ticks: Ticks,
+    period: int,
+    memory_bytes: int,
+    budget: Budget,
+    share: float,
+    of: str = "",
+    hint: Sequence[int] = (),
+) -> _Pattern | Verdict:
+    """Any pattern of a period, or that of the least peak or span."""
+    try:
+        model, peak, span, starts = _model(ticks, period, memory_bytes, budget)
+    except OutOfTimeError:
+        return Verdict.UNKNOWN
+    if of:
+        model.minimize(peak if of == "peak" else span)
+    for start, time in zip(starts, hint, strict=False):
+        model.add_hint(start, time)
+    solution = solve(model, budget, share)
+    if isinstance(solution, Verdict):
+        return solution
     times = tuple(solution.value(start) for start in starts)
-    return Repetend(period, times, held, proved, period == least)
+    return _Pattern(times, solution.value(peak), solution.optimal)
 
 
-def _model(ticks: Ticks, period: int, memory_bytes: int) -> tuple[Any, Any, Any, list[Any]]:
-    """The model, the variables for peak and span, and those of the starts."""
+def _model(
+    ticks: Ticks, period: int, memory_bytes: int, budget: Budget
+) -> tuple[Any, Any, Any, list[Any]]:
+    """The model, the variables for peak and span, and those of the starts.
+
+    Raises ``OutOfTimeError``.
+    """
     model = cp_model().CpModel()
     blocks = ticks.blocks
     turns = len(blocks)
@@ -76,6 +142,7 @@ def _model(ticks: Ticks, period: int, memory_bytes: int) -> tuple[Any, Any, Any,
     peak = model.new_int_var(0, memory_bytes, "")
     span = model.new_int_var(0, period * (turns + 2), "")
     for n, block in enumerate(blocks):
+        budget.check()
         model.add(starts[n] == period * turn[n] + phase[n])
         model.add(span >= starts[n] + block.duration)
         for needed, gap in block.needs:
@@ -104,6 +171,7 @@ def _model(ticks: Ticks, period: int, memory_bytes: int) -> tuple[Any, Any, Any,
         # What is held changes upwards at starts of forwards alone. Of block n, so many have
         # started by a moment of period q: q - turn + [phase <= moment].
         for each in holding:
+            budget.check()
             terms = [
                 blocks[n].held * ((1 if n == each else until(phase[n], phase[each])) - turn[n])
                 for n in holding

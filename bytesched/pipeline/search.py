@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bytesched.errors import ConfigError
-from bytesched.pipeline.order import Action, Kind, Order
+from bytesched.pipeline.greedy import greedy
+from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.repetend import Repetend, repetend
 from bytesched.pipeline.replay import Timeline, replay
-from bytesched.pipeline.solver import Budget
+from bytesched.pipeline.solver import Budget, cp_model
 from bytesched.pipeline.stages import Pipeline
 from bytesched.pipeline.ticks import Ticks
 from bytesched.pipeline.whole import Rows, best_between
@@ -61,11 +63,13 @@ def search(
     split_backward: bool = False,
     time_limit_s: float = 10.0,
     known: Sequence[Order] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """The order that ends first of those that were found, and of those the one that holds least.
 
     Args:
         memory_bytes: of activations on a rank, at most; None: as many as there are.
+        time_limit_s: for all but the import of OR-tools and judging ``known``.
         known: orders to be better than; those for other stages, or that hold more, do not count.
 
     Raises ``ConfigError`` if no order keeps within the memory, and ``PluginError`` without
@@ -78,12 +82,15 @@ def search(
             f"activations ({size_text(least_bytes)}) even with one micro-batch at a time; give at "
             "least that, or more ranks"
         )
-    budget = Budget(time_limit_s)
+    cp_model()
+    budget = Budget(time_limit_s, clock)
     ticks = Ticks.of(pipeline, split_backward)
     limit = micro_batches * least_bytes if memory_bytes is None else memory_bytes
-    patterns = repetend(ticks, limit, budget, _REPETEND_SHARE)
-    orders = [_one_at_a_time(ticks, micro_batches)]
-    orders += [_unrolled(ticks, pattern, micro_batches) for pattern in patterns]
+    bound = ticks.least(micro_batches, limit)
+    # What is proved of rounded times need not be true of the times themselves.
+    fine = ticks if ticks.exact else Ticks.of(pipeline, split_backward, _FINE)
+    least_s = fine.least(micro_batches, limit) * fine.tick_s
+    orders = [_order(greedy(ticks, micro_batches, limit, budget))]
     orders += [
         _in_blocks(order, split_backward)
         for order in known
@@ -91,19 +98,19 @@ def search(
         and order.micro_batches == micro_batches
         and (split_backward or not order.splits_backward)
     ]
-    within = [each for each in _judged(orders, pipeline) if max(each[1].peak_bytes) <= limit]
-    best = min(within, key=_rank_of)
-    bound = ticks.least(micro_batches)
+    began_s = budget.left_s
+    best = _best(orders, pipeline, limit)
+    budget.reserve_s = (began_s - budget.left_s) / len(orders)
+    patterns = repetend(ticks, limit, budget, _REPETEND_SHARE)
+    for pattern in patterns:
+        if budget.left_s == 0:
+            break
+        best = _best([best[0], _unrolled(ticks, pattern, micro_batches)], pipeline, limit)
     best, bound = _whole(best, bound, pipeline, ticks, limit, budget)
-    bound_s = bound * ticks.tick_s
-    if not ticks.exact:
-        # What is proved of rounded times need not be true of the times themselves.
-        fine = Ticks.of(pipeline, split_backward, _FINE)
-        bound_s = fine.least(micro_batches) * fine.tick_s
     return Found(
         best[0],
         best[1],
-        min(bound_s, best[1].end_s),
+        min(bound * ticks.tick_s if ticks.exact else least_s, best[1].end_s),
         patterns[0] if patterns else None,
         ticks,
         budget.cut_short,
@@ -146,13 +153,11 @@ def _ends(judged: _Judged, ticks: Ticks) -> float:
 def _part(judged: _Judged, start: int, size: int) -> list[tuple[int, int]]:
     """Of every row, the places of those actions that are among ``size`` of all, by time."""
     order, timeline = judged
-    spans = sorted(timeline.spans, key=lambda span: (span.start_s, span.rank))
-    chosen = {span.action for span in spans[start : start + size]}
-    part = []
-    for row in _rows(order):
-        places = [place for place, action in enumerate(row) if action in chosen]
-        part.append((places[0], places[-1] + 1) if places else (0, 0))
-    return part
+    rows = _rows(order)
+    turn = {action: n for n, (action, _) in enumerate(in_turn(rows, order.stages))}
+    spans = sorted(timeline.spans, key=lambda span: (span.start_s, turn[span.action]))
+    before, until = ([span.rank for span in spans[:end]] for end in (start, start + size))
+    return [(before.count(rank), until.count(rank)) for rank in range(len(rows))]
 
 
 def _rank_of(judged: _Judged) -> tuple[float, int]:
@@ -164,8 +169,9 @@ def _judge(rows: Rows, pipeline: Pipeline) -> _Judged:
     return order, replay(order, pipeline)
 
 
-def _judged(orders: Sequence[Order], pipeline: Pipeline) -> list[_Judged]:
-    return [(order, replay(order, pipeline)) for order in orders]
+def _best(orders: Sequence[Order], pipeline: Pipeline, limit: int) -> _Judged:
+    judged = [(order, replay(order, pipeline)) for order in orders]
+    return min((each for each in judged if max(each[1].peak_bytes) <= limit), key=_rank_of)
 
 
 def _rows(order: Order) -> Rows:
@@ -189,14 +195,6 @@ def _in_blocks(order: Order, split_backward: bool) -> Order:
                 rows[-1].append(Action(stage, kind, micro_batch))
             elif kind is Kind.WEIGHT_GRADIENT:
                 rows[-1].append(Action(stage, Kind.BACKWARD, micro_batch))
-    return _order(tuple(map(tuple, rows)))
-
-
-def _one_at_a_time(ticks: Ticks, micro_batches: int) -> Order:
-    rows: list[list[Action]] = [[] for _ in range(ticks.ranks)]
-    for micro_batch in range(micro_batches):
-        for block in ticks.blocks:
-            rows[block.rank].append(block.of(micro_batch))
     return _order(tuple(map(tuple, rows)))
 
 
