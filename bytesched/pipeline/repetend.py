@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bytesched.pipeline.order import Kind
 from bytesched.pipeline.solver import Budget, OutOfTimeError, Verdict, cp_model, solve
 from bytesched.pipeline.ticks import Ticks
 
@@ -44,14 +45,8 @@ class _Pattern(NamedTuple):
 
 
 def repetend(ticks: Ticks, memory_bytes: int, budget: Budget, share: float) -> list[Repetend]:
-    """The one that holds least of those with the least period, and the shortest within memory.
-
-    Empty if none was found in time.
-    """
-    least = _least(ticks, memory_bytes, budget, share * _TRY_SHARE)
-    if least is None:
-        return []
-    period, pattern, shortest = least
+    """The one that holds least of those with the least period, and the shortest within memory."""
+    period, pattern, shortest = _least(ticks, memory_bytes, budget, share * _TRY_SHARE)
     full = period == max(ticks.work(rank) for rank in range(ticks.ranks))
 
     def better(of: str, limit: int) -> _Pattern | Verdict:
@@ -73,32 +68,79 @@ def repetend(ticks: Ticks, memory_bytes: int, budget: Budget, share: float) -> l
 
 def _least(
     ticks: Ticks, memory_bytes: int, budget: Budget, share: float
-) -> tuple[int, _Pattern, bool] | None:
+) -> tuple[int, _Pattern, bool]:
     """The least period for which there is a pattern, that, and whether it is proved least.
 
-    With a longer period there is always one too: a pause at its end does no harm. So the period
-    grows until there is a pattern, and then the interval before it is halved. Where time runs out,
-    it goes on as if there were no pattern, and proves nothing.
+    With a longer period there is always one too: a pause at its end does no harm. So the interval
+    between a period with none and one with a pattern is halved. Where the limits end a try, it goes
+    on as if there were no pattern, and proves nothing.
     """
-    longest = sum(block.duration + sum(gap for _, gap in block.needs) for block in ticks.blocks)
     low = proved = ticks.period(memory_bytes)
-    found: tuple[int, _Pattern] | None = None
-    period, step = low, max(1, low // 50)
-    while found is None or low < found[0]:
+    longest = sum(block.duration + sum(gap for _, gap in block.needs) for block in ticks.blocks)
+    high, found = low, _packed(ticks, low, memory_bytes)
+    while found is None:
+        high = min(max(high + 1, high * 102 // 100), longest) if budget.left_s else longest
+        found = _packed(ticks, high, memory_bytes)
+    period = low
+    while low < high:
         pattern = _pattern(ticks, period, memory_bytes, budget, share)
         if not isinstance(pattern, Verdict):
-            found = (period, pattern)
+            high, found = period, pattern
         else:
             low = period + 1
             if pattern is Verdict.IMPOSSIBLE:
                 proved = low
-            if low > longest or budget.left_s == 0:
-                break
-        if found is None:
-            period, step = min(period + step, longest), 2 * step
-        else:
-            period = (low + found[0]) // 2
-    return None if found is None else (*found, proved == found[0])
+        period = (low + high) // 2
+    return high, found, proved == high
+
+
+def _packed(ticks: Ticks, period: int, memory_bytes: int) -> _Pattern | None:
+    """The pattern of blocks that are put, one by one, to where each is first possible.
+
+    There is one once a period is long enough for a micro-batch from its start to its end.
+    """
+    blocks = ticks.blocks
+    starts = [0] * len(blocks)
+    placed: list[list[int]] = [[] for _ in range(ticks.ranks)]
+    for n in sorted(range(len(blocks)), key=lambda n: blocks[n].kind is Kind.WEIGHT_GRADIENT):
+        block = blocks[n]
+        ready = start = max(
+            (starts[needed] + blocks[needed].duration + gap for needed, gap in block.needs),
+            default=0,
+        )
+        others = placed[block.rank] if block.duration else []
+        while moves := [
+            blocks[other].duration + after
+            for other in others
+            for after in [(starts[other] - start) % period]
+            if after < block.duration or after + blocks[other].duration > period
+            for after in [after if after < block.duration else after - period]
+        ]:
+            start += max(moves)
+            if start > ready + period:
+                return None
+        starts[n] = start
+        if block.duration:
+            others.append(n)
+    peak = max(_peak(ticks, rank, starts, period) for rank in range(ticks.ranks))
+    return _Pattern(tuple(starts), peak, False) if peak <= memory_bytes else None
+
+
+def _peak(ticks: Ticks, rank: int, starts: Sequence[int], period: int) -> int:
+    """The most that a rank holds once micro-batches keep coming: at the start of a forward."""
+    own = [n for n in ticks.on(rank) if ticks.blocks[n].held]
+    changes = [
+        (starts[n] + (ticks.blocks[n].duration if held < 0 else 0), held)
+        for n in own
+        for held in [ticks.blocks[n].held]
+    ]
+    return max(
+        (
+            sum(held * ((moment - when) // period) for when, held in changes)
+            for moment, _ in changes
+        ),
+        default=0,
+    )
 
 
 def _pattern(

@@ -22,6 +22,7 @@ __all__ = ["Found", "search"]
 #: actions of an iteration that is searched at once, and of a part of one that is not
 _SMALL = 100
 _PART = 48
+_LARGEST = 2 * _PART
 #: of the time: of the repetend, of the whole iteration, of each part
 _REPETEND_SHARE = 0.3
 _WHOLE_SHARE = 0.4
@@ -39,8 +40,8 @@ class Found:
     timeline: Timeline
     #: no order ends before that
     bound_s: float
-    #: the one with the least memory of the least period; None if none was found in time
-    repetend: Repetend | None
+    #: the one with the least memory of the least period
+    repetend: Repetend
     ticks: Ticks
     #: the clock ended the search: another run may find another order
     cut_short: bool
@@ -99,19 +100,20 @@ def search(
         and (split_backward or not order.splits_backward)
     ]
     began_s = budget.left_s
-    best = _best(orders, pipeline, limit)
+    best = min(_judged(orders, pipeline, limit), key=_rank_of)
     budget.reserve_s = (began_s - budget.left_s) / len(orders)
     patterns = repetend(ticks, limit, budget, _REPETEND_SHARE)
     for pattern in patterns:
         if budget.left_s == 0:
             break
-        best = _best([best[0], _unrolled(ticks, pattern, micro_batches)], pipeline, limit)
+        unrolled = _unrolled(ticks, pattern, micro_batches)
+        best = min([best, *_judged([unrolled], pipeline, limit)], key=_rank_of)
     best, bound = _whole(best, bound, pipeline, ticks, limit, budget)
     return Found(
         best[0],
         best[1],
         min(bound * ticks.tick_s if ticks.exact else least_s, best[1].end_s),
-        patterns[0] if patterns else None,
+        patterns[0],
         ticks,
         budget.cut_short,
     )
@@ -129,19 +131,21 @@ def _whole(
         everything = [(0, len(row)) for row in rows]
         found = best_between(ticks, rows, everything, limit, bound, budget, _WHOLE_SHARE)
         if found is not None:
-            best = min(best, _judge(found[0], pipeline), key=_rank_of)
+            best = min([best, *_judged([_order(found[0])], pipeline, limit)], key=_rank_of)
             bound = max(bound, found[1].bound)
     size = _PART
-    while budget.left_s > 0 and _ends(best, ticks) > bound and size <= 2 * _PART:
+    while budget.left_s > 0 and _ends(best, ticks) > bound and size <= _LARGEST:
         before = best
-        for start in range(0, sum(map(len, _rows(best[0]))), size // 2):
+        for start in range(0, sum(map(len, rows)), size // 2):
             if budget.left_s == 0 or _ends(best, ticks) <= bound:
                 break
             part = _part(best, start, size)
             found = best_between(ticks, _rows(best[0]), part, limit, bound, budget, _PART_SHARE)
             if found is not None:
-                best = min(best, _judge(found[0], pipeline), key=_rank_of)
-        if best is before:
+                # One that is as good is taken too: other parts of it may get better.
+                judged = _judged([_order(found[0])], pipeline, limit)
+                best = min([*judged, best], key=_end_of)
+        if _end_of(best) == _end_of(before):
             size *= 2
     return best, bound
 
@@ -160,18 +164,18 @@ def _part(judged: _Judged, start: int, size: int) -> list[tuple[int, int]]:
     return [(before.count(rank), until.count(rank)) for rank in range(len(rows))]
 
 
+def _end_of(judged: _Judged) -> float:
+    return round(judged[1].end_s, 9)
+
+
 def _rank_of(judged: _Judged) -> tuple[float, int]:
-    return round(judged[1].end_s, 9), max(judged[1].peak_bytes)
+    return _end_of(judged), max(judged[1].peak_bytes)
 
 
-def _judge(rows: Rows, pipeline: Pipeline) -> _Judged:
-    order = _order(rows)
-    return order, replay(order, pipeline)
-
-
-def _best(orders: Sequence[Order], pipeline: Pipeline, limit: int) -> _Judged:
+def _judged(orders: Sequence[Order], pipeline: Pipeline, limit: int) -> list[_Judged]:
+    """Those within the memory."""
     judged = [(order, replay(order, pipeline)) for order in orders]
-    return min((each for each in judged if max(each[1].peak_bytes) <= limit), key=_rank_of)
+    return [each for each in judged if max(each[1].peak_bytes) <= limit]
 
 
 def _rows(order: Order) -> Rows:

@@ -127,10 +127,9 @@ class Ticks:
     def period(self, memory_bytes: int) -> int:
         """A bound below which no rank takes another micro-batch again and again."""
         starts = self.earliest()
-        return max(
-            max(self.work(rank), self._held_for(rank, 1, memory_bytes, starts))
-            for rank in range(self.ranks)
-        )
+        works = [self.work(rank) for rank in range(self.ranks)]
+        helds = [self._held_for(rank, 1, memory_bytes, starts) for rank in range(self.ranks)]
+        return max(1, *works, *helds)
 
     def _held_for(self, rank: int, micro_batches: int, memory_bytes: int, starts: list[int]) -> int:
         """How long a rank has to hold activations of so many micro-batches, within a memory.
@@ -146,9 +145,8 @@ class Ticks:
             return 0
         # From the start of what holds to the end of what frees.
         taken = -sum(
-            self.blocks[n].held * (starts[n] + (self.blocks[n].duration if frees else 0))
-            for n in own
-            for frees in [self.blocks[n].held < 0]
+            block.held * (start + (block.duration if block.held < 0 else 0))
+            for start, block in ((starts[n], self.blocks[n]) for n in own)
         )
         return -(-micro_batches * taken // (memory_bytes // measure * measure))
 

@@ -53,10 +53,14 @@ def best_between(
             for action in row[:first]
         )
         end = model.new_int_var(max(least, *fixed, 0), horizon, "")
-        for action in (action for part in parts for action in part):
-            starts[action] = model.new_int_var(0, horizon, "")
-            model.add_hint(starts[action], known[action])
-            model.add(end >= starts[action] + blocks[action].duration + tails[action])
+        lasts = [model.new_int_var(0, horizon, "") for part in parts if part]
+        for last_end, part in zip(lasts, filter(None, parts), strict=True):
+            model.add(end >= last_end)
+            for action in part:
+                starts[action] = model.new_int_var(0, horizon, "")
+                model.add_hint(starts[action], known[action])
+                over = starts[action] + blocks[action].duration
+                model.add(last_end >= over + tails[action])
         for row, (first, last) in zip(rows, between, strict=True):
             budget.check()
             _order_row(model, ticks, row, first, last, starts, blocks, memory_bytes)
@@ -64,15 +68,19 @@ def best_between(
         return None
     if everything:
         _reduce(model, ticks, starts, blocks, end, horizon)
-    model.minimize(end)
+        model.minimize(end)
+    else:
+        # Ranks that are done earlier are of use to the next part, also where another decides.
+        model.minimize(len(parts) * end + sum(lasts))
     solution = solve(model, budget, share)
     if isinstance(solution, Verdict):
         return None
-    place = {action: n for row in rows for n, action in enumerate(row)}
 
-    def moment(action: Action) -> tuple[int, int, int]:
-        # What takes no time stands before what starts with its end.
-        return (solution.value(starts[action]), min(blocks[action].duration, 1), place[action])
+    def moment(action: Action) -> tuple[int, int, int, int]:
+        # What takes no time stands before what starts with its end, and after what it needs.
+        n = block_of[action.stage, action.kind]
+        time = solution.value(starts[action])
+        return time, min(ticks.blocks[n].duration, 1), n, action.micro_batch
 
     found = tuple(
         (*row[:first], *sorted(row[first:last], key=moment), *row[last:])
