@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bytesched.errors import ConfigError
-from bytesched.pipeline.order import Action, Kind, Order
+from bytesched.pipeline.greedy import greedy
+from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.repetend import Repetend, repetend
 from bytesched.pipeline.replay import Timeline, replay
-from bytesched.pipeline.solver import Budget
+from bytesched.pipeline.solver import Budget, cp_model
 from bytesched.pipeline.stages import Pipeline
 from bytesched.pipeline.ticks import Ticks
 from bytesched.pipeline.whole import Rows, best_between
@@ -20,6 +22,7 @@ __all__ = ["Found", "search"]
 #: actions of an iteration that is searched at once, and of a part of one that is not
 _SMALL = 100
 _PART = 48
+_LARGEST = 2 * _PART
 #: of the time: of the repetend, of the whole iteration, of each part
 _REPETEND_SHARE = 0.3
 _WHOLE_SHARE = 0.4
@@ -37,8 +40,8 @@ class Found:
     timeline: Timeline
     #: no order ends before that
     bound_s: float
-    #: the one with the least memory of the least period; None if none was found in time
-    repetend: Repetend | None
+    #: the one with the least memory of the least period
+    repetend: Repetend
     ticks: Ticks
     #: the clock ended the search: another run may find another order
     cut_short: bool
@@ -61,11 +64,13 @@ def search(
     split_backward: bool = False,
     time_limit_s: float = 10.0,
     known: Sequence[Order] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """The order that ends first of those that were found, and of those the one that holds least.
 
     Args:
         memory_bytes: of activations on a rank, at most; None: as many as there are.
+        time_limit_s: for all but the import of OR-tools and judging ``known``.
         known: orders to be better than; those for other stages, or that hold more, do not count.
 
     Raises ``ConfigError`` if no order keeps within the memory, and ``PluginError`` without
@@ -78,12 +83,15 @@ def search(
             f"activations ({size_text(least_bytes)}) even with one micro-batch at a time; give at "
             "least that, or more ranks"
         )
-    budget = Budget(time_limit_s)
+    cp_model()
+    budget = Budget(time_limit_s, clock)
     ticks = Ticks.of(pipeline, split_backward)
     limit = micro_batches * least_bytes if memory_bytes is None else memory_bytes
-    patterns = repetend(ticks, limit, budget, _REPETEND_SHARE)
-    orders = [_one_at_a_time(ticks, micro_batches)]
-    orders += [_unrolled(ticks, pattern, micro_batches) for pattern in patterns]
+    bound = ticks.least(micro_batches, limit)
+    # What is proved of rounded times need not be true of the times themselves.
+    fine = ticks if ticks.exact else Ticks.of(pipeline, split_backward, _FINE)
+    least_s = fine.least(micro_batches, limit) * fine.tick_s
+    orders = [_order(greedy(ticks, micro_batches, limit, budget))]
     orders += [
         _in_blocks(order, split_backward)
         for order in known
@@ -91,20 +99,21 @@ def search(
         and order.micro_batches == micro_batches
         and (split_backward or not order.splits_backward)
     ]
-    within = [each for each in _judged(orders, pipeline) if max(each[1].peak_bytes) <= limit]
-    best = min(within, key=_rank_of)
-    bound = ticks.least(micro_batches)
+    began_s = budget.left_s
+    best = min(_judged(orders, pipeline, limit), key=_rank_of)
+    budget.reserve_s = (began_s - budget.left_s) / len(orders)
+    patterns = repetend(ticks, limit, budget, _REPETEND_SHARE)
+    for pattern in patterns:
+        if budget.left_s == 0:
+            break
+        unrolled = _unrolled(ticks, pattern, micro_batches)
+        best = min([best, *_judged([unrolled], pipeline, limit)], key=_rank_of)
     best, bound = _whole(best, bound, pipeline, ticks, limit, budget)
-    bound_s = bound * ticks.tick_s
-    if not ticks.exact:
-        # What is proved of rounded times need not be true of the times themselves.
-        fine = Ticks.of(pipeline, split_backward, _FINE)
-        bound_s = fine.least(micro_batches) * fine.tick_s
     return Found(
         best[0],
         best[1],
-        min(bound_s, best[1].end_s),
-        patterns[0] if patterns else None,
+        min(bound * ticks.tick_s if ticks.exact else least_s, best[1].end_s),
+        patterns[0],
         ticks,
         budget.cut_short,
     )
@@ -122,19 +131,21 @@ def _whole(
         everything = [(0, len(row)) for row in rows]
         found = best_between(ticks, rows, everything, limit, bound, budget, _WHOLE_SHARE)
         if found is not None:
-            best = min(best, _judge(found[0], pipeline), key=_rank_of)
+            best = min([best, *_judged([_order(found[0])], pipeline, limit)], key=_rank_of)
             bound = max(bound, found[1].bound)
     size = _PART
-    while budget.left_s > 0 and _ends(best, ticks) > bound and size <= 2 * _PART:
+    while budget.left_s > 0 and _ends(best, ticks) > bound and size <= _LARGEST:
         before = best
-        for start in range(0, sum(map(len, _rows(best[0]))), size // 2):
+        for start in range(0, sum(map(len, rows)), size // 2):
             if budget.left_s == 0 or _ends(best, ticks) <= bound:
                 break
             part = _part(best, start, size)
             found = best_between(ticks, _rows(best[0]), part, limit, bound, budget, _PART_SHARE)
             if found is not None:
-                best = min(best, _judge(found[0], pipeline), key=_rank_of)
-        if best is before:
+                # One that is as good is taken too: other parts of it may get better.
+                judged = _judged([_order(found[0])], pipeline, limit)
+                best = min([*judged, best], key=_end_of)
+        if _end_of(best) == _end_of(before):
             size *= 2
     return best, bound
 
@@ -146,26 +157,25 @@ def _ends(judged: _Judged, ticks: Ticks) -> float:
 def _part(judged: _Judged, start: int, size: int) -> list[tuple[int, int]]:
     """Of every row, the places of those actions that are among ``size`` of all, by time."""
     order, timeline = judged
-    spans = sorted(timeline.spans, key=lambda span: (span.start_s, span.rank))
-    chosen = {span.action for span in spans[start : start + size]}
-    part = []
-    for row in _rows(order):
-        places = [place for place, action in enumerate(row) if action in chosen]
-        part.append((places[0], places[-1] + 1) if places else (0, 0))
-    return part
+    rows = _rows(order)
+    turn = {action: n for n, (action, _) in enumerate(in_turn(rows, order.stages))}
+    spans = sorted(timeline.spans, key=lambda span: (span.start_s, turn[span.action]))
+    before, until = ([span.rank for span in spans[:end]] for end in (start, start + size))
+    return [(before.count(rank), until.count(rank)) for rank in range(len(rows))]
+
+
+def _end_of(judged: _Judged) -> float:
+    return round(judged[1].end_s, 9)
 
 
 def _rank_of(judged: _Judged) -> tuple[float, int]:
-    return round(judged[1].end_s, 9), max(judged[1].peak_bytes)
+    return _end_of(judged), max(judged[1].peak_bytes)
 
 
-def _judge(rows: Rows, pipeline: Pipeline) -> _Judged:
-    order = _order(rows)
-    return order, replay(order, pipeline)
-
-
-def _judged(orders: Sequence[Order], pipeline: Pipeline) -> list[_Judged]:
-    return [(order, replay(order, pipeline)) for order in orders]
+def _judged(orders: Sequence[Order], pipeline: Pipeline, limit: int) -> list[_Judged]:
+    """Those within the memory."""
+    judged = [(order, replay(order, pipeline)) for order in orders]
+    return [each for each in judged if max(each[1].peak_bytes) <= limit]
 
 
 def _rows(order: Order) -> Rows:
@@ -189,14 +199,6 @@ def _in_blocks(order: Order, split_backward: bool) -> Order:
                 rows[-1].append(Action(stage, kind, micro_batch))
             elif kind is Kind.WEIGHT_GRADIENT:
                 rows[-1].append(Action(stage, Kind.BACKWARD, micro_batch))
-    return _order(tuple(map(tuple, rows)))
-
-
-def _one_at_a_time(ticks: Ticks, micro_batches: int) -> Order:
-    rows: list[list[Action]] = [[] for _ in range(ticks.ranks)]
-    for micro_batch in range(micro_batches):
-        for block in ticks.blocks:
-            rows[block.rank].append(block.of(micro_batch))
     return _order(tuple(map(tuple, rows)))
 
 

@@ -38,13 +38,14 @@ def lines(
     yield from reasons
     yield ""
     pattern = found.repetend
-    if pattern is not None:
-        idle = "no bubbles" if pattern.full else "with bubbles on every rank"
-        least = "the least that is possible" if pattern.proved else "the least that was found"
-        yield (
-            f"repetend: {pattern.period * found.ticks.tick_s * 1e3:.4g} ms for each micro-batch, "
-            f"{idle}; holds {size_text(pattern.memory_bytes)}, {least} at that pace"
-        )
+    idle = "no bubbles" if pattern.full else "with bubbles on every rank"
+    if not pattern.full:
+        idle += ", the shortest " + ("within the memory" if pattern.shortest else "that was found")
+    least = "the least that is possible" if pattern.proved else "the least that was found"
+    yield (
+        f"repetend: {pattern.period * found.ticks.tick_s * 1e3:.4g} ms for each micro-batch, "
+        f"{idle}; holds {size_text(pattern.memory_bytes)}, {least} at that pace"
+    )
     if found.gap == 0:
         yield f"proved: no order of these stages ends before {found.bound_s * 1e3:.4g} ms"
     else:

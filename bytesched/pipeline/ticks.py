@@ -124,8 +124,34 @@ class Ticks:
                 tails[needed] = max(tails[needed], gap + block.duration + tails[position])
         return tails
 
-    def least(self, micro_batches: int) -> int:
-        """A bound below which no iteration ends."""
+    def period(self, memory_bytes: int) -> int:
+        """A bound below which no rank takes another micro-batch again and again."""
+        starts = self.earliest()
+        works = [self.work(rank) for rank in range(self.ranks)]
+        helds = [self._held_for(rank, 1, memory_bytes, starts) for rank in range(self.ranks)]
+        return max(1, *works, *helds)
+
+    def _held_for(self, rank: int, micro_batches: int, memory_bytes: int, starts: list[int]) -> int:
+        """How long a rank has to hold activations of so many micro-batches, within a memory.
+
+        What each of them holds, times how long it does so at best, takes as much of the memory.
+
+        Args:
+            starts: the earliest ones.
+        """
+        own = [n for n in self.on(rank) if self.blocks[n].held]
+        measure = math.gcd(*(self.blocks[n].held for n in own))
+        if not measure:
+            return 0
+        # From the start of what holds to the end of what frees.
+        taken = -sum(
+            block.held * (start + (block.duration if block.held < 0 else 0))
+            for start, block in ((starts[n], self.blocks[n]) for n in own)
+        )
+        return -(-micro_batches * taken // (memory_bytes // measure * measure))
+
+    def least(self, micro_batches: int, memory_bytes: int) -> int:
+        """A bound below which no iteration within the memory ends."""
         starts, tails = self.earliest(), self.after()
         bounds = [
             start + block.duration + tail
@@ -138,6 +164,13 @@ class Ticks:
                 + micro_batches * self.work(rank)
                 + min(tails[n] for n in own)
             )
+            holding = [n for n in own if self.blocks[n].held]
+            if holding:
+                bounds.append(
+                    min(starts[n] for n in holding)
+                    + self._held_for(rank, micro_batches, memory_bytes, starts)
+                    + min(tails[n] for n in holding if self.blocks[n].held < 0)
+                )
         return max(bounds)
 
 

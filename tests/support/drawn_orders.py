@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from bytesched.pipeline.order import Action, Kind, Order
+from bytesched.pipeline.stages import Link, Pipeline, Stage
 
-__all__ = ["orders"]
+__all__ = ["orders", "plans"]
 
 
 @st.composite
@@ -38,6 +39,26 @@ def orders(draw: st.DrawFn) -> Order:
         row.extend([None] * draw(st.integers(0, 1)))
         row.append(action)
     return Order(tuple(map(tuple, rows)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Order, Pipeline]:
+    """An order, and stages that take whole seconds."""
+    order = draw(orders())
+    seconds = st.integers(0, 3).map(float)
+    stages = tuple(
+        Stage(
+            draw(seconds),
+            draw(seconds),
+            draw(seconds),
+            draw(st.integers(0, 5)),
+            draw(st.integers(0, 4)),
+            draw(st.integers(0, 4)),
+        )
+        for _ in order.stage_ranks
+    )
+    link = Link(2.0, float(draw(st.integers(0, 2))))
+    return order, Pipeline(stages, order.stage_ranks, link, draw(st.integers(1, 3)))
 
 
 def _backward(split: bool) -> Kind:

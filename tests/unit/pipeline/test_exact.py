@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations, product
+from collections.abc import Iterator, Sequence
+from itertools import combinations, count, product
 
 import pytest
+from drawn_orders import plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Order
@@ -69,7 +72,100 @@ def test_no_order_ends_before_the_bound(case: str, split: bool) -> None:
     stages, link = CASES[case]
     pipeline = Pipeline(stages, (0, 1), link, 2)
     ticks = Ticks.of(pipeline, split)
-    assert min(each.end_s for each in _all(pipeline, split)) >= ticks.least(2) * ticks.tick_s - 1e-9
+    assert (
+        min(each.end_s for each in _all(pipeline, split)) >= ticks.least(2, 4) * ticks.tick_s - 1e-9
+    )
+
+
+@given(plans())
+def test_no_drawn_order_ends_before_the_bound_of_its_memory(plan: tuple[Order, Pipeline]) -> None:
+    order, pipeline = plan
+    timeline = replay(order, pipeline)
+    ticks = Ticks.of(pipeline, True)
+    least = ticks.least(order.micro_batches, max(1, *timeline.peak_bytes))
+    assert least * ticks.tick_s <= timeline.end_s + 1e-6
+
+
+@settings(max_examples=10)
+@given(plans())
+def test_no_drawn_order_ends_before_what_a_search_proves(plan: tuple[Order, Pipeline]) -> None:
+    order, pipeline = plan
+    timeline = replay(order, pipeline)
+    memory = max(timeline.peak_bytes)
+    found = search(
+        pipeline,
+        order.micro_batches,
+        memory_bytes=memory,
+        split_backward=True,
+        time_limit_s=0.5,
+        clock=lambda: 0.0,
+    )
+    assert max(found.timeline.peak_bytes) <= memory
+    assert found.bound_s <= min(timeline.end_s, found.timeline.end_s) + 1e-6
+    assert found.gap > 0 or found.timeline.end_s <= timeline.end_s + 1e-6
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 2), st.integers(1, 2))
+def test_no_repetend_has_a_shorter_period(times: list[int], gap: int, memory: int) -> None:
+    stages = tuple(Stage(1 + times[n], times[n + 1], 0, 1) for n in (0, 2))
+    ticks = Ticks.of(Pipeline(stages, (0, 1), Link(1e9, gap)), False)
+    found = repetend(ticks, memory, Budget(30, lambda: 0.0), 1.0)[0]
+    shortest = next(period for period in count(1) if _repeats(ticks, period, memory))
+    assert (found.period, found.shortest) == (shortest, True)
+
+
+def _repeats(ticks: Ticks, period: int, memory: int) -> bool:
+    """Whether there is any pattern of that period, by trying all: none waits longer than that."""
+    for waits in product(range(period), repeat=len(ticks.blocks)):
+        starts: list[int] = []
+        for wait, block in zip(waits, ticks.blocks, strict=True):
+            ready = [starts[n] + ticks.blocks[n].duration + gap for n, gap in block.needs]
+            starts.append(max(ready, default=0) + wait)
+        if waits[0] == 0 and all(
+            len(busy) == len(set(busy)) and _held(ticks, rank, tuple(starts), period) <= memory
+            for rank in range(ticks.ranks)
+            for busy in [_busy(ticks, rank, starts, period)]
+        ):
+            return True
+    return False
+
+
+def _busy(ticks: Ticks, rank: int, starts: Sequence[int], period: int) -> list[int]:
+    return [
+        (starts[n] + tick) % period
+        for n in ticks.on(rank)
+        for tick in range(ticks.blocks[n].duration)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "memory", "split", "period"),
+    [
+        ((0, 1, 1, 0), 2, False, 370),
+        ((0, 1, 1, 0), 3, False, 290),
+        ((0, 1, 1, 0), 2, True, 330),
+        ((0, 1, 2, 3), 2, False, 513),
+        ((0, 1, 2, 3), 3, False, 502),
+        ((0, 1), 1, False, 502),
+    ],
+)
+def test_a_tight_memory_has_the_least_period_that_it_allows(
+    placement: tuple[int, ...], memory: int, split: bool, period: int
+) -> None:
+    stages = (Stage(0.1, 0.1, 0.1, 1),) * len(placement)
+    ticks = Ticks.of(Pipeline(stages, placement, Link(1e9, 0.0137)), split)
+    patterns = repetend(ticks, memory, Budget(6, lambda: 0.0), 0.3)
+    assert {found.period for found in patterns} == {period}
+
+
+def test_a_period_that_was_not_refuted_is_not_called_the_shortest() -> None:
+    ticks = Ticks.of(
+        Pipeline((Stage(0.1, 0.1, 0.1, 1),) * 4, (0, 1, 1, 0), Link(1e9, 0.0137)), True
+    )
+    (found,) = repetend(ticks, 2, Budget(0.0), 1.0)
+    assert found.period > 330
+    assert not found.shortest
 
 
 @pytest.mark.parametrize("memory", [2, 3, 4])
@@ -82,11 +178,7 @@ def test_a_repetend_repeats(split: bool, memory: int) -> None:
     for found in patterns:
         assert found.memory_bytes <= memory
         for rank in range(ticks.ranks):
-            busy = [
-                (found.starts[n] + tick) % found.period
-                for n in ticks.on(rank)
-                for tick in range(ticks.blocks[n].duration)
-            ]
+            busy = _busy(ticks, rank, found.starts, found.period)
             assert len(busy) == len(set(busy))
             assert _held(ticks, rank, found.starts, found.period) <= found.memory_bytes
         for n, block in enumerate(ticks.blocks):

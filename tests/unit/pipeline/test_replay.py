@@ -6,34 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from drawn_orders import orders
+from drawn_orders import plans
 from hypothesis import given
-from hypothesis import strategies as st
 
 from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Kind, Order, in_turn, needs
 from bytesched.pipeline.replay import replay
-from bytesched.pipeline.stages import FREE, Link, Pipeline, Stage
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[Order, Pipeline]:
-    """An order, and stages that take whole seconds."""
-    order = draw(orders())
-    seconds = st.integers(0, 3).map(float)
-    stages = tuple(
-        Stage(
-            draw(seconds),
-            draw(seconds),
-            draw(seconds),
-            draw(st.integers(0, 5)),
-            draw(st.integers(0, 4)),
-            draw(st.integers(0, 4)),
-        )
-        for _ in order.stage_ranks
-    )
-    link = Link(2.0, float(draw(st.integers(0, 2))))
-    return order, Pipeline(stages, order.stage_ranks, link, draw(st.integers(1, 3)))
+from bytesched.pipeline.stages import FREE, Pipeline, Stage
 
 
 @given(plans())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bytesched.errors import ConfigError
@@ -9,6 +11,7 @@ from bytesched.pipeline.order import Order
 from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
 from bytesched.pipeline.search import search
+from bytesched.pipeline.solver import cp_model
 from bytesched.pipeline.stages import Link, Pipeline, Stage
 from bytesched.plugins.pipelines.orders import SCHEDULES, torch_order
 
@@ -22,7 +25,6 @@ def pipeline(name: str, per_rank: int, latency_s: float = 0.0, replicas: int = 1
 
 def test_a_line_of_four_has_no_bubbles_with_the_memory_of_four() -> None:
     found = search(pipeline("interleaved", 1), 8, memory_bytes=4 * HELD, time_limit_s=60)
-    assert found.repetend is not None
     assert found.repetend.full
     assert found.repetend.memory_bytes == 4 * HELD
     assert found.repetend.proved
@@ -32,18 +34,28 @@ def test_a_line_of_four_has_no_bubbles_with_the_memory_of_four() -> None:
 
 def test_there_and_back_with_halves_holds_four_half_stages() -> None:
     found = search(pipeline("v", 2), 8, split_backward=True, time_limit_s=60)
-    assert found.repetend is not None
     assert (found.repetend.full, found.repetend.memory_bytes) == (True, 4 * HELD)
     assert found.repetend.proved
 
 
-def test_with_crossings_it_is_no_worse_than_the_best_of_torch_and_repeats_itself() -> None:
-    its = pipeline("v", 2, latency_s=1.0)
+@pytest.mark.parametrize("latency_s", [0.5, 1.0])
+def test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itself(
+    latency_s: float,
+) -> None:
+    its = pipeline("v", 2, latency_s=latency_s)
     orders = [torch_order(n, 4, 2, 8) for n, how in SCHEDULES.items() if how == "v"]
     best = min((replay(order, its) for order in orders), key=lambda each: each.end_s)
     memory_bytes = max(best.peak_bytes)
+    # Where only work is counted, a busy machine finds the same.
     found, again = (
-        search(its, 8, memory_bytes=memory_bytes, split_backward=True, time_limit_s=20)
+        search(
+            its,
+            8,
+            memory_bytes=memory_bytes,
+            split_backward=True,
+            time_limit_s=10,
+            clock=lambda: 0.0,
+        )
         for _ in range(2)
     )
     assert found.timeline.end_s <= best.end_s
@@ -72,6 +84,47 @@ def test_hardly_any_time_gives_an_order_all_the_same() -> None:
     assert found.cut_short
     assert found.order.micro_batches == 8
     assert found.gap > 0
+
+
+class Clock:
+    """On which every reading takes a hundredth of a second, and nothing else any time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.01
+        return self.now_s
+
+
+@pytest.mark.parametrize("time_limit_s", [0.1, 0.5, 2.0, 5.0])
+def test_no_model_is_built_or_solved_beyond_the_limit(
+    time_limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    late: list[str] = []
+    cp = cp_model()
+    add, solve = cp.CpModel.add, cp.CpSolver.solve
+
+    def added(model: Any, constraint: Any) -> Any:
+        if clock.now_s > time_limit_s:
+            late.append(f"a constraint at {clock.now_s}")
+        return add(model, constraint)
+
+    def solved(solver: Any, model: Any) -> Any:
+        until_s = clock.now_s + solver.parameters.max_time_in_seconds
+        if until_s > time_limit_s + 1e-9:
+            late.append(f"a solution until {until_s}")
+        return solve(solver, model)
+
+    monkeypatch.setattr(cp.CpModel, "add", added)
+    monkeypatch.setattr(cp.CpSolver, "solve", solved)
+    stages = (Stage(1.0, 1.0, 1.0, HELD),) * 32
+    its = Pipeline(stages, placed("v", 16, 2), Link(4.0, 0.1))
+    found = search(its, 12, memory_bytes=12 * HELD, time_limit_s=time_limit_s, clock=clock)
+    assert not late
+    assert found.cut_short
+    assert found.order.micro_batches == 12
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -9,7 +9,7 @@ import pytest
 
 from bytesched.errors import PluginError
 from bytesched.pipeline.search import search
-from bytesched.pipeline.solver import Budget, cp_model, solve
+from bytesched.pipeline.solver import Budget, Solution, Verdict, cp_model, solve
 from bytesched.pipeline.stages import Pipeline, Stage
 
 
@@ -24,7 +24,7 @@ def test_what_has_no_solution() -> None:
     chain = [model.new_int_var(0, 1, "") for _ in range(3)]
     for one, other in pairwise(chain):
         model.add(one < other)
-    assert solve(model, Budget(60), 1.0) is None
+    assert solve(model, Budget(60), 1.0) is Verdict.IMPOSSIBLE
 
 
 def test_a_solution_with_its_proof() -> None:
@@ -33,12 +33,12 @@ def test_a_solution_with_its_proof() -> None:
     model.add(one + other >= 11)
     model.minimize(2 * one + other)
     found = solve(model, Budget(60), 1.0)
-    assert found is not None
+    assert isinstance(found, Solution)
     assert (found.objective, found.bound, found.optimal) == (13, 13, True)
     assert (found.value(one), found.value(other)) == (2, 9)
 
 
 def test_a_budget_that_is_spent_solves_nothing_and_says_so() -> None:
     budget = Budget(0.0)
-    assert solve(cp_model().CpModel(), budget, 1.0) is None
+    assert solve(cp_model().CpModel(), budget, 1.0) is Verdict.UNKNOWN
     assert budget.cut_short
