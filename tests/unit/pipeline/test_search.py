@@ -53,7 +53,7 @@ def test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itse
             8,
             memory_bytes=memory_bytes,
             split_backward=True,
-            time_limit_s=10,
+            time_limit_s=5,
             clock=lambda: 0.0,
         )
         for _ in range(2)
