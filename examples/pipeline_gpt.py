@@ -103,7 +103,8 @@ def train(options: argparse.Namespace) -> None:
         losses: list[Tensor] = []
         # A V begins and ends on its first rank.
         ends = {"target": texts[:, 1:], "losses": losses} if place == 0 else {}
-        schedule.step(*([texts[:, :-1]] if place == 0 else []), **ends)
+        # Before 2.13, torch compares strides with those that it has inferred.
+        schedule.step(*([texts[:, :-1].contiguous()] if place == 0 else []), **ends)
         if options.plain:
             for parameter in parameters:
                 assert parameter.grad is not None

@@ -10,6 +10,7 @@ from typing import Any
 import adama_cases
 import burst_cases
 import pipeline_cases
+import pipeline_models
 import torch
 import wave_model_cases
 from gpu_comparing import DEVICE
@@ -38,11 +39,11 @@ def pipeline_over_nccl(kind: str, script: str) -> list[int]:
     """The same of one rank, attached by hand: nobody else has its stages."""
     with nccl() as group:
         plain, wrapped = (
-            pipeline_cases.Pipeline(kind, (group, group), "adamw", script=script, device=DEVICE)
+            pipeline_models.Pipeline(kind, (group, group), "adamw", script=script, device=DEVICE)
             for _ in range(2)
         )
         expected = list(pipeline_cases.records(plain, plain=True, script=script))
-        config = Config.load(**pipeline_cases.SMALL)
+        config = Config.load(**pipeline_models.SMALL)
         session = begin._attach(
             wrapped.optimizer,
             staged(wrapped.schedule),

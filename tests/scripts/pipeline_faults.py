@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_cases import (
+from pipeline_models import (
     CPU,
     KINDS,
     SMALL,

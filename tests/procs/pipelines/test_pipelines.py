@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from pipeline_cases import (
-    SPLIT,
     ddp_alone,
     ends_with_its_schedule,
     evaluated_by_another_schedule,
@@ -18,6 +17,7 @@ from pipeline_cases import (
     unchanged_script,
     unwrapped_in_the_middle,
 )
+from pipeline_models import SPLIT
 from ranks import Ranks, run_fresh
 
 from bytesched.commands.pipeline import main

@@ -119,7 +119,7 @@ class Greeting:
 
 
 def test_a_stage_does_not_greet_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     stage, other = Greeting(), SimpleNamespace()
     undo = skip_self_sends([stage, other])
     assert [each.peer for each in stage._get_init_p2p_neighbors_ops()] == [0]
