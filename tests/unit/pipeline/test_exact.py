@@ -83,7 +83,10 @@ def test_no_drawn_order_ends_before_the_bound_of_its_memory(plan: tuple[Order, P
     timeline = replay(order, pipeline)
     ticks = Ticks.of(pipeline, True)
     least = ticks.least(order.micro_batches, max(1, *timeline.peak_bytes))
-    assert least * ticks.tick_s <= timeline.end_s + 1e-6
+    rounded = len(timeline.spans) + len(timeline.transfers) + len(timeline.reductions)
+    # Times that are no multiples of a tick are rounded, each by less than one.
+    rounding_s = 0.0 if ticks.exact else rounded * ticks.tick_s
+    assert least * ticks.tick_s <= timeline.end_s + rounding_s + 1e-6
 
 
 @settings(max_examples=10)
