@@ -143,6 +143,8 @@ class Exchanges:
         if self._open:
             self._group.abort()
         self._scheduler.close()
+        # What fails from here on is not handled any more: nobody else ends it.
+        self._failed(self._error or SchedulerClosed("these exchanges are closed"))
 
     # -- see transport.Transport ----------------------------------------------------------
 

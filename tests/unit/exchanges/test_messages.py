@@ -9,7 +9,7 @@ from fake_gloo import CLOSED, FakeGloo, FakeWork, fake_group
 from together import together
 from torch import Tensor
 
-from bytesched.errors import PeerLost
+from bytesched.errors import PeerLost, SchedulerClosed
 from bytesched.plugins.exchanges.messages import Exchanges, _tag
 from bytesched.urgency import URGENCY
 
@@ -136,3 +136,20 @@ def test_a_lost_rank_is_noticed_while_nothing_ends() -> None:
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         exchanges.wait(task)
     exchanges.close()
+
+
+def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later() -> None:
+    """A layer that failed may close before the thread that waits for messages hears of it."""
+    gloo = FakeGloo()
+    exchanges = Exchanges(fake_group(gloo))
+    before = len(URGENCY._sections)
+    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"))
+    exchanges.close()
+    assert len(URGENCY._sections) == before
+    with pytest.raises(SchedulerClosed):
+        exchanges.wait(task)
+    with pytest.raises(SchedulerClosed):
+        exchanges.begin("late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"))
+    assert len(URGENCY._sections) == before
+    for work in gloo.works():
+        work.end(CLOSED)
