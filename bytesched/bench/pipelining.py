@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
-from bytesched.bench.profile import ELEMENT_BYTES, Profile, parse_profile
-from bytesched.bench.provenance import provenance
-from bytesched.bench.setting import DEFAULT_RATE
+from bytesched.bench.own_ranks import OwnRanks, common, emulated, measure
+from bytesched.bench.profile import ELEMENT_BYTES, Profile
 from bytesched.bench.specification import Specification
 from bytesched.bench.steady import bound_s, reduced_at_end_s
-from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.placement import placed
 from bytesched.pipeline.replay import replay
@@ -55,54 +47,27 @@ _WORTH_HIDING: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineSpecification:
+class PipelineSpecification(OwnRanks):
     """What `bytesched bench --pipeline` measures."""
 
     #: the profile that is cut into stages and emulated
     profile: object
-    #: of bytesched
-    options: dict[str, str]
     #: of one pipeline
     ranks: int
     micro_batches: int
     #: of a micro-batch between stages
     boundary_bytes: int
-    iterations: int
-    rounds: int
-    warmup: int
-    optimizer: str
-    compute_scale: float
-    comm_ratio: float | None
-    threads: int
-    timeout_s: float
 
 
 def _specification(spec: Specification, options: Namespace, hosts: int) -> PipelineSpecification:
     """What is asked for. Raises `ConfigError` for what cannot be measured with pipelines."""
     ranks = options.pipeline
-    if spec.kind != "emulate":
-        raise ConfigError("--pipeline cuts an emulated model into stages, and needs --emulate")
-    if rank_view().launcher != "none":
-        raise ConfigError("--pipeline starts the ranks itself: leave the launcher out")
+    profile = emulated(spec, options, "cuts an emulated model into stages", others=["clip"])
     if ranks < 2 or hosts % ranks or hosts // ranks < 2:
         raise ConfigError(
             f"--pipeline {ranks} on {hosts} hosts: pipelines have 2 ranks or more, and there are 2 "
             "or more of them: give --lab a multiple"
         )
-    if not options.systems:
-        systems: dict[str, str] = {}
-    elif len(spec.systems) == 1 and spec.systems[0].kind == "bytesched":
-        systems = spec.systems[0].options
-    else:
-        raise ConfigError("--pipeline measures bytesched: --systems bytesched, with options if any")
-    for name in ("png", "record", "compare", "cpu", "clip"):
-        if getattr(options, name):
-            raise ConfigError(f"--{name} is not for --pipeline")
-    if spec.ranks_per_host > 1:
-        raise ConfigError("--pipeline has one rank on a host: leave --ranks-per-host out")
-    profile = parse_profile(spec.content, "of the bench")
-    if profile.exchanged_bytes:
-        raise ConfigError("--pipeline is not for a profile with layers of experts")
     micro_batches = 4 * ranks if options.micro_batches is None else options.micro_batches
     if not 2 * ranks <= micro_batches <= 1024:
         # torch's zero-bubble schedule for two stages on a rank makes no order of fewer.
@@ -116,18 +81,10 @@ def _specification(spec: Specification, options: Namespace, hosts: int) -> Pipel
         )
     return PipelineSpecification(
         profile=spec.content,
-        options=systems,
         ranks=ranks,
         micro_batches=micro_batches,
         boundary_bytes=options.boundary_bytes,
-        iterations=spec.iterations,
-        rounds=spec.rounds,
-        warmup=spec.warmup,
-        optimizer=spec.optimizer,
-        compute_scale=spec.compute_scale,
-        comm_ratio=spec.comm_ratio,
-        threads=spec.threads,
-        timeout_s=spec.timeout_s,
+        **common(spec, options),
     )
 
 
@@ -137,15 +94,7 @@ def measure_pipelines(
     """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
     hosts = options.lab or options.workers or _DEFAULT_HOSTS
     spec = _specification(bench, options, hosts)
-    rate = (options.rate or DEFAULT_RATE) if options.lab else None
-    origin = provenance(shlex.join(["bytesched", "bench", *arguments]))
-    with tempfile.TemporaryDirectory(prefix="bytesched-pipeline-") as folder:
-        start = Start(WORKER, result=str(Path(folder, "result.json")), threads=spec.threads)
-        network = run_all(spec, start, hosts, rate, Path(folder))
-        found = json.loads(Path(start.result).read_text())
-    if options.json:
-        result = {**origin, "network": network, "specification": asdict(spec), **found}
-        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
+    found, network = measure(WORKER, spec, hosts, options, arguments)
     pipelines = f"{hosts // spec.ranks} pipelines of {spec.ranks} ranks"
     heading = (
         f"{pipelines}, {spec.micro_batches} micro-batches (emulated compute), {network}\n"

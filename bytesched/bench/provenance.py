@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from bytesched.version import __version__
 
-__all__ = ["machine", "priority", "provenance", "source"]
+__all__ = ["command_of", "machine", "priority", "provenance", "source"]
 
 _ROOT = Path(__file__).parents[2]
 #: folders whose changes change what is measured
@@ -31,6 +33,13 @@ def provenance(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command of a bench as it was given, with the priority that it has."""
+    name, _, number = priority().partition(" ")
+    before = ["chrt", f"-{name[0]}", number] if name else []
+    return shlex.join([*before, "bytesched", "bench", *arguments])
 
 
 def source(root: Path = _ROOT) -> dict[str, Any]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
-from bytesched.bench.profile import load_profile, parse_profile
-from bytesched.bench.provenance import provenance
-from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
+from bytesched.bench.own_ranks import OwnRanks, common, emulated, measure
+from bytesched.bench.profile import load_profile
+from bytesched.bench.setting import DEFAULT_WORKERS
 from bytesched.bench.specification import Specification
-from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
-from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
@@ -34,60 +27,28 @@ _MOST_JOBS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareSpecification:
+class ShareSpecification(OwnRanks):
     """What `bytesched bench --share` measures."""
 
     #: the profile of each job, emulated on a device of which each host has one
     profiles: tuple[object, ...]
-    #: of bytesched
-    options: dict[str, str]
-    iterations: int
-    rounds: int
-    warmup: int
-    optimizer: str
     #: norm of all gradients; 0: not clipped
     clip: float
-    compute_scale: float
-    comm_ratio: float | None
-    threads: int
-    timeout_s: float
 
 
 def _specification(spec: Specification, options: Namespace) -> ShareSpecification:
     """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
-    if spec.kind != "emulate":
-        raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
-    if rank_view().launcher != "none":
-        raise ConfigError("--share starts the ranks of all jobs itself: leave the launcher out")
-    if not options.systems:
-        systems: dict[str, str] = {}
-    elif len(spec.systems) == 1 and spec.systems[0].kind == "bytesched":
-        systems = spec.systems[0].options
-    else:
-        raise ConfigError("--share measures bytesched: --systems bytesched, with options if any")
-    for name in ("png", "record", "compare", "cpu"):
-        if getattr(options, name):
-            raise ConfigError(f"--{name} is not for --share")
-    if spec.ranks_per_host > 1:
-        raise ConfigError("--share has one rank of each job on a host: leave --ranks-per-host out")
+    emulated(spec, options, "emulates the device that jobs share")
     names = [name for name in options.share.split(",") if name] or [options.emulate]
-    profiles = [spec.content, *(load_profile(name).to_json() for name in names)]
-    if len(profiles) > _MOST_JOBS:
+    others = [load_profile(name) for name in names]
+    if 1 + len(others) > _MOST_JOBS:
         raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
-    if any(parse_profile(content, "of the bench").exchanged_bytes for content in profiles):
+    if any(profile.exchanged_bytes for profile in others):
         raise ConfigError("--share is not for a profile with layers of experts")
     return ShareSpecification(
-        profiles=tuple(profiles),
-        options=systems,
-        iterations=spec.iterations,
-        rounds=spec.rounds,
-        warmup=spec.warmup,
-        optimizer=spec.optimizer,
+        profiles=(spec.content, *(profile.to_json() for profile in others)),
         clip=spec.clip,
-        compute_scale=spec.compute_scale,
-        comm_ratio=spec.comm_ratio,
-        threads=spec.threads,
-        timeout_s=spec.timeout_s,
+        **common(spec, options),
     )
 
 
@@ -97,25 +58,7 @@ def measure_sharing(
     """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
     spec = _specification(bench, options)
     hosts = options.lab or options.workers or DEFAULT_WORKERS
-    rate = (options.rate or DEFAULT_RATE) if options.lab else None
-    with tempfile.TemporaryDirectory(prefix="bytesched-share-") as folder:
-        start = Start(
-            WORKER,
-            result=str(Path(folder, "result.json")),
-            threads=spec.threads,
-            ranks_per_host=len(spec.profiles),
-        )
-        network = run_all(spec, start, hosts, rate, Path(folder))
-        found = json.loads(Path(start.result).read_text())
-    if options.json:
-        command = shlex.join(["bytesched", "bench", *arguments])
-        result = {
-            **provenance(command),
-            "network": network,
-            "specification": asdict(spec),
-            **found,
-        }
-        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
+    found, network = measure(WORKER, spec, hosts, options, arguments, len(spec.profiles))
     return [_headline(found, hosts, network), "", *table(found)]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from bytesched.pipeline.order import Action, Kind, Order, in_turn
+from bytesched.pipeline.order import Order
+from bytesched.pipeline.replay import completed_s, follow
 from bytesched.pipeline.stages import Pipeline
 
-__all__ = ["bound_s", "reduced_at_end_s"]
+__all__ = ["arrivals_s", "bound_s", "reduced_at_end_s"]
 
 #: iterations until one is like the other, and those that are averaged after them
 _SETTLING: Final = 4
@@ -35,7 +36,10 @@ def _steady_s(order: Order, pipeline: Pipeline, *, crosses: bool) -> float:
     ready_s = [0.0] * order.stages
     over_s: list[float] = []
     for _ in range(_SETTLING + _AVERAGED):
-        free_s, done_s = _iteration(order, pipeline, free_s, ready_s)
+        spans, _ = follow(order, pipeline, free_s, ready_s)
+        for span in spans.values():
+            free_s[span.rank] = max(free_s[span.rank], span.end_s)
+        done_s = completed_s(spans.values(), order.stages)
         for rank, row in enumerate(order.rows):
             stages = list(dict.fromkeys(action.stage for action in row if action is not None))
             jobs = [(done_s[stage], pipeline.reduction_s(stage)) for stage in stages]
@@ -46,31 +50,6 @@ def _steady_s(order: Order, pipeline: Pipeline, *, crosses: bool) -> float:
                 free_s[rank] += sum(seconds for _, seconds in jobs)
         over_s.append(free_s[0])
     return (over_s[-1] - over_s[_SETTLING - 1]) / _AVERAGED
-
-
-def _iteration(
-    order: Order, pipeline: Pipeline, free_s: Sequence[float], ready_s: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """When each rank is at its row's end, and each stage has all its gradients.
-
-    Args:
-        free_s: when each rank may begin.
-        ready_s: when each stage has the weights of this iteration.
-    """
-    ends_s: dict[Action, float] = {}
-    at_s = list(free_s)
-    done_s = [0.0] * order.stages
-    for action, needed in in_turn(order.rows, order.stages):
-        rank = order.stage_ranks[action.stage]
-        start_s = at_s[rank]
-        if action.kind is Kind.FORWARD:
-            start_s = max(start_s, ready_s[action.stage])
-        for need in needed:
-            start_s = max(start_s, ends_s[need] + pipeline.crossing_s(need.stage, action.stage))
-        at_s[rank] = ends_s[action] = start_s + pipeline.seconds(action.stage, action.kind)
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-            done_s[action.stage] = at_s[rank]
-    return at_s, done_s
 
 
 def arrivals_s(jobs: Sequence[tuple[float, float]]) -> list[float]:

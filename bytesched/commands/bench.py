@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from bytesched.bench.compare import check_same, check_systems, load_result, repo
 from bytesched.bench.picture import draw_bench
 from bytesched.bench.pipelining import measure_pipelines
 from bytesched.bench.profile import parse_profile, save_all
-from bytesched.bench.provenance import priority, provenance
+from bytesched.bench.provenance import command_of, provenance
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS, setting
 from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import Specification, specification
@@ -69,20 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_systems(old, {system.label for system in spec.systems})
     except ConfigError as error:
         parser.error(str(error))
-    result = _measured(spec, options, view, provenance(_command(arguments)), its_setting)
+    result = _measured(spec, options, view, provenance(command_of(arguments)), its_setting)
     if result is None or old is None:
         return 0
     try:
         return _compared(old, result)
     except ConfigError as error:
         parser.error(str(error))
-
-
-def _command(arguments: Sequence[str]) -> str:
-    """The command as it was given, with the priority that it has."""
-    name, _, number = priority().partition(" ")
-    before = ["chrt", f"-{name[0]}", number] if name else []
-    return shlex.join([*before, "bytesched", "bench", *arguments])
 
 
 def _compare_files(old: str, others: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ It knows nothing of the search, and judges what the search finds and torch's own
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.stages import Pipeline
 
-__all__ = ["Reduction", "Span", "Timeline", "Transfer", "replay"]
+__all__ = ["Reduction", "Span", "Timeline", "Transfer", "completed_s", "follow", "replay"]
 
 
 class Span(NamedTuple):
@@ -87,27 +88,52 @@ def replay(order: Order, pipeline: Pipeline) -> Timeline:
             f"{order.origin} has its stages on ranks {list(order.stage_ranks)}, the pipeline on "
             f"{list(pipeline.stage_ranks)}"
         )
+    nothing_s = [0.0] * max(order.ranks, order.stages)
+    spans, transfers = follow(order, pipeline, nothing_s, nothing_s)
     rows = [[action for action in row if action is not None] for row in order.rows]
+    return Timeline(
+        tuple(spans[action] for row in rows for action in row),
+        tuple(transfers),
+        _reductions(completed_s(spans.values(), order.stages), pipeline),
+        tuple(_peak_bytes(row, pipeline) for row in rows),
+    )
+
+
+def follow(
+    order: Order, pipeline: Pipeline, free_s: Sequence[float], ready_s: Sequence[float]
+) -> tuple[dict[Action, Span], list[Transfer]]:
+    """One iteration: what every rank does when, as soon as it can, and what travels between them.
+
+    Args:
+        free_s: when each rank may begin.
+        ready_s: when each stage has the weights of this iteration.
+    """
     spans: dict[Action, Span] = {}
     transfers: list[Transfer] = []
-    free_s = [0.0] * len(rows)
-    for action, needed in in_turn(rows, order.stages):
-        rank = pipeline.stage_ranks[action.stage]
-        start_s = free_s[rank]
+    at_s = list(free_s)
+    for action, needed in in_turn(order.rows, order.stages):
+        rank = order.stage_ranks[action.stage]
+        start_s = at_s[rank]
+        if action.kind is Kind.FORWARD:
+            start_s = max(start_s, ready_s[action.stage])
         for need in needed:
             made = spans[need]
             arrival_s = made.end_s + pipeline.crossing_s(need.stage, action.stage)
             start_s = max(start_s, arrival_s)
             if made.rank != rank:
                 transfers.append(Transfer(made.rank, rank, need, made.end_s, arrival_s))
-        free_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
-        spans[action] = Span(rank, action, start_s, free_s[rank])
-    return Timeline(
-        tuple(spans[action] for row in rows for action in row),
-        tuple(transfers),
-        _reductions(spans, pipeline),
-        tuple(_peak_bytes(row, pipeline) for row in rows),
-    )
+        at_s[rank] = start_s + pipeline.seconds(action.stage, action.kind)
+        spans[action] = Span(rank, action, start_s, at_s[rank])
+    return spans, transfers
+
+
+def completed_s(spans: Iterable[Span], stages: int) -> list[float]:
+    """When each stage has all its gradients; 0 where it never gets any."""
+    found_s = [0.0] * stages
+    for span in spans:
+        if span.action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            found_s[span.action.stage] = max(found_s[span.action.stage], span.end_s)
+    return found_s
 
 
 def _peak_bytes(row: list[Action], pipeline: Pipeline) -> int:
@@ -119,12 +145,8 @@ def _peak_bytes(row: list[Action], pipeline: Pipeline) -> int:
     return peak
 
 
-def _reductions(spans: dict[Action, Span], pipeline: Pipeline) -> tuple[Reduction, ...]:
+def _reductions(done_s: Sequence[float], pipeline: Pipeline) -> tuple[Reduction, ...]:
     """A link takes them one after the other, in the order in which stages are done."""
-    done_s = [0.0] * len(pipeline.stages)
-    for action, span in spans.items():
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-            done_s[action.stage] = max(done_s[action.stage], span.end_s)
     free_s = [0.0] * pipeline.ranks
     reductions = []
     for stage in sorted(range(len(done_s)), key=lambda each: (done_s[each], -each)):
