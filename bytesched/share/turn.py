@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
@@ -40,6 +41,20 @@ _PATIENCE_S: Final = 30.0
 HELD: Final[set[Turn]] = set()
 #: all that there are
 _turns: Final[weakref.WeakSet[Turn]] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Totals:
+    """What one has counted."""
+
+    turns: int = 0
+    #: came to their limit
+    ended: int = 0
+    waited_s: float = 0.0
+
+
+#: of all that there were: a job's figures never fall
+_totals: Final[list[Totals]] = []
 
 
 class Turn:
@@ -78,9 +93,8 @@ class Turn:
         self._keeper: threading.Thread | None = None
         self._is_closed = False
         self._warned = False
-        #: totals
-        self.count = self.ended = 0
-        self.waited_s = 0.0
+        self.totals = Totals()
+        _totals.append(self.totals)
         _turns.add(self)
 
     @property
@@ -115,7 +129,7 @@ class Turn:
         finally:
             with self._changed:
                 self._is_awaited = False
-                self.waited_s += monotonic() - began_s
+                self.totals.waited_s += monotonic() - began_s
                 if has_it and not self._is_closed:
                     self._begin()
                 else:
@@ -150,7 +164,7 @@ class Turn:
     def _begin(self) -> None:
         self._since_s = monotonic()
         self._is_over = False
-        self.count += 1
+        self.totals.turns += 1
         HELD.add(self)
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep, name="bytesched-turn", daemon=True)
@@ -222,8 +236,8 @@ class Turn:
             self._keeper = None
 
     def _give_up(self) -> None:
-        self.ended += 1
-        if self.ended == 1:
+        self.totals.ended += 1
+        if self.totals.ended == 1:
             log.warning(
                 "this job has computed for %.3g s in one turn on a shared device, which is the "
                 "limit, and lets others compute beside it: its iterations differ much, or the "
@@ -246,7 +260,7 @@ class Turn:
 
     def __repr__(self) -> str:
         state = "held" if self in HELD else "awaited" if self._is_awaited else "free"
-        return f"<Turn {state}, {self.count} turns, {self.ended} ended at the limit>"
+        return f"<Turn {state}, {self.totals.turns} turns, {self.totals.ended} ended at the limit>"
 
 
 def _forked() -> None:
@@ -260,11 +274,10 @@ os.register_at_fork(after_in_child=_forked)
 
 def turn_figures() -> dict[str, int | float]:
     """Totals of this process, for ``stats()``."""
-    turns = tuple(_turns)
     return {
-        "turns": sum(turn.count for turn in turns),
-        "turn_wait_s": sum(turn.waited_s for turn in turns),
-        "turns_ended": sum(turn.ended for turn in turns),
+        "turns": sum(one.turns for one in _totals),
+        "turn_wait_s": sum(one.waited_s for one in _totals),
+        "turns_ended": sum(one.ended for one in _totals),
     }
 
 

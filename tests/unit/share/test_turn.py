@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def test_it_is_taken_once_and_given_back_once(turn: Turn) -> None:
     turn.take()
     turn.take()
     assert turn in HELD
-    assert turn.count == 1
+    assert turn.totals.turns == 1
     turn.give_back()
     turn.give_back()
     assert turn not in HELD
@@ -129,7 +131,7 @@ def test_it_is_over_at_its_limit(
     mine.take()
     other.take()
     assert mine not in HELD
-    assert mine.ended == 1
+    assert mine.totals.ended == 1
     assert "urgent() around collectives" in caplog.text
     # Who computes goes on without it, and has another one next.
     mine.give_back()
@@ -171,11 +173,21 @@ def test_a_device_that_computes_on_has_the_limit_too(tickets: Tickets, other: Tu
     mine.close()
 
 
-def test_figures(turn: Turn) -> None:
+def test_figures_of_a_process_keep_those_of_turns_that_are_gone(tickets: Tickets) -> None:
     before = turn_figures()["turns"]
+    turn = Turn(tickets, timeout_s=LONG_S, limits_s=NO_LIMITS_S)
     turn.take()
-    assert turn_figures()["turns"] == before + 1
     assert "held" in repr(turn)
+    keeper = turn._keeper
+    turn.close()
+    # Its thread has it for a moment longer.
+    assert keeper is not None
+    keeper.join(LONG_S)
+    gone = weakref.ref(turn)
+    del turn
+    gc.collect()
+    assert gone() is None
+    assert turn_figures()["turns"] == before + 1
 
 
 def test_none_is_taken_after_the_end(turn: Turn) -> None:
