@@ -40,8 +40,8 @@ class Kind:
     micro_batches: int = 2
 
 
-def ordered(rows: Sequence[str], form: str = "compute_only") -> Callable[..., Any]:
-    """Makes a schedule with the order ``rows``."""
+def ordered(rows: Sequence[str], *, reduces: bool = True) -> Callable[..., Any]:
+    """Makes a schedule with the order ``rows``, with or without reductions."""
 
     def make(stages: list[Any], micro_batches: int, loss_fn: Any) -> Any:
         schedule = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss_fn)
@@ -49,7 +49,11 @@ def ordered(rows: Sequence[str], form: str = "compute_only") -> Callable[..., An
             rank: [schedules._Action.from_str(cell) for cell in row.split(",")]
             for rank, row in enumerate(rows)
         }
-        schedule._prepare_schedule_with_comms(order, format=form)  # type: ignore[arg-type]
+        schedule._prepare_schedule_with_comms(order)
+        if not reduces:
+            for rank, row in schedule.pipeline_order_with_comms.items():
+                kept = [action for action in row if "REDUCE_GRAD" not in str(action)]
+                schedule.pipeline_order_with_comms[rank] = kept
         return schedule
 
     return make
@@ -75,11 +79,7 @@ KINDS = {
         ordered(("0F0,0F1,1F0,1F1,1I0,1W0,0I0,1I1,0W0,1W1,0I1,0W1",)), (0, 0)
     ),
     "gpipe on one rank": Kind(single(ScheduleGPipe), (0,)),
-    "never reduced": Kind(
-        ordered(("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"), "compute_comms"),
-        (0, 1),
-        1,
-    ),
+    "never reduced": Kind(ordered(("0F0,0B0", "1F0,1B0"), reduces=False), (0, 1), 1),
 }
 
 

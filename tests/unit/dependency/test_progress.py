@@ -49,13 +49,13 @@ def test_a_wait_gives_the_turn_back_until_it_is_over(
     assert progress.wait(done.is_set, "the gradient")
     thread.join()
     assert turn in HELD
-    assert turn.count == 2
+    assert turn.totals.turns == 2
 
 
 def test_what_is_here_already_costs_no_turn(progress: Progress, turn: Turn) -> None:
     assert progress.wait(lambda: True, "the gradient")
     assert turn in HELD
-    assert turn.count == 1
+    assert turn.totals.turns == 1
 
 
 def test_an_error_ends_the_turn(progress: Progress, turn: Turn) -> None:

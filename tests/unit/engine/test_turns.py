@@ -39,7 +39,7 @@ def test_a_turn_lasts_from_forward_to_the_end_of_backward(turns: ModelTurns) -> 
     turns.forward_ends()
     assert turn_of(turns) in HELD
     turns.backward_begins()
-    assert turn_of(turns).count == 1
+    assert turn_of(turns).totals.turns == 1
     turns.backward_ends()
     assert not HELD
 
@@ -50,7 +50,7 @@ def test_each_forward_pass_lets_others_go_first(turns: ModelTurns) -> None:
         turns.forward_ends()
     turns.backward_begins()
     turns.backward_ends()
-    assert turn_of(turns).count == 3
+    assert turn_of(turns).totals.turns == 3
 
 
 def test_a_backward_pass_takes_one_if_no_forward_pass_has(turns: ModelTurns) -> None:
@@ -67,7 +67,7 @@ def test_a_forward_pass_without_gradients_has_its_own(turns: ModelTurns) -> None
         assert HELD
         turns.forward_ends()
     assert not HELD
-    assert turn_of(turns).count == 1
+    assert turn_of(turns).totals.turns == 1
 
 
 def test_a_forward_pass_without_gradients_is_part_of_a_longer_turn(turns: ModelTurns) -> None:
@@ -76,7 +76,7 @@ def test_a_forward_pass_without_gradients_is_part_of_a_longer_turn(turns: ModelT
         turns.brief_forward_begins()
         turns.forward_ends()
     assert HELD
-    assert turn_of(turns).count == 1
+    assert turn_of(turns).totals.turns == 1
 
 
 def test_models_on_one_device_have_one_turn(turns: ModelTurns, tmp_path: Path) -> None:
