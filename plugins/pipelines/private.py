@@ -32,7 +32,7 @@ log = logging.getLogger("bytesched")
 
 SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 #: the oldest and the newest torch that all of it was tried with
-TRIED: Final = ("2.11", "2.13")
+TRIED: Final = ("2.11", "2.15")
 _OF_SCHEDULE: Final = ("_n_microbatches", "_has_backward", "step")
 #: of one with an order
 _OF_RUNTIME: Final = ("rank",)
