@@ -13,7 +13,6 @@ __all__ = ["at_exit", "died_of", "make_exit_fail"]
 
 #: of the last `at_exit`, in the process that it was called in
 _finalizer: Finalize | None = None
-_failure: _Failure | None = None
 
 
 def at_exit(call: Callable[[], None]) -> None:
@@ -42,15 +41,15 @@ def died_of() -> BaseException | None:
 
 def make_exit_fail() -> None:
     """This process, which is ending, ends with exit code 1."""
-    global _failure
     if multiprocessing.parent_process() is not None:
         Finalize(None, os._exit, (1,), exitpriority=-1_000_000)
     else:
-        _failure = _Failure()
+        # What other modules hold may be kept alive by extensions, and never be deleted.
+        vars(sys)["bytesched_failure"] = _Failure()
 
 
 class _Failure:
-    """Ends the process when the interpreter takes its modules apart, after all else was done."""
+    """Ends the process when the interpreter takes `sys` apart, after all else was done."""
 
     def __del__(self, exit_now: Callable[[int], None] = os._exit) -> None:
         exit_now(1)

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,7 @@ from bytesched.log import show
 from bytesched.observe import Observers
 
 from ..c10d.joining import joining
+from ..ending import make_exit_fail
 from ..engine.session import Session
 from ..routes.groups.opening import store_of
 from ..warmup.agree import settings
@@ -115,7 +117,7 @@ class Burst(nn.Module):
             self.close()
             raise
         # Threads and connections must end before the interpreter does.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def _statements(self, config: Config) -> list[str]:
         """What all ranks must agree on before they send to each other, a line for each."""
@@ -249,26 +251,36 @@ class Burst(nn.Module):
         return figures
 
     def close(self) -> None:
-        """Applies the last step, if all went well, and stops every thread. Idempotent."""
+        """Applies the last step, if all went well, and stops every thread. Idempotent.
+
+        Raises what kept the last step from being applied, when all is stopped.
+        """
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        try:
+        atexit.unregister(self._close_at_exit)
+        with ExitStack() as ending:
+            ending.callback(self._observers.close)
+            ending.callback(self._moves.shut_down)
+            for session in reversed(self._sessions.values()):
+                ending.callback(self._end, session)
             # Another rank may still be on its way to what this one has sent.
             if self._moves.error is None:
                 self._moves.finish()
-        except Exception:
-            log.exception("the last moves did not arrive")
-        for session in self._sessions.values():
-            try:
-                if session.error is None and self._moves.error is None:
-                    session.flush()
-            except Exception:
-                log.exception("the last step could not be applied")
+
+    def _end(self, session: Session) -> None:
+        try:
+            if session.error is None and self._moves.error is None:
+                session.flush()
+        finally:
             session.close(release_parameters=session.error is None)
-        self._moves.shut_down()
-        self._observers.close()
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except Exception:
+            log.exception("the last step could not be applied")
+            make_exit_fail()
 
     def __enter__(self) -> Burst:
         return self

@@ -17,9 +17,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.burst.cost import Place, PlacedBranches, Plan
-from bytesched.errors import BytesschedError
+from bytesched.errors import BytesschedError, PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
+from bytesched.plugins.engine.session import Session
 from bytesched.plugins.routes.groups.opening import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -300,6 +301,21 @@ def shares_its_gaps(timeline: str) -> int:
     assert alone.losses == job.losses
     assert background.steps == len(job.losses)
     return len(job.losses)
+
+
+def loses_its_last_step(closes: bool) -> None:
+    """The updates that are outstanding fail; says what ``close()`` raises, if it is called."""
+    make, plan = CASES["vgg"]
+    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst.step(*batch(0))
+    mock.patch.object(Session, "flush", side_effect=PeerLost("rank 9 is gone")).start()
+    if closes:
+        try:
+            burst.close()
+        except PeerLost as error:
+            print(error, flush=True)
+        burst.close()
+    dist.barrier()
 
 
 def loses_a_rank(victim: int) -> None:

@@ -77,6 +77,14 @@ def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
         ]
 
 
+def test_a_last_step_that_is_lost_is_raised_or_fails_the_process() -> None:
+    for exited in run_fresh(burst_cases.loses_its_last_step, 4, timeout_s=40.0, args=(True,)):
+        assert (exited.code, exited.stdout.strip()) == (0, "rank 9 is gone"), exited.stderr
+    for exited in run_fresh(burst_cases.loses_its_last_step, 4, timeout_s=40.0, args=(False,)):
+        assert exited.code == 1, exited.stderr
+        assert "the last step could not be applied" in exited.stderr
+
+
 def test_a_rank_without_an_optimizer_is_heard_of_at_once(four_ranks: Ranks) -> None:
     *others, failed = four_ranks.run(burst_cases.makes_no_optimizer)
     assert failed == "RuntimeError: no optimizer and left 0 groups"
