@@ -166,7 +166,7 @@ class Steps:
 
     #: from the beginning of each step to the beginning of the next
     durations_s: tuple[float, ...]
-    #: while so long something was on the link, in all of them together
+    #: while so long something was on the link, until all sums of these steps were there
     busy_s: float = 0.0
     #: bytes of gradients that were sent meanwhile, and in how many chunks
     sent_bytes: int = 0

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bytesched.bench.paces import common_rates
 from bytesched.bench.profile import parse_profile
 from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification
 from bytesched.environment import rank_view, set_variables
@@ -35,8 +36,6 @@ from .workloads.shared_pace import SharedPace
 __all__ = ["main"]
 
 _PROBES: Final = 5
-#: beginnings of iterations that a rate is made from
-_LEAST_INSIDE: Final = 3
 
 
 class _Iterations:
@@ -189,17 +188,13 @@ def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
 
     Raises `BenchError` if one came to its end before another one had warmed up.
     """
-    since_s = max(one["starts_s"][0] for one in found.values())
-    until_s = min(one["starts_s"][-1] for one in found.values())
     rates = [0.0] * (1 + max(found))
-    for job, one in found.items():
-        inside = [at_s for at_s in one["starts_s"] if since_s <= at_s <= until_s]
-        if len(inside) < _LEAST_INSIDE:
-            raise BenchError(
-                f"job {job} had {max(0, len(inside) - 1)} iterations while all jobs trained: their "
-                "paces differ too much for so few; give more --iterations"
-            )
-        rates[job] = (len(inside) - 1) / (inside[-1] - inside[0])
+    try:
+        common = common_rates([one["starts_s"] for one in found.values()])
+    except ValueError as error:
+        raise BenchError(f"{error}: give more --iterations") from None
+    for job, rate in zip(found, common, strict=True):
+        rates[job] = rate
     return rates
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,7 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
     vars(sessions)["find_tuner"] = spying
     Spy.recordings, Spy.durations_s, Spy.busy_s, Spy.sent_bytes = (), (), 0.0, 0
     sizes = set()
+    began_s = time.monotonic()
     # On a busy machine, loopback is another link every time.
     any_link = mock.patch.multiple(tunefile, _SAME_BANDWIDTH=math.inf, _NO_OVERHEAD_S=math.inf)
     any_link.start()
@@ -194,6 +196,7 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
             stats = bytesched.stats(optimizer)
             sizes.add((stats["partition_bytes"], stats["credit_bytes"], stats["mode"] == "plain"))
         bytesched.unwrap(optimizer)
+        ended_s = time.monotonic()
     finally:
         vars(sessions)["find_tuner"] = sessions_find_tuner
         any_link.stop()
@@ -205,7 +208,8 @@ def tuned(file: str, steps: int, fields: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(weight.nbytes for weight in weights),
         "recordings": Spy.recordings,
         "steps": len(Spy.durations_s),
-        "seconds": sum(Spy.durations_s),
+        "step_s": sum(Spy.durations_s),
+        "seconds": ended_s - began_s,
         "busy_s": Spy.busy_s,
         "sent_bytes": Spy.sent_bytes,
     }
@@ -240,7 +244,9 @@ def test_what_is_measured_is_what_happened(two_ranks: Ranks, tmp_path: Path) -> 
     leader, follower = two_ranks.run(tuned, str(tmp_path / "x.json"), 60, SPACE)
     assert not follower["recordings"]
     assert 0 < leader["steps"] <= 60, "steps are told when a word is due"
+    # The last step before a decision is waited for after its end.
     assert 0 < leader["busy_s"] < leader["seconds"]
+    assert 0 < leader["step_s"] < leader["seconds"]
     assert 0 < leader["sent_bytes"] <= leader["bytes"] * leader["steps"]
     assert leader["recordings"]
     for recording in leader["recordings"]:
