@@ -44,18 +44,22 @@ class Observers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
+        #: whether there is one; asked in front of everything that may be observed
+        self.are_any = bool(self._observers)
 
     def add(self, observer: Observer) -> None:
         """``observer`` is called from now on."""
         self._observers.append(observer)
+        self.are_any = True
 
     def remove(self, observer: Observer) -> None:
         """``observer`` is called no more; it may have been removed for raising."""
         if observer in self._observers:
             self._observers.remove(observer)
+        self.are_any = bool(self._observers)
 
     def __bool__(self) -> bool:
-        return bool(self._observers)
+        return self.are_any
 
     def on_span(
         self,
@@ -76,6 +80,7 @@ class Observers:
     def close(self) -> None:
         self._tell("close")
         self._observers.clear()
+        self.are_any = False
 
     def _tell(self, hook: str, *args: Any) -> None:
         for observer in tuple(self._observers):
@@ -83,5 +88,4 @@ class Observers:
                 getattr(observer, hook)(*args)
             except Exception:
                 log.exception("%r raised in %s and is removed", observer, hook)
-                if observer in self._observers:
-                    self._observers.remove(observer)
+                self.remove(observer)

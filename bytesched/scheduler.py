@@ -244,7 +244,7 @@ class Scheduler:
 
     def trace_urgent(self, name: str, began_ns: int, ended_ns: int) -> None:
         """A section that has held this scheduler ends: observers hear of it, and of what waits."""
-        if self._observers:
+        if self._observers.are_any:
 
             def trace() -> Sequence[CommTask]:
                 held = self.core.held_back()
@@ -317,7 +317,7 @@ class Scheduler:
             except BaseException:
                 self.core.fail(task)
                 raise
-        if self._observers:
+        if self._observers.are_any:
             self._trace_start(tasks, now_ns)
 
     def _done(self, task: CommTask, error: BaseException | None) -> None:
@@ -332,7 +332,7 @@ class Scheduler:
         self._busy.ends(now_ns)
         task.rearm()
         self._on_finish(task)
-        if self._observers:
+        if self._observers.are_any:
             args = {"bytes": task.nbytes, "chunk": task.index}
             self._observers.on_span("send", task.name, started_ns, now_ns, args)
         return following

@@ -36,8 +36,8 @@ _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
 #: so much less than the best throughput is still called full
 _FULL = 0.93
-#: What fills the link counts up to this part of a model: a window of larger partitions in front of
-#: the first layer delays it by more than a fuller link gains.
+#: Up to this part of a model, what fills the link is taken: a window of such partitions in front of
+#: the first layer delays it little. Beyond, the delay is weighed against what a fuller link gains.
 _PARTS = 32
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
@@ -98,7 +98,8 @@ class Rule:
 RULES: Final = MappingProxyType(
     {
         "all-reduce": Rule(
-            formula="max(min(1.5 x the smallest that fills the link, S/32), sqrt(θBS/(k + 1)))",
+            formula="max(min(1.5 x the smallest that fills the link, max(S/32, the one of least "
+            "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
             "CPU time of a chunk, as far as the model computes on the same cores; where it always "
             "does, k is 4 in place of 2, because threads wake up late.",
@@ -106,7 +107,8 @@ RULES: Final = MappingProxyType(
             largest_bytes=_LARGEST_BYTES,
         ),
         "beside stages": Rule(
-            formula="max(min(the smallest that fills the link, S/32), sqrt(θBS/(k + 1)))",
+            formula="max(min(the smallest that fills the link, max(S/32, the one of least "
+            "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
             why="As an all-reduce; but what crosses between the stages of a pipeline waits behind "
             "the chunks in flight, and other ranks wait for it, so they are not larger than they "
             "must be.",
@@ -219,7 +221,8 @@ def chosen_sizes(
         best_bytes = math.sqrt(overhead_s * fastest * model_bytes / (PROBE_WINDOW + 1))
         if rule.hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
-            best_bytes = max(best_bytes, min(rule.margin * fills, model_bytes / _PARTS))
+            enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
+            best_bytes = max(best_bytes, min(rule.margin * fills, enough))
     window = _BUSY_WINDOW if rule.hides_overhead and busy > _ALWAYS else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
@@ -227,6 +230,13 @@ def chosen_sizes(
 def first_bytes(partition_bytes: int) -> int:
     """About the size of the first chunk of a model; those behind it grow to a partition."""
     return partition_bytes // _RAMP
+
+
+def _quickest_bytes(probes: list[Probe], model_bytes: int) -> int:
+    """Of the sizes probed, that with which a model is sent and what is urgent waits, least long."""
+    return min(
+        probes, key=lambda p: (model_bytes + (PROBE_WINDOW + 1) * p.nbytes) / p.bytes_per_s
+    ).nbytes
 
 
 def _startup_s(probes: list[Probe]) -> float:

@@ -50,6 +50,8 @@ class Round(Generic[G, J]):
         self._gradients_of: Sequence[Sequence[G]] = ()
         self._bundles_of: Sequence[Sequence[Bundle[G, J]]] = ()
         self.under_way = UnderWay()
+        #: bundles that are not free
+        self.held = 0
         #: gradients that have not come, in a round that has begun
         self.missing = 0
         #: backward goes on
@@ -75,6 +77,7 @@ class Round(Generic[G, J]):
             raise InvalidTransition(f"'cut' of {self!r}")
         self._chunks, self._gradients_of = chunks, gradients_of
         self._bundles, self._bundles_of = bundles, bundles_of
+        self.held = sum(bundle.state is not BundleState.FREE for bundle in bundles)
 
     def begin(self) -> None:
         """The first gradient of a backward pass is about to come; nothing is outstanding."""
@@ -167,6 +170,7 @@ class Round(Generic[G, J]):
             bundle.jobs += added
             bundle.arrivals += arriving
             before = bundle.state
+            self.held += before is BundleState.FREE
             bundle.state = BUNDLE_AFTER[before, BundleEvent.ARM]
             is_summed = unsummed.isdisjoint(bundle.chunks)
             has_come = not coming or coming.keys().isdisjoint(bundle.chunks)
@@ -218,6 +222,7 @@ class Round(Generic[G, J]):
             bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.READ]
         except KeyError:
             raise refused(bundle, BundleEvent.READ) from None
+        self.held -= 1
         for gradient in bundle.slots:
             if gradient.state is GradientState.UNREAD:
                 gradient.state = GradientState.AWAITED
@@ -239,6 +244,7 @@ class Round(Generic[G, J]):
             gradient.on(GradientEvent.FORK_UNDER_WAY)
         for bundle in self._bundles:
             bundle.on(BundleEvent.FORK)
+        self.held = 0
         return lost, stale
 
     # -- state -------------------------------------------------------------------------
@@ -271,6 +277,7 @@ class Round(Generic[G, J]):
         armed = {g for b in self._bundles for job in (*b.jobs, *b.arrivals) for g in job.slots}
         for taken in armed:
             assert taken.state in {GradientState.ARMED, GradientState.DUE}, repr(taken)
+        assert self.held == sum(bundle.state is not BundleState.FREE for bundle in self._bundles)
         for bundle in self._bundles:
             if bundle.jobs or bundle.arrivals:
                 assert bundle.is_outstanding, repr(bundle)

@@ -217,7 +217,7 @@ class Moves:
         self._lane.join()
 
     def _finished(self, task: CommTask) -> None:
-        with self._progress.changed:
+        with self._progress.lock:
             self._by_index[task.index].busy = False
             self._progress.notify()
 

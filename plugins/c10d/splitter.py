@@ -336,7 +336,7 @@ def notifier(progress: Progress) -> Callable[[], None]:
     """Wakes who waits for the progress of a session."""
 
     def notify() -> None:
-        with progress.changed:
+        with progress.lock:
             progress.notify()
 
     return notify

@@ -60,14 +60,19 @@ def kept_or_seen(slots: Iterable[Slot]) -> list[Slot]:
 
 def moved(slots: Iterable[Slot]) -> list[Slot]:
     """Those whose lazy gradient has been given other memory, or another shape."""
+    found = []
     with torch._C.DisableTorchFunctionSubclass():
-        return [
-            slot
-            for slot in slots
-            if has_own_memory(slot.lazy)
-            or slot.lazy.data_ptr() != slot.view.data_ptr()
-            or not is_laid_out_as(slot.lazy, slot.view)
-        ]
+        for slot in slots:
+            lazy, view = slot.lazy, slot.view
+            # Nearly always: no call for those.
+            is_alike = lazy.shape == view.shape and lazy.stride() == view.stride()
+            if (
+                lazy.data_ptr() != view.data_ptr()
+                or not ((is_alike and lazy.dtype is view.dtype) or is_laid_out_as(lazy, view))
+                or has_own_memory(lazy)
+            ):
+                found.append(slot)
+    return found
 
 
 def is_known(slot: Slot) -> bool:

@@ -34,8 +34,9 @@ class Progress:
         self._backend = backend
         self._timeout_s = backend.timeout_s
         self._waiters = 0
-        #: guards the round
-        self.changed = threading.Condition()
+        #: guards the round. Not entered by its condition, which would cost two more calls each time
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self.round: Round[Slot, Job] = Round(slots)
         #: the first error, which is final
         self.error: BaseException | None = None
@@ -56,13 +57,13 @@ class Progress:
     @property
     def outstanding_bytes(self) -> int:
         """Of gradients whose sums have not come."""
-        with self.changed:
+        with self.lock:
             return sum(chunk.nbytes for chunk in self.round.under_way.unsummed)
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
         if self._waiters:
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raises the first error, if there was one."""
@@ -121,7 +122,7 @@ class Progress:
         return True
 
     def _whole_story(self) -> str:
-        with self.changed:
+        with self.lock:
             here = self.round.story()
         return "\n".join(filter(None, (self.story(), here)))
 
@@ -130,11 +131,11 @@ class Progress:
 
         Any thread; ``done`` is called with the lock held.
         """
-        with self.changed:
+        with self.lock:
             self._waiters += 1
             try:
                 while not done() and self.error is None and monotonic() < deadline:
-                    self.changed.wait(deadline - monotonic())
+                    self._changed.wait(deadline - monotonic())
                 return done()
             finally:
                 self._waiters -= 1
@@ -147,12 +148,12 @@ class Progress:
         Args:
             is_raised: the user's thread raises it now, so that the end of the process need not.
         """
-        with self.changed:
+        with self.lock:
             self.is_error_seen = self.is_error_seen or is_raised
             if self.error is not None:
                 return
             self.error = error
-            self.changed.notify_all()
+            self._changed.notify_all()
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost) or error.peers:
             self._backend.leave_note(in_one_line(error))

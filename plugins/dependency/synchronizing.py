@@ -15,9 +15,9 @@ from bytesched.urgency import URGENCY
 from ..figures.meter import Meter
 from ..layout.memory import lies_over
 from ..layout.plan import Plan
-from ..layout.slots import Bundle, Slot
+from ..layout.slots import Bundle, Slot, change
 from ..proxies.compiling import waiting
-from ..proxies.pending import free, is_held, plain, release
+from ..proxies.pending import free, plain, release_held
 from ..proxies.spans import span
 from ..routes.streams import Streams
 from .progress import Progress
@@ -88,9 +88,8 @@ class Synchronizing:
             for slot in bundle.slots:
                 if slot.changes or slot.looks:
                     self._change_one(slot)
-                # A parameter that was not read in this round may be held since an earlier one.
-                if is_held(slot.parameter):
-                    release(slot.parameter)
+            # A parameter that was not read in this round may be held since an earlier one.
+            release_held([slot.parameter for slot in bundle.slots])
 
     def _wait_applied(self, bundle: Bundle, by: str) -> None:
         if bundle.state not in OUTSTANDING:
@@ -118,6 +117,9 @@ class Synchronizing:
 
     def synchronize_all(self) -> None:
         """Applies every armed update."""
+        # Whole steps come here for every parameter.
+        if not self._round.held:
+            return
         for bundle in self._plan.bundles:
             if bundle.state is not BundleState.FREE:
                 self.synchronize(bundle, "flush")
@@ -153,8 +155,7 @@ class Synchronizing:
         for slot in slots:
             if slot.bundle.state is not BundleState.FREE:
                 self.synchronize(slot.bundle, "step")
-            if (slot.changes or slot.looks) and slot.state not in TAKEN:
-                slot.change()
+        change([slot for slot in slots if slot.state not in TAKEN])
 
     def wait_unstepped(self) -> None:
         """Returns when nothing is on the wire that no ``step()`` has taken."""
@@ -224,6 +225,5 @@ class Synchronizing:
 
     def state(self) -> str:
         """In a few words, for ``repr()``."""
-        held = sum(bundle.state is not BundleState.FREE for bundle in self._plan.bundles)
         left = self._progress.outstanding
-        return f"{left} chunks outstanding, {held} bundles held, {self._plan!r}"
+        return f"{left} chunks outstanding, {self._round.held} bundles held, {self._plan!r}"

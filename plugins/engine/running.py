@@ -17,7 +17,7 @@ from ..dependency.forked import disown
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
 from ..layout.flags import from_cells, to_cells
 from ..layout.slots import Slot
-from ..proxies.pending import is_held, keep_apart, move_apart, release
+from ..proxies.pending import keep_apart, move_apart, release_held
 from ..queries.splitting import Splitting
 from ..routes.carrier import Traffic
 from ..update.deferred import Deferred
@@ -117,7 +117,7 @@ class Running:
                 self._sharding.withhold(slot)
             self._synchronizing.make_lazy(slot)
         plan.flags_reduced = False
-        with self._progress.changed:
+        with self._progress.lock:
             self._round.begin()
         self._steps = 0
         if self._splitting is not None:
@@ -176,7 +176,7 @@ class Running:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
             counts = from_cells(plan.slots, plan.used_flags.tolist())
             ranks = zip(plan.slots, counts, strict=True)
-            with self._progress.changed:
+            with self._progress.lock:
                 self._round.found({slot: count > 0 for slot, count in ranks})
         for slot, gradient in earlier.items():
             # No rank has used it: its gradient stays what it was, as in plain DDP.
@@ -258,10 +258,9 @@ class Running:
             self._splitting.close()
         self._whole_carrier.close()
         self._updater.close()
-        for slot in self.plan.slots:
-            if release_parameters:
-                if is_held(slot.parameter):
-                    release(slot.parameter)
+        if release_parameters:
+            release_held(slot.parameter for slot in self.plan.slots)
+            for slot in self.plan.slots:
                 self._give_back(slot)
 
     def _give_back(self, slot: Slot, *, in_child: bool = False) -> None:

@@ -111,7 +111,7 @@ class Meter:
     def forward_ends(self) -> None:
         """Its call is over; backward is next."""
         self._backward_ns = perf_counter_ns()
-        if self._observers and self._forward_ns:
+        if self._observers.are_any and self._forward_ns:
             self._observers.on_span("forward", "forward", self._forward_ns, self._backward_ns)
 
     def round_begins(self, *, is_settled: bool) -> None:
@@ -129,7 +129,7 @@ class Meter:
         """A round is complete."""
         if self._nbytes:
             self._rounds += 1
-        if self._observers and self._backward_ns:
+        if self._observers.are_any and self._backward_ns:
             now_ns = perf_counter_ns()
             self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
 
@@ -191,7 +191,7 @@ class Meter:
 
     def step_ends(self) -> None:
         """``optimizer.step()`` returns."""
-        if self._observers:
+        if self._observers.are_any:
             now_ns = perf_counter_ns()
             self._observers.on_span("step", "optimizer.step", self._step_ns, now_ns)
             self._observers.on_step(self._steps, now_ns)
@@ -210,7 +210,7 @@ class Meter:
         waited_ns = now_ns - began.at_ns
         self._wait_ns[by] += waited_ns
         self._exposed_ns += min(waited_ns, self._busy_ns() - began.busy_ns)
-        if self._observers:
+        if self._observers.are_any:
             self._observers.on_span("wait", by, began.at_ns, now_ns)
             if bundle is not None:
                 for chunk in bundle.chunks:
@@ -221,7 +221,7 @@ class Meter:
         """The updater applied ``bundles``."""
         now_ns = perf_counter_ns()
         self._update_ns += now_ns - began_ns
-        if self._observers:
+        if self._observers.are_any:
             name = f"update {bundles[0].slots[0].name}"
             self._observers.on_span("update", name, began_ns, now_ns, {"bundles": len(bundles)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -16,7 +16,7 @@ from ..proxies.pending import LazyGrad, QueryHandler, has_aliases, lazy_over, pl
 from .memory import is_gradient_shared, is_laid_out_as, lies_over, shaped
 from .partition import Partition
 
-__all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
+__all__ = ["Bundle", "Job", "Slice", "Slot", "Update", "change"]
 
 
 @dataclass(eq=False, repr=False)
@@ -89,7 +89,9 @@ class Slot(Gradient):
             grad = None
             self.is_apart = is_gradient_shared(self.parameter) or self.is_apart
         assert self.parameter.grad is not None
-        local = plain(self.parameter.grad)
+        local = self.parameter.grad
+        if type(local) is LazyGrad:
+            local = plain(local)
         if not is_made_here:
             local = local.detach()
         for slice_ in self.slices:
@@ -131,16 +133,7 @@ class Slot(Gradient):
 
     def change(self) -> None:
         """Makes the changes that were noted, once; nothing of it may be outstanding."""
-        if self.changes or self.looks:
-            changes, self.changes = self.changes, []
-            looks, self.looks = self.looks, []
-            with torch.no_grad():
-                for number in range(len(changes) + 1):
-                    for after, look in looks:
-                        if after == number:
-                            look(self.view)
-                    for change in changes[number : number + 1]:
-                        change([self.view])
+        change([self])
 
     def look(self, look: Callable[[torch.Tensor], None]) -> None:
         """``look`` is called with the gradient as it is now, once it is here."""
@@ -197,3 +190,38 @@ class Job:
 
 #: parameters that are updated together
 Bundle: TypeAlias = BundleOf[Slot, Job]
+
+
+def change(slots: Iterable[Slot]) -> None:
+    """Makes the changes that were noted of ``slots``, once; nothing of them may be outstanding.
+
+    Those with the same changes, as after one of all gradients, are changed in one call.
+    """
+    changed = [slot for slot in slots if slot.changes or slot.looks]
+    if not changed:
+        return
+    alike: dict[tuple[int, ...], list[Slot]] = {}
+    with torch.no_grad():
+        for slot in changed:
+            if slot.looks:
+                _change_and_look(slot)
+            else:
+                alike.setdefault(tuple(map(id, slot.changes)), []).append(slot)
+        for some in alike.values():
+            changes = some[0].changes
+            for slot in some:
+                slot.changes = []
+            views = [slot.view for slot in some]
+            for make in changes:
+                make(views)
+
+
+def _change_and_look(slot: Slot) -> None:
+    changes, slot.changes = slot.changes, []
+    looks, slot.looks = slot.looks, []
+    for number in range(len(changes) + 1):
+        for after, look in looks:
+            if after == number:
+                look(slot.view)
+        for make in changes[number : number + 1]:
+            make([slot.view])

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import is_compiled
 from .hooks import StayingHook
-from .pending import hold, is_held, release
+from .pending import hold, release, release_held
 
 __all__ = ["FirstUse"]
 
@@ -79,9 +79,7 @@ class FirstUse:
         """The forward pass is over (or failed)."""
         if not self._handles:
             return
-        for parameter in self._parameters.values():
-            if is_held(parameter):
-                release(parameter)
+        release_held(self._parameters.values())
 
     def close(self) -> None:
         """Takes the hooks off."""

@@ -8,7 +8,7 @@ first use synchronizes it and gives the class back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "has_aliases",
     "has_own_memory",
     "hold",
+    "hold_all",
     "is_held",
     "keep_apart",
     "lazy_over",
@@ -32,6 +33,7 @@ __all__ = [
     "point",
     "ready",
     "release",
+    "release_held",
     "settle",
 ]
 
@@ -159,10 +161,26 @@ def hold(parameter: nn.Parameter, synchronize: Callable[[], None]) -> None:
     parameter.__class__ = PendingParameter
 
 
+def hold_all(held: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> None:
+    """Each of these parameters becomes pending, as by `hold`."""
+    for parameter, synchronize in held:
+        _pending[id(parameter)] = synchronize
+        parameter.__class__ = PendingParameter
+
+
 def release(parameter: nn.Parameter) -> None:
     """Gives ``parameter`` its class back."""
     parameter.__class__ = nn.Parameter
     _pending.pop(id(parameter), None)
+
+
+def release_held(parameters: Iterable[nn.Parameter]) -> None:
+    """Those among ``parameters`` that are pending get their class back."""
+    for parameter in parameters:
+        kind: type = type(parameter)
+        if kind is PendingParameter:
+            parameter.__class__ = nn.Parameter
+            _pending.pop(id(parameter), None)
 
 
 def is_held(parameter: nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from bytesched.round import UNTAKEN, Use
+from bytesched.round import ALLOWED, UNTAKEN, Use
 
 from ..dependency.progress import Progress
 from ..layout.memory import lies_over
@@ -60,7 +60,8 @@ def expression_of(tensor: object) -> Expression | None:
     else:
         return None
     slot = owner.slot
-    return owner if is_current and slot.allows(Use.ASK) and not slot.is_read else None
+    is_askable = slot.state in ALLOWED[Use.ASK] and not slot.is_read
+    return owner if is_current and is_askable else None
 
 
 def derived(
@@ -150,7 +151,7 @@ class Asked:
     def add(self, slots: Iterable[Slot]) -> None:
         """Something was asked of these; no optimizer has stepped when the first are added."""
         if not self._asked:
-            self._nbytes = sum(slot.view.nbytes for slot in self._all if slot.state in UNTAKEN)
+            self._nbytes = sum([slot.view.nbytes for slot in self._all if slot.state in UNTAKEN])
             self._late_bytes = self._progress.outstanding_bytes
         self._asked.update(slots)
 
@@ -161,7 +162,7 @@ class Asked:
     @property
     def are_most(self) -> bool:
         """Whether they are most of all bytes: for fewer, a wait for themselves is shorter."""
-        nbytes = sum(slot.view.nbytes for slot in self._asked)
+        nbytes = sum([slot.view.nbytes for slot in self._asked])
         return nbytes > 0 and nbytes >= _MOST * self._nbytes
 
     @property

@@ -88,6 +88,9 @@ class GradientQueries:
         #: other ranks gave no answer in time
         self._gave_up = False
         self._began_s = monotonic()
+        #: what this rank alone sums, and what all ranks sum
+        self._mine = [slot for slot in plan.slots if plan.owner(slot) == rank]
+        self._shared = [slot for slot in plan.slots if not plan.shares(slot)]
         #: with what ranks own of each
         self._cut = {s: shares for s in plan.slots if len(shares := plan.shares(s)) > 1}
         self._most_parts = max(map(len, self._cut.values()), default=0)
@@ -164,8 +167,8 @@ class GradientQueries:
         found = self._expressions(args[0])
         if not found or not are_plain([*args[1:], *kwargs.values()]):
             return NotImplemented
-        first, *others = found
-        if any(other.text != first.text for other in others):
+        first = found[0]
+        if {first.text} != {other.text for other in found}:
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,20 +232,18 @@ class GradientQueries:
         signature = digest(f"{question} after {self._changes}, without {read}")
         self._wait(lambda: self._exchange.is_summed, "the first phase of all gradients")
         own = torch.zeros(self._places.count, dtype=torch.float64, device="cpu")
-        mine = [slot for slot in self._plan.slots if self._plan.owner(slot) == self._rank]
-        self._measure(own, self._at(mine), [slot.changed() for slot in mine], measure)
+        self._measure(own, self._at(self._mine), [s.changed() for s in self._mine], measure)
         self._measure_cut(own, measure, rule)
         self._answers.give(number, signature, own)
         total = self._total(number, signature, own)
         if total is None:
             return None
         numbers = self._places.combined(total, rule)
-        shared = [slot for slot in self._plan.slots if not self._plan.shares(slot)]
-        chunks = {chunk for slot in shared for chunk in slot.chunks}
+        chunks = {chunk for slot in self._shared for chunk in slot.chunks}
         under_way = self._progress.round.under_way
         self._wait(lambda: not under_way.sums(chunks), "gradients that all ranks sum")
-        at = [self._index[slot] for slot in shared]
-        self._measure(numbers, at, [slot.changed() for slot in shared], measure)
+        at = [self._index[slot] for slot in self._shared]
+        self._measure(numbers, at, [slot.changed() for slot in self._shared], measure)
         return numbers
 
     def _total(self, number: int, signature: int, own: torch.Tensor) -> torch.Tensor | None:
@@ -381,7 +382,7 @@ class GradientQueries:
     def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
         """Those of ``tensors``, if each is a whole gradient itself; see `_expressions`."""
         found = self._expressions(tensors)
-        if found is None or any(expression.text for expression in found):
+        if found is None or [expression for expression in found if expression.text]:
             return None
         return [expression.slot for expression in found]
 

@@ -26,7 +26,7 @@ class Completions:
 
     def reduced(self, chunk: CommTask) -> None:
         """The sum of ``chunk`` is in the arena. A thread of the carrier."""
-        with self._progress.changed:
+        with self._progress.lock:
             if chunk is self._plan.flags_chunk:
                 self._plan.flags_reduced = True
             if ready := self._progress.round.summed(chunk):

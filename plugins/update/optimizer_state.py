@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -82,21 +82,19 @@ class GuardedState(defaultdict[Any, Any]):
             "bytesched.unwrap(optimizer) while all ranks train, or load a checkpoint"
         )
 
-    def _use(self, key: Any) -> None:
-        self._synchronize()
-        if key in self._elsewhere:
-            raise PluginError(
-                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is wholly or "
-                "partly on other ranks (shard=True): optimizer.state_dict() returns all of it, "
-                "bytesched.sharded_state(optimizer) the part of this rank; code that reads or "
-                "writes optimizer.state itself needs training without shard=True"
-            )
+    def _refuse_one(self, key: Any) -> NoReturn:
+        raise PluginError(
+            f"the optimizer's state of a parameter of shape {tuple(key.shape)} is wholly or "
+            "partly on other ranks (shard=True): optimizer.state_dict() returns all of it, "
+            "bytesched.sharded_state(optimizer) the part of this rank; code that reads or "
+            "writes optimizer.state itself needs training without shard=True"
+        )
 
     def _use_all(self) -> None:
         self._synchronize()
         is_packed, self._is_packed = self._is_packed, False
         for key in () if is_packed else self._elsewhere:
-            self._use(key)
+            self._refuse_one(key)
 
     def __len__(self) -> int:
         self._synchronize()
@@ -142,7 +140,10 @@ def _of_one(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: GuardedState, key: Any, *args: Any) -> Any:
-        self._use(key)
+        # A whole step comes here for every parameter: few calls.
+        self._synchronize()
+        if self._elsewhere and key in self._elsewhere:
+            self._refuse_one(key)
         return method(self, key, *args)
 
     return call

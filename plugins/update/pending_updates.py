@@ -13,7 +13,7 @@ from ..dependency.context import Context
 from ..dependency.synchronizing import Synchronizing
 from ..layout.memory import lies_over
 from ..layout.slots import Bundle, Job, Slot
-from ..proxies.pending import free, hold, plain
+from ..proxies.pending import free, hold_all, plain
 from .deferred import Deferred
 from .frozen import snapshot, tensors_of, why_not_frozen
 from .surroundings import has_modes
@@ -114,8 +114,8 @@ class PendingUpdates:
             for slot in job.slots:
                 # As the update would: a graph that has saved the old value raises.
                 torch.autograd.graph.increment_version(slot.parameter)
-                hold(slot.parameter, slot.synchronize)
-        with self._progress.changed:
+            hold_all([(slot.parameter, slot.synchronize) for slot in job.slots])
+        with self._progress.lock:
             ready, crossing_bytes = self._round.arm(armed, arriving)
             self._updater.push(ready)
         self._meter.stepped(crossing_bytes)
@@ -129,7 +129,7 @@ class PendingUpdates:
             if id(parameter) in self._slots
         ]
         self._synchronizing.wait_slots(slots)
-        with self._progress.changed:
+        with self._progress.lock:
             self._round.step(slots)
         for slot in slots:
             self._make_plain(slot)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable
+from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any
 
 from ..dependency.progress import Progress
 from ..figures.meter import Meter
-from ..layout.slots import Bundle, Job, Slot, Update
+from ..layout.slots import Bundle, Job, Slot, Update, change
 from ..proxies.spans import span
 from ..routes.streams import Streams
 
@@ -30,7 +31,8 @@ class Updater:
         self._meter = meter
         self._ready: list[tuple[int, int, Bundle]] = []
         self._sequence = 0
-        self._pushed = threading.Semaphore(0)
+        #: one for each bundle. Not a semaphore, which is made of several calls
+        self._pushed: SimpleQueue[None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="bytesched-updater", daemon=True)
         self._thread.start()
@@ -40,17 +42,20 @@ class Updater:
         for bundle in bundles:
             heapq.heappush(self._ready, (bundle.index, self._sequence, bundle))
             self._sequence += 1
-            self._pushed.release()
+            self._pushed.put(None)
 
     def close(self) -> None:
         """Stops the thread; what was not begun stays undone."""
         self._closed = True
-        self._pushed.release()
+        self._pushed.put(None)
         self._thread.join(5.0)
 
     def _run(self) -> None:
         self._progress.updater = threading.get_ident()
-        while self._pushed.acquire() and not self._closed:
+        while True:
+            self._pushed.get()
+            if self._closed:
+                return
             # In a function of its own: its variables keep optimizers alive.
             try:
                 self._apply()
@@ -59,7 +64,7 @@ class Updater:
                 return
 
     def _apply(self) -> None:
-        with self._progress.changed:
+        with self._progress.lock:
             bundles, jobs = self._take()
         if not jobs:
             return
@@ -70,7 +75,7 @@ class Updater:
         # Before the update counts as applied: then nothing of ours holds the optimizer.
         jobs.clear()
         self._meter.updated(bundles, began_ns)
-        with self._progress.changed:
+        with self._progress.lock:
             self._progress.round.updated(bundles, slots)
             self._progress.notify()
 
@@ -90,10 +95,8 @@ class Updater:
 
 def _update(jobs: list[Job]) -> None:
     calls: dict[int, tuple[Update, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
+    change([slot for job in jobs for slot in job.slots])
     for job in jobs:
-        for slot in job.slots:
-            if slot.changes or slot.looks:
-                slot.change()
         _, groups = calls.setdefault(id(job.by), (job.by, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))
         group[1].extend(job.slots)

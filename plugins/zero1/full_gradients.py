@@ -54,7 +54,7 @@ class FullGradients:
         #: the first round was reduced as a whole
         self._round = 1
         #: of the round that ends: what backward is about to add to and no rank can have, and what
-        #: may still be asked for
+        #: is owned here and some rank may still read in a new round
         self._to_spoil: set[Slot] = set()
         self._askable: list[Slot] = []
         #: what backward adds to is whole on every rank, whatever each has read
@@ -93,7 +93,11 @@ class FullGradients:
                 )
             if added is slot or (slot.memory is Memory.ALONE and is_left(slot)):
                 self._to_spoil.add(slot)
-        self._askable = [slot for slot in slots if self._may_be_asked_for(slot)]
+        self._askable = [
+            slot
+            for slot in self._ownerships.own
+            if slot.state in UNTAKEN or slot in self._unawaited
+        ]
 
     def refuse_spoiled(self, slots: Iterable[Slot]) -> None:
         """A step takes the gradients of ``slots``. Raises PluginError if one is none."""
@@ -119,14 +123,8 @@ class FullGradients:
             self._kept.clear()
             self._made.clear()
             self._unawaited.clear()
-        with self._progress.changed:
+        with self._progress.lock:
             self._progress.notify()
-
-    def _may_be_asked_for(self, slot: Slot) -> bool:
-        """Whether some rank may still read what is owned here of ``slot``, in a new round."""
-        if self._ownerships.own(slot) is None:
-            return False
-        return slot.state in UNTAKEN or slot in self._unawaited
 
     def came(self, slots: Iterable[Slot]) -> None:
         """Every rank has sent all ranks what it owns of ``slots``, to which backward adds."""
@@ -150,7 +148,7 @@ class FullGradients:
 
     def give_back(self, slot: Slot, *, in_child: bool) -> None:
         """The gradient of ``slot`` is an ordinary tensor, or one that raises, for good."""
-        is_here = slot.memory is Memory.WHOLE or not self._ownerships.foreign(slot)
+        is_here = slot.memory is Memory.WHOLE or not self._ownerships.foreign[slot]
         if slot.memory not in UNREADABLE and is_here:
             give_back(slot)
         else:
@@ -173,9 +171,9 @@ class FullGradients:
         if slot.state in TO_COME:
             # A hook in backward sees what backward adds to, which came before it began.
             return
-        if self._ownerships.own(slot) is not None:
+        if slot in self._ownerships.own:
             self.keep([slot])
-        if self._ownerships.foreign(slot) and slot.memory is not Memory.WHOLE:
+        if self._ownerships.foreign[slot] and slot.memory is not Memory.WHOLE:
             others = [
                 s
                 for s in self._plan.slots
@@ -196,20 +194,19 @@ class FullGradients:
 
     def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
         """These elements of ``slot``, which are owned here, as they were summed."""
-        part = self._ownerships.part(slot)
+        part = self._ownerships.parts.get(slot)
         before = 0 if part is None else part.share.start_at
         value, _ = self._as_summed(slot)
         return value[start_at - before : stop_at - before]
 
     def change(self, slot: Slot, changes: Sequence[Callable[[list[torch.Tensor]], None]]) -> None:
         """Makes changes that were noted of an owned gradient, for a step."""
-        if changes:
-            with self._lock, torch.no_grad():
-                # A rank that asks for it may not have come to these.
-                self._keep(slot)
-                for change in changes:
-                    change([self._owned_sum(slot)])
-                self._made[slot] = len(changes)
+        with self._lock, torch.no_grad():
+            # A rank that asks for it may not have come to these.
+            self._keep(slot)
+            for change in changes:
+                change([self._owned_sum(slot)])
+            self._made[slot] = len(changes)
 
     def _refusal(self, slot: Slot) -> Callable[[], NoReturn]:
         return partial(_refuse, slot.name, self._rank, slot.memory)
@@ -226,7 +223,7 @@ class FullGradients:
         chunks = {chunk for slot in found for chunk in slot.chunks}
         self._progress.wait(lambda: not self._under_way.sums(chunks), "owned gradients")
         for slot, sums in found.items():
-            part = self._ownerships.part(slot)
+            part = self._ownerships.parts.get(slot)
             if part is not None:
                 self.keep([slot])
                 sums.append((part.share, part.view, self._made.get(slot, 0)))
@@ -264,7 +261,7 @@ class FullGradients:
         shares: dict[int, list[Share]] = {}
         wanted = set(slots)
         for position, slot in enumerate(self._plan.slots):
-            for share in self._ownerships.foreign(slot) if slot in wanted else ():
+            for share in self._ownerships.foreign[slot] if slot in wanted else ():
                 positions.setdefault(share.rank, []).append(position)
                 shares.setdefault(share.rank, []).append(share)
         questions = {rank: (self._round, listed) for rank, listed in positions.items()}
@@ -287,7 +284,7 @@ class FullGradients:
 
     def _owned_sum(self, slot: Slot) -> torch.Tensor:
         """The memory of what this rank owns of it, flat."""
-        part = self._ownerships.part(slot)
+        part = self._ownerships.parts.get(slot)
         return elements(slot.view, slot.view, 0, slot.view.numel()) if part is None else part.view
 
     # -- for other ranks ---------------------------------------------------------------

@@ -104,7 +104,7 @@ class OptimizerShards:
         if deferred.is_alive:
             self._hook(deferred)
             self._drop_foreign(deferred)
-        with self._progress.changed:
+        with self._progress.lock:
             self._histories.append(_History(deferred))
             self._progress.notify()
 
@@ -133,7 +133,7 @@ class OptimizerShards:
         """
         history = self._history(deferred)
         self._lie_elsewhere(deferred, foreign)
-        with self._progress.changed:
+        with self._progress.lock:
             history.taken += 1
             if slots:
                 history.left[history.taken] = slots
@@ -148,7 +148,7 @@ class OptimizerShards:
 
     def end(self, history: _History, number: int, slots: int) -> None:
         """See `StepTaken.ends`."""
-        with self._progress.changed:
+        with self._progress.lock:
             history.left[number] -= slots
             if not history.left[number]:
                 del history.left[number]
@@ -175,17 +175,17 @@ class OptimizerShards:
         with self._reading:
             self._drop_foreign(deferred)
             history.loads += 1
-        with self._progress.changed:
+        with self._progress.lock:
             self._progress.notify()
 
     def _drop_foreign(self, deferred: Deferred) -> None:
         """What other ranks hold of the state is let go of."""
         state = _state_of(deferred)
         slots = [slot for slot in self._plan.slots if dict.get(state, slot.parameter) is not None]
-        self._lie_elsewhere(deferred, filter(self._ownerships.foreign, slots))
+        self._lie_elsewhere(deferred, [slot for slot in slots if self._ownerships.foreign[slot]])
         for slot in slots:
-            part = self._ownerships.part(slot)
-            if self._ownerships.own(slot) is None:
+            part = self._ownerships.parts.get(slot)
+            if slot not in self._ownerships.own:
                 dict.pop(state, slot.parameter, None)
             elif part is not None and (entry := dict.get(state, slot.parameter)) is not None:
                 dict.__setitem__(state, slot.parameter, cut_entry(entry, slot, part.share))
@@ -193,7 +193,7 @@ class OptimizerShards:
     def _lie_elsewhere(self, deferred: Deferred, slots: Iterable[Slot]) -> None:
         """Other ranks hold the state of ``slots`` from now on, or parts of it."""
         gather = partial(self._whole_state, deferred)
-        _state_of(deferred).lies_elsewhere((slot.parameter for slot in slots), gather)
+        _state_of(deferred).lies_elsewhere([slot.parameter for slot in slots], gather)
 
     def _whole_state(self, deferred: Deferred) -> dict[Any, Any]:
         """All entries by parameter, in the order of the optimizer's groups. The user's thread."""
@@ -209,8 +209,8 @@ class OptimizerShards:
         state = deferred.optimizer.state
         entries = {}
         for position, slot in enumerate(self._plan.slots):
-            entry, part = dict.get(state, slot.parameter), self._ownerships.part(slot)
-            if entry is not None and self._ownerships.own(slot) is not None:
+            entry, part = dict.get(state, slot.parameter), self._ownerships.parts.get(slot)
+            if entry is not None and slot in self._ownerships.own:
                 # After `restore` there are whole ones.
                 entries[position] = entry if part is None else cut_entry(entry, slot, part.share)
         return entries
@@ -220,8 +220,8 @@ class OptimizerShards:
         found = []
         for slot in self._plan.slots:
             entry = dict.get(optimizer.state, slot.parameter)
-            if entry is not None and self._ownerships.own(slot) is not None:
-                part = self._ownerships.part(slot)
+            if entry is not None and slot in self._ownerships.own:
+                part = self._ownerships.parts.get(slot)
                 start_at, stop_at = 0, slot.view.numel()
                 if part is not None:
                     start_at, stop_at = part.share.start_at, part.share.stop_at
@@ -275,7 +275,7 @@ class OptimizerShards:
             share.rank
             for slot in self._plan.slots
             if id(slot.parameter) in mine
-            for share in self._ownerships.foreign(slot)
+            for share in self._ownerships.foreign[slot]
         }
         question = self.number_of(deferred), history.taken, history.loads
         questions = dict.fromkeys(owners, question)

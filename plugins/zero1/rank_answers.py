@@ -78,7 +78,7 @@ class Answering:
 
     def _put(self, asked: tuple[int, bytes] | None) -> None:
         self._asked.put(asked)
-        with self._progress.changed:
+        with self._progress.lock:
             self._progress.notify()
 
     def _run(self) -> None:
@@ -114,7 +114,7 @@ class Answering:
         """Whatever can be answered."""
         waiting, self._waiting = self._waiting, []
         for rank, reply, until_s in waiting:
-            with self._progress.changed:
+            with self._progress.lock:
                 is_ready = reply.is_ready()
             error = self._progress.error
             if not is_ready and error is None and monotonic() < until_s:

@@ -65,11 +65,11 @@ def gathered(
             # All of them, whatever one has answered: the next question must not find these.
             for rank, answer in ask(asked, task):
                 value = value_of(answer)
-                with progress.changed:
+                with progress.lock:
                     found[rank] = value
                     progress.notify()
         except BytesschedError as error:
-            with progress.changed:
+            with progress.lock:
                 lost.append(error)
                 progress.notify()
 

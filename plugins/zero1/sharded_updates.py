@@ -61,7 +61,7 @@ class ShardedUpdates(PendingUpdates):
     def introduce(self, deferred: Deferred) -> None:
         super().introduce(deferred)
         for slot in self._slots.values():
-            if (own := self._ownerships.own(slot)) is not None:
+            if (own := self._ownerships.own.get(slot)) is not None:
                 deferred.know(own)
         self._optimizer_shards.introduce(deferred)
 
@@ -84,10 +84,11 @@ class ShardedUpdates(PendingUpdates):
                 if slot is None:
                     eager.append(parameter)
                     continue
-                self._look_at(slot, deferred)
+                if slot.alias.data_ptr() != parameter.data_ptr():
+                    self._realias(slot, deferred)
                 is_later = slot.state in UNTAKEN and is_of_arena(slot)
-                own = self._ownerships.own(slot)
-                if self._ownerships.foreign(slot):
+                own = self._ownerships.own.get(slot)
+                if self._ownerships.foreign[slot]:
                     foreign.append(slot)
                 if own is None:
                     continue
@@ -98,11 +99,12 @@ class ShardedUpdates(PendingUpdates):
                     eager.append(parameter if own is slot else own.alias)
             groups.append({**group, "params": eager})
         self._wait_for(now)
-        owned = [*(slot for _, slot in later), *now]
+        crossing = [slot for _, slot in later]
+        owned = [*crossing, *now]
         update = None if whole_because else deferred.now()
         taken_step = self._optimizer_shards.step(deferred, len(owned), foreign)
         step = _Owned(self._spreading, self._full_gradients, taken_step, owned, update)
-        step.note([slot for _, slot in later])
+        step.note(crossing)
         self._now, self._crosses = (step, now), deferred.cross
         if now:
             step.begins()
@@ -115,7 +117,7 @@ class ShardedUpdates(PendingUpdates):
             step, now = self._now
             self._now = None
             if now:
-                for part in filter(None, map(self._ownerships.part, now)):
+                for part in filter(None, map(self._ownerships.parts.get, now)):
                     part.grad_from_arena()
                 step.updated(now)
         if not self._crosses:
@@ -123,24 +125,23 @@ class ShardedUpdates(PendingUpdates):
 
     def _taken_by(self, deferred: Deferred) -> list[int]:
         """The positions of gradients that its step takes."""
-        found = (
+        found = [
             self._slots.get(id(parameter))
             for group in deferred.optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
-        )
+        ]
         slots = [slot for slot in found if slot is not None]
         self._full_gradients.refuse_spoiled(slots)
         return [self._positions[slot] for slot in slots]
 
-    def _look_at(self, slot: Slot, deferred: Deferred) -> None:
-        """The parameter may have been given other memory."""
-        if slot.alias.data_ptr() != slot.parameter.data_ptr():
-            slot.realias()
-            deferred.know(slot)
-            if (part := self._ownerships.part(slot)) is not None:
-                part.realias()
-                deferred.know(part)
+    def _realias(self, slot: Slot, deferred: Deferred) -> None:
+        """The parameter was given other memory."""
+        slot.realias()
+        deferred.know(slot)
+        if (part := self._ownerships.parts.get(slot)) is not None:
+            part.realias()
+            deferred.know(part)
 
     def _wait_for(self, slots: list[Slot]) -> None:
         """Their gradients are there, and plain until ``step()`` is over."""
@@ -148,11 +149,11 @@ class ShardedUpdates(PendingUpdates):
         self._progress.wait(lambda: not self._round.under_way.sums(chunks), "owned gradients")
         self._full_gradients.keep(slots)
         self._synchronizing.wait_slots(slots)
-        with self._progress.changed:
+        with self._progress.lock:
             self._round.step(slots)
         for slot in slots:
             self._make_plain(slot)
-            if (part := self._ownerships.part(slot)) is not None:
+            if (part := self._ownerships.parts.get(slot)) is not None:
                 part.grad_from_parameter()
 
     def _arm_all(
@@ -160,15 +161,16 @@ class ShardedUpdates(PendingUpdates):
     ) -> None:
         arriving: dict[Bundle, Job] = {}
         for slot in foreign:
-            job = arriving.setdefault(slot.bundle, Job(self._received, _NO_HYPERPARAMETERS))
-            job.slots.append(slot)
+            if slot.bundle not in arriving:
+                arriving[slot.bundle] = Job(self._received, _NO_HYPERPARAMETERS)
+            arriving[slot.bundle].slots.append(slot)
         for slot in foreign:
             # Its owner makes them.
             slot.changes.clear()
         self._full_gradients.spread(foreign)
         jobs = chain(chain.from_iterable(armed.values()), arriving.values())
         self._keep_mates(foreign, {slot for job in jobs for slot in job.slots})
-        with self._progress.changed:
+        with self._progress.lock:
             expected = self._spreading.arm(owned, foreign)
             self._arm(armed, arriving)
         self._full_gradients.taken(owned, expected)
@@ -212,12 +214,8 @@ class _Owned:
         self._update = update
         #: guards what follows: of each chunk, how many of its parameters are not updated yet
         self._lock = threading.Lock()
-        self._left = Counter(
-            chunk.index
-            for slot in owned
-            for chunk in slot.chunks
-            if spreading.ownerships.is_mine(chunk)
-        )
+        chunks = spreading.ownerships.chunks
+        self._left = Counter([chunk.index for slot in owned for chunk in chunks[slot]])
         self._changes: dict[Slot, list[Callable[[list[torch.Tensor]], None]]] = {}
 
     def note(self, slots: Sequence[Slot]) -> None:
@@ -233,23 +231,20 @@ class _Owned:
         assert self._update is not None
         for _, some in groups:
             for slot in some:
-                self._full_gradients.change(slot, self._changes.pop(slot))
+                if changes := self._changes.pop(slot):
+                    self._full_gradients.change(slot, changes)
         slots = [slot for _, some in groups for slot in some]
         self.begins()
         own = self._spreading.ownerships.own
-        self._update.update(
-            [(taken, [o for o in map(own, some) if o is not None]) for taken, some in groups]
-        )
+        self._update.update([(taken, [own[slot] for slot in some]) for taken, some in groups])
         self.updated(slots)
 
     def updated(self, slots: Sequence[Slot]) -> None:
         """These are: what is complete is sent."""
         complete = []
-        owned = [(slot, chunk) for slot in slots for chunk in self._spreading.owned_chunks([slot])]
-        for slot, chunk in owned:
-            self._spreading.stage(chunk, slot, self._turn)
+        staged = self._spreading.stage(slots, self._turn)
         with self._lock:
-            for _, chunk in owned:
+            for chunk in staged:
                 self._left[chunk.index] -= 1
                 if not self._left[chunk.index]:
                     complete.append(chunk)
@@ -268,11 +263,11 @@ class _Received:
     def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
         for _, slots in groups:
             for slot in slots:
-                part = self._ownerships.part(slot)
+                part = self._ownerships.parts.get(slot)
                 if part is None:
                     slot.alias.copy_(slot.view)
                     continue
-                for share in self._ownerships.foreign(slot):
+                for share in self._ownerships.foreign[slot]:
                     a, b = share.start_at, share.stop_at
                     part.of(slot.alias, a, b).copy_(part.of(slot.view, a, b))
 

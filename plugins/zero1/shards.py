@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import not_
 from typing import Any, TypeAlias
 
 import torch
@@ -68,40 +70,40 @@ Owned: TypeAlias = Slot | Part
 
 
 class OwnedShards:
-    """What of a plan that is cut for owners is this rank's, and what is not."""
+    """What of a plan that is cut for owners is this rank's, and what is not.
+
+    Attributes:
+        own: what this rank updates of a parameter, if anything.
+        parts: that, where other ranks update other elements of it.
+        foreign: of every parameter, what others update.
+        chunks: of every parameter, those of its chunks whose owner is this rank.
+        foreign_chunks: the others.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self._plan = plan
         self._rank = rank
-        self._own: dict[Slot, Owned] = {}
-        self._foreign: dict[Slot, list[Share]] = {}
+        self.own: dict[Slot, Owned] = {}
+        self.parts: dict[Slot, Part] = {}
+        self.foreign: dict[Slot, list[Share]] = {}
+        self.chunks: dict[Slot, list[CommTask]] = {}
+        self.foreign_chunks: dict[Slot, list[CommTask]] = {}
         for slot in plan.slots:
             shares = plan.shares(slot)
             for share in shares:
-                if share.rank == rank:
-                    self._own[slot] = slot if len(shares) == 1 else Part(slot, share)
-            self._foreign[slot] = [share for share in shares if share.rank != rank]
-
-    def own(self, slot: Slot) -> Owned | None:
-        """What this rank updates of ``slot``."""
-        return self._own.get(slot)
-
-    def part(self, slot: Slot) -> Part | None:
-        """That, if other ranks update other elements of it."""
-        own = self._own.get(slot)
-        return own if isinstance(own, Part) else None
-
-    def foreign(self, slot: Slot) -> list[Share]:
-        """What others update of it."""
-        return self._foreign[slot]
-
-    def is_mine(self, chunk: CommTask) -> bool:
-        """Whether this rank updates all that is in ``chunk``."""
-        return self._plan.owners[chunk.index] == self._rank
+                if share.rank == rank and len(shares) > 1:
+                    self.own[slot] = self.parts[slot] = Part(slot, share)
+                elif share.rank == rank:
+                    self.own[slot] = slot
+            self.foreign[slot] = [share for share in shares if share.rank != rank]
+            mine = [plan.owners[chunk.index] == rank for chunk in slot.chunks]
+            self.chunks[slot] = list(compress(slot.chunks, mine))
+            self.foreign_chunks[slot] = list(compress(slot.chunks, map(not_, mine)))
 
     def __repr__(self) -> str:
-        parts = sum(isinstance(own, Part) for own in self._own.values())
-        return f"<OwnedShards rank {self._rank}, {len(self._own)} parameters, {parts} in part>"
+        return (
+            f"<OwnedShards rank {self._rank}, {len(self.own)} parameters, "
+            f"{len(self.parts)} in part>"
+        )
 
 
 def cut_entry(entry: dict[str, Any], slot: Slot, share: Share) -> dict[str, Any]:

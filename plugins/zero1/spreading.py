@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -57,11 +57,22 @@ class Spreading:
         updater: Updater,
     ) -> None:
         self.ownerships = ownerships
-        self._plan = plan
         self._progress = progress
         self._carrier = carrier
         self._updater = updater
         self._round = progress.round
+        #: of each chunk, its slices, and where each lies in it; and of each parameter, those of
+        #: the chunks that this rank owns
+        self._places = [_placed(slices) for slices in plan.slices]
+        self._owned: dict[Slot, list[tuple[CommTask, Slice, slice]]] = {
+            slot: [
+                (chunk, slice_, place)
+                for chunk in chunks
+                for slice_, place in self._places[chunk.index]
+                if slice_.slot is slot
+            ]
+            for slot, chunks in ownerships.chunks.items()
+        }
         #: of what was armed last
         self.turn = 0
         #: of each chunk, the turns that have not left, in order; and those among them that are
@@ -71,11 +82,11 @@ class Spreading:
 
     def owned_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
         """The chunks of ``slots`` that are updated here."""
-        return [c for c in _chunks_of(slots) if self.ownerships.is_mine(c)]
+        return _merged(map(self.ownerships.chunks.__getitem__, slots))
 
     def foreign_chunks(self, slots: Iterable[Slot]) -> list[CommTask]:
         """Those that are updated elsewhere."""
-        return [c for c in _chunks_of(slots) if not self.ownerships.is_mine(c)]
+        return _merged(map(self.ownerships.foreign_chunks.__getitem__, slots))
 
     def arm(self, owned: Sequence[Slot], foreign: Sequence[Slot]) -> list[CommTask]:
         """Something of ``owned`` is sent and of ``foreign`` comes; returns what is to be expected.
@@ -100,19 +111,31 @@ class Spreading:
         self._carrier.expect(chunks, sent)
 
     @torch.no_grad()
-    def stage(self, chunk: CommTask, slot: Slot, turn: int) -> None:
-        """Puts what ``chunk`` has of ``slot``, which ``turn`` has updated, where `send` finds it.
+    def stage(self, slots: Iterable[Slot], turn: int) -> list[CommTask]:
+        """Puts what is owned of ``slots``, which ``turn`` has updated, where `send` finds it.
 
-        At once: the script may write to the parameter before the rest of the chunk is updated.
+        At once: the script may write to a parameter before the rest of a chunk is updated.
+
+        Returns its chunk for each slice.
         """
-        self._stage(chunk, turn, _parameters, slot)
+        memories: dict[int, torch.Tensor] = {}
+        staged = []
+        for slot in slots:
+            alias = slot.alias.detach()
+            for chunk, slice_, place in self._owned[slot]:
+                if chunk.index not in memories:
+                    memories[chunk.index] = self._carrier.stage(chunk, turn)
+                part = elements(alias, slot.view, slice_.start_at, slice_.stop_at)
+                memories[chunk.index][place].copy_(part)
+                staged.append(chunk)
+        return staged
 
     def send(self, chunk: CommTask, turn: int) -> None:
         """Sends what ``turn`` has staged of ``chunk``, after what earlier turns send of it.
 
         A later step may have updated its parameters before an earlier one has updated its own.
         """
-        with self._progress.changed:
+        with self._progress.lock:
             if self._turns[chunk.index][0] != turn:
                 self._held.add((chunk.index, turn))
                 return
@@ -121,12 +144,14 @@ class Spreading:
     @torch.no_grad()
     def send_gradients(self, chunk: CommTask, part_of: Callable[[Slice], torch.Tensor]) -> None:
         """Sends what ``part_of`` finds for each slice of ``chunk``, in the turn armed last."""
-        self._stage(chunk, self.turn, part_of)
+        memory = self._carrier.stage(chunk, self.turn)
+        for slice_, place in self._places[chunk.index]:
+            memory[place].copy_(part_of(slice_))
         self.send(chunk, self.turn)
 
     def spread(self, chunk: CommTask) -> None:
         """What was sent of ``chunk`` has left."""
-        with self._progress.changed:
+        with self._progress.lock:
             turns = self._turns[chunk.index]
             turns.popleft()
             following = turns[0] if turns and (chunk.index, turns[0]) in self._held else None
@@ -139,46 +164,32 @@ class Spreading:
 
     def gathered(self, chunk: CommTask) -> None:
         """What was expected of ``chunk`` is in the arena."""
-        with self._progress.changed:
+        with self._progress.lock:
             self._updater.push(self._round.came(chunk))
             self._progress.notify()
-
-    def _stage(
-        self,
-        chunk: CommTask,
-        turn: int,
-        part_of: Callable[[Slice], torch.Tensor],
-        only: Slot | None = None,
-    ) -> None:
-        memory = self._carrier.stage(chunk, turn)
-        for slice_, place in self._places(chunk):
-            if only is None or slice_.slot is only:
-                memory[place].copy_(part_of(slice_))
 
     def _parts(self, chunk: CommTask, slots: Collection[Slot]) -> list[slice]:
         """Which elements of ``chunk`` are of ``slots``: as few slices as there can be."""
         found: list[slice] = []
-        for slice_, place in self._places(chunk):
+        for slice_, place in self._places[chunk.index]:
             if slice_.slot in slots:
                 is_next = bool(found) and found[-1].stop == place.start
                 found.append(slice(found.pop().start if is_next else place.start, place.stop))
         return found
 
-    def _places(self, chunk: CommTask) -> Iterator[tuple[Slice, slice]]:
-        """The slices of ``chunk``, and where each lies in it."""
-        offset = 0
-        for slice_ in self._plan.slices[chunk.index]:
-            start, offset = offset, offset + slice_.stop_at - slice_.start_at
-            yield slice_, slice(start, offset)
-
     def __repr__(self) -> str:
         return f"<Spreading, turn {self.turn}>"
 
 
-def _parameters(slice_: Slice) -> torch.Tensor:
-    alias = slice_.slot.alias.detach()
-    return elements(alias, slice_.slot.view, slice_.start_at, slice_.stop_at)
+def _placed(slices: Iterable[Slice]) -> list[tuple[Slice, slice]]:
+    """The slices of a chunk, and where each lies in it."""
+    found, offset = [], 0
+    for slice_ in slices:
+        start, offset = offset, offset + slice_.stop_at - slice_.start_at
+        found.append((slice_, slice(start, offset)))
+    return found
 
 
-def _chunks_of(slots: Iterable[Slot]) -> list[CommTask]:
-    return list({chunk.index: chunk for slot in slots for chunk in slot.chunks}.values())
+def _merged(chunks: Iterable[Iterable[CommTask]]) -> list[CommTask]:
+    """Each of these once."""
+    return list({chunk.index: chunk for some in chunks for chunk in some}.values())

@@ -8,7 +8,7 @@ from bytesched.round import OUTSTANDING, UNTAKEN, Memory
 
 from ..dependency.progress import Progress
 from ..layout.plan import Plan
-from ..layout.slots import Slice
+from ..layout.slots import Slice, change
 from ..routes.split.turns import Sent
 from .full_gradients import FullGradients
 from .lockstep import Lockstep
@@ -60,8 +60,8 @@ class UnsteppedGradients:
             "updates of a step",
         )
         ownerships = self._spreading.ownerships
-        foreign = [slot for slot in slots if ownerships.foreign(slot)]
-        owned = [slot for slot in slots if ownerships.own(slot) is not None]
+        foreign = [slot for slot in slots if ownerships.foreign[slot]]
+        owned = [slot for slot in slots if slot in ownerships.own]
         self._full_gradients.keep(owned)
         read = {
             slice_.slot: slice_.slot.view.clone()
@@ -69,7 +69,7 @@ class UnsteppedGradients:
             for slice_ in self._plan.slices[chunk.index]
             if slice_.slot.memory is Memory.WHOLE
         }
-        with self._progress.changed:
+        with self._progress.lock:
             expected = self._spreading.arm(owned, foreign)
         for chunk in self._spreading.owned_chunks(owned):
             self._spreading.send_gradients(chunk, self._as_summed)
@@ -80,8 +80,7 @@ class UnsteppedGradients:
         )
         for slot, view in read.items():
             slot.view.copy_(view)
-        for slot in slots:
-            slot.change()
+        change(slots)
         self._full_gradients.came(slots)
 
     def _as_summed(self, slice_: Slice) -> torch.Tensor:

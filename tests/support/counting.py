@@ -123,7 +123,7 @@ class Calls:
 
     def __init__(self) -> None:
         #: by thread and code
-        self._counts: Counter[tuple[str, CodeType]] = Counter()
+        self._counts: dict[tuple[str, CodeType], int] = {}
         #: of each message
         self._sent_bytes: list[int] = []
 
@@ -139,18 +139,21 @@ class Calls:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            self._counts[threading.current_thread().name, frame.f_code] += 1
+            key = threading.current_thread().name, frame.f_code
+            self._counts[key] = self._counts.get(key, 0) + 1
             if frame.f_code in SENDS and not _is_word(frame.f_back):
                 self._sent_bytes.append(frame.f_locals["tensor"].nbytes)
 
     def taken(self) -> Taken:
         """What was counted since the last time."""
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, {}
         sent, self._sent_bytes = self._sent_bytes, []
+        # No default of a Counter here, which would be counted as well.
         found: Counter[tuple[str, str]] = Counter()
         for (thread, code), number in counts.items():
             file = "/".join(code.co_filename.split("/")[-3:])
-            found[thread, f"{file}:{code.co_firstlineno} {code.co_name}"] += number
+            key = thread, f"{file}:{code.co_firstlineno} {code.co_name}"
+            found[key] = found.get(key, 0) + number
         return Taken(found, len(sent), sum(sent))
 
 

@@ -23,7 +23,7 @@ from ...layout.plan import Plan
 from ...layout.slots import Job, Slot
 from ...proxies.compiling import updating
 from ...proxies.first_use import FirstUse
-from ...proxies.pending import LazyGrad, hold, is_held, release
+from ...proxies.pending import LazyGrad, hold, release_held
 from ...routes.carrier import Traffic
 from ...update.updater import Updater
 from .state import gathered_state, hyperparameters_of, numbered_state, scatter_state, send_values
@@ -144,7 +144,7 @@ class StoreRunning:
             send_values(self._store, plan, self._chunks)
         for slot in plan.slots:
             slot.lazy = _absent(slot)
-        with self._progress.changed:
+        with self._progress.lock:
             self._round.begin()
         self._meter.round_begins(is_settled=True)
 
@@ -168,7 +168,7 @@ class StoreRunning:
         if hyperparameters != self._hyperparameters:
             self._store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
-        with self._progress.changed:
+        with self._progress.lock:
             self._round.arm({b: [Job(self._update, {}, b.slots)] for b in plan.bundles}, {})
         for slot in plan.slots:
             if slot.alias.data_ptr() != slot.parameter.data_ptr():
@@ -184,7 +184,7 @@ class StoreRunning:
         self._meter.step_ends()
 
     def _pulled(self, chunk: Chunk) -> None:
-        with self._progress.changed:
+        with self._progress.lock:
             self._updater.push(self._round.summed(chunk.push_task))
             self._progress.notify()
 
@@ -227,9 +227,9 @@ class StoreRunning:
             undo()
         self._pipes.close()
         self._updater.close()
+        if release_parameters:
+            release_held(slot.parameter for slot in self.plan.slots)
         for slot in self.plan.slots:
-            if release_parameters and is_held(slot.parameter):
-                release(slot.parameter)
             if slot.parameter.grad is slot.lazy:
                 slot.parameter.grad = None
 

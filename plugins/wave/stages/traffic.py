@@ -86,7 +86,7 @@ class Traffic:
         """A step begins: stages set out. Without ``train``, forward only."""
         self._progress.check()
         cargoes = set(Cargo) if train else {Cargo.FORWARD}
-        with self._progress.changed:
+        with self._progress.lock:
             self._arrived.clear()
             self.rooms.begin(train=train)
             chunks = self._chunks.by_route
@@ -110,13 +110,13 @@ class Traffic:
 
     def used(self, cargo: Cargo, stage: int) -> None:
         """This rank has computed with the weights, and needs them no longer."""
-        with self._progress.changed:
+        with self._progress.lock:
             self.rooms.used(cargo, stage, self._left)
             self._progress.notify()
 
     def add(self, stage: int, gradients: torch.Tensor) -> None:
         """Gradients of this rank; returns when not too many of them wait for those before it."""
-        with self._progress.changed:
+        with self._progress.lock:
             self._own[stage] = gradients
             self.rooms.count(gradients.nbytes)
             self._progress.notify()
@@ -141,7 +141,7 @@ class Traffic:
             lambda: not any(self._left.values()) and not self._receiving,
             "what this rank sends and receives",
         )
-        with self._progress.changed:
+        with self._progress.lock:
             self.rooms.end()
 
     @property
@@ -164,11 +164,11 @@ class Traffic:
             except BaseException as error:  # noqa: BLE001 - the user's thread waits for it
                 self._progress.fail(error)
             finally:
-                with self._progress.changed:
+                with self._progress.lock:
                     self._receiving -= 1
                     self._progress.notify()
 
-        with self._progress.changed:
+        with self._progress.lock:
             self._receiving += 1
         # A daemon: the interpreter does not wait for a message that never comes.
         threading.Thread(target=run, name="bytesched-receiver", daemon=True).start()
@@ -179,17 +179,17 @@ class Traffic:
             origin = source(self._rank, cargo, index, self._ranks)
             if origin is not None:
                 self._progress.wait(partial(self.rooms.has_room, stage), f"room for stage {index}")
-                with self._progress.changed:
+                with self._progress.lock:
                     self.rooms.come(stage)
                 works = self._post(cargo, index, origin, stage.flat)
                 self._receive(cargo, index, origin, works)
-            with self._progress.changed:
+            with self._progress.lock:
                 self._arrived.add((cargo, index))
                 self._progress.notify()
 
     def _receive_total(self, works: Sequence[Any], total: torch.Tensor) -> None:
         self._receive(Cargo.HOME, self._rank, self._ranks - 1, works)
-        with self._progress.changed:
+        with self._progress.lock:
             self._total = total
             self._progress.notify()
 
@@ -199,7 +199,7 @@ class Traffic:
             earlier: torch.Tensor | None = None
             works: list[Any] = []
             if self._rank:
-                with self._progress.changed:
+                with self._progress.lock:
                     self.rooms.count(stage.nbytes)
                 earlier = torch.empty_like(stage.flat)
                 works = self._post(Cargo.GRADIENT, index, self._rank - 1, earlier)
@@ -208,7 +208,7 @@ class Traffic:
             total = own if earlier is None else earlier
             stays = index == self._rank == self._ranks - 1
             if not stays:
-                with self._progress.changed:
+                with self._progress.lock:
                     self._sums[index] = total
             # By chunk: the last gradients go through all ranks when no rank computes any more.
             for number, (start, stop) in enumerate(self._chunks.bounds(index)):
@@ -218,7 +218,7 @@ class Traffic:
                     earlier[start:stop] += own[start:stop]
                 self._ready(Cargo.GRADIENT, index, number)
                 self._ready(Cargo.HOME, index, number)
-            with self._progress.changed:
+            with self._progress.lock:
                 del self._own[index]
                 if earlier is not None:
                     self.rooms.count(-own.nbytes)
@@ -261,7 +261,7 @@ class Traffic:
     def _on_finish(self, task: CommTask) -> None:
         """The scheduler's thread."""
         route, _ = self._chunks.addresses[task]
-        with self._progress.changed:
+        with self._progress.lock:
             self._left[route] -= 1
             if not self._left[route]:
                 if route.cargo in WEIGHTS:

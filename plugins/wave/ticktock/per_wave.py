@@ -101,7 +101,7 @@ class PerWaveGradients:
         self._progress.check()
         for slot in self._all():
             slot.fired = 0
-        with self._progress.changed:
+        with self._progress.lock:
             self._under_way.begin(self._plan.chunks)
         self._waves_left = len(self._slots)
 
@@ -160,6 +160,6 @@ class PerWaveGradients:
 
     def _reduced(self, chunk: CommTask) -> None:
         """A thread of the carrier."""
-        with self._progress.changed:
+        with self._progress.lock:
             self._under_way.summed(chunk)
             self._progress.notify()

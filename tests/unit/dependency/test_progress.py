@@ -41,7 +41,7 @@ def test_a_wait_gives_the_turn_back_until_it_is_over(
         other.take()
         done.set()
         other.close()
-        with progress.changed:
+        with progress.lock:
             progress.notify()
 
     thread = threading.Thread(target=other_job)

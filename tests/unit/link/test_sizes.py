@@ -51,7 +51,14 @@ def test_a_link_that_only_huge_partitions_fill_does_not_cut_a_model_in_two() -> 
     """As between processes of one machine: three of 32 MB would be all of it."""
     probes = [Probe(nbytes << 17, 1e9 * 1.1 ** nbytes.bit_length()) for nbytes in (1, 16, 256)]
     partition_bytes, _ = chosen_sizes(probes, model_bytes=40 * MIB, cpu_load=0.0)
-    assert partition_bytes == 40 * MIB // 32
+    assert partition_bytes == 2 * MIB
+
+
+def test_a_small_model_is_not_cut_where_each_chunk_takes_longer_than_its_bytes() -> None:
+    """As over NCCL: 60 µs to launch a sum, 100 GB/s once it runs. A 32nd would be 300 kB."""
+    probes = probe_sizes(lambda nbytes: Probe(nbytes, nbytes / (60e-6 + nbytes / 100e9)))
+    partition_bytes, _ = chosen_sizes(probes, model_bytes=9_500_000, cpu_load=0.0)
+    assert partition_bytes >= 2 * MIB
 
 
 def test_probing_ends_where_larger_is_not_faster() -> None:

@@ -60,7 +60,7 @@ class Bench:
     def push(self, *bundles: Bundle, lr: float = 0.1, times: int = 1) -> None:
         """Arms and pushes them together."""
         values = {"lr": lr}
-        with self.progress.changed:
+        with self.progress.lock:
             jobs = {bundle: [Job(self.recorder, values, bundle.slots)] for bundle in bundles}
             ready, _ = self.progress.round.arm(jobs, {})
             self.updater.push(bundle for bundle in ready for _ in range(times))
@@ -150,12 +150,12 @@ def test_closed_it_leaves_undone_what_was_not_begun(bench: Bench) -> None:
     bench.push(front)
     assert bench.recorder.begun.wait(TIMEOUT_S)
     closing = threading.Thread(target=bench.updater.close)
-    with bench.progress.changed:
+    with bench.progress.lock:
         closing.start()
         bench.recorder.go_on.set()
         # The thread of the updater waits for the lock, and close() for the thread.
         while not bench.updater._closed:
-            bench.progress.changed.wait(0.01)
+            bench.progress._changed.wait(0.01)
     closing.join(TIMEOUT_S)
     bench.push(middle)
     assert bench.recorder.names == [["p0"]]

@@ -47,7 +47,7 @@ class _Rank:
         self.answering.asked(rank, packed(name))
 
     def know(self, name: str) -> None:
-        with self.progress.changed:
+        with self.progress.lock:
             self.known.add(name)
             self.progress.notify()
 

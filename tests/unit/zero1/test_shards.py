@@ -39,27 +39,34 @@ def test_each_element_is_updated_by_one_rank(owners: list[int | None]) -> None:
     for position, slot in enumerate(plan.slots):
         counts = torch.zeros(slot.view.shape)
         for rank, shards in enumerate(ranks):
-            own, part = shards.own(slot), shards.part(slot)
+            own, part = shards.own.get(slot), shards.parts.get(slot)
             if own is slot:
                 counts += 1
                 assert part is None
                 assert owners[position] == rank
-                assert not shards.foreign(slot)
+                assert not shards.foreign[slot]
             elif own is not None:
                 assert own is part
                 assert part is not None
                 counts[part.share.start_at : part.share.stop_at] += 1
-            assert {share.rank for share in shards.foreign(slot)} == {
+            assert {share.rank for share in shards.foreign[slot]} == {
                 share.rank for share in plan.shares(slot)
             } - {rank}
         assert counts.tolist() == [1.0] * slot.view.numel()
     for chunk in plan.chunks:
-        assert [shards.is_mine(chunk) for shards in ranks].count(True) == 1
+        holders = [
+            [rank for rank, shards in enumerate(ranks) if chunk in shards.chunks[slot]]
+            for slot in plan.slots_of[chunk.index]
+        ]
+        assert holders == [[plan.owners[chunk.index]]] * len(holders)
+    for slot in plan.slots:
+        for shards in ranks:
+            assert {*shards.chunks[slot], *shards.foreign_chunks[slot]} == set(slot.chunks)
 
 
 def part_of(parameter: nn.Parameter, rank: int = 1) -> tuple[Slot, Part]:
     plan = plan_for([None], [parameter])
-    part = OwnedShards(plan, rank).part(plan.slots[0])
+    part = OwnedShards(plan, rank).parts.get(plan.slots[0])
     assert part is not None
     return plan.slots[0], part
 

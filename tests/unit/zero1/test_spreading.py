@@ -19,17 +19,17 @@ from bytesched.task import CommTask
 
 
 class Rank:
-    """Rank 0 of two: it owns the first parameter, and rank 1 the second."""
+    """Rank 0 of two: it owns the first parameter, and rank 1 the second, unless it is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, owners: Sequence[int] = (0, 1)) -> None:
         self.plan = plan_of(parameters((8,), (6,)))
-        self.plan.cut(1 << 20, Ownership(2, owners=[0, 1]))
+        self.plan.cut(1 << 20, Ownership(2, owners=owners))
         self.own, self.foreign = self.plan.slots
         self.log: list[tuple[Any, ...]] = []
         self.staged = {chunk.index: torch.zeros(8) for chunk in self.plan.chunks}
         self.notified = 0
         progress: Any = SimpleNamespace(
-            changed=threading.Condition(), round=Round(self.plan.slots), notify=self._notify
+            lock=threading.RLock(), round=Round(self.plan.slots), notify=self._notify
         )
         plan = self.plan
         progress.round.cut(plan.chunks, plan.slots_of, plan.bundles, plan.bundles_of)
@@ -91,7 +91,7 @@ def test_a_parameter_is_staged_as_it_is_when_it_is_updated() -> None:
     (chunk,) = rank.own.chunks
     rank.spreading.arm([rank.own], [])
     rank.log.clear()
-    rank.spreading.stage(chunk, rank.own, 1)
+    assert rank.spreading.stage([rank.own, rank.foreign], 1) == [chunk]
     with torch.no_grad():
         rank.own.parameter.zero_()
     assert rank.staged[chunk.index].tolist() == list(range(8))
@@ -100,13 +100,12 @@ def test_a_parameter_is_staged_as_it_is_when_it_is_updated() -> None:
 
 
 def test_of_a_chunk_with_several_parameters_each_is_staged_in_its_place() -> None:
-    rank = Rank()
-    rank.plan.cut(1 << 20, Ownership(2, owners=[0, 0]))
+    rank = Rank(owners=(0, 0))
     (chunk,) = rank.own.chunks
     rank.staged[chunk.index] = torch.full((14,), -1.0)
-    rank.spreading.stage(chunk, rank.foreign, 1)
+    rank.spreading.stage([rank.foreign], 1)
     assert rank.staged[chunk.index].tolist() == [-1.0] * 8 + list(range(8, 14))
-    rank.spreading.stage(chunk, rank.own, 1)
+    rank.spreading.stage([rank.own], 1)
     assert rank.staged[chunk.index].tolist() == list(range(14))
 
 
@@ -136,9 +135,7 @@ def test_a_turn_that_is_staged_first_waits_for_what_an_earlier_one_sends_of_a_ch
 
 
 def test_of_a_chunk_that_comes_only_what_a_step_takes_is_put_in_place() -> None:
-    rank = Rank()
-    rank.plan.cut(1 << 20, Ownership(2, owners=[1, 1]))
-    rank.spreading.ownerships = OwnedShards(rank.plan, 0)
+    rank = Rank(owners=(1, 1))
     (chunk,) = rank.foreign.chunks
     first, second = rank.plan.slots
     for slots, parts in (
