@@ -8,11 +8,15 @@ import os
 import sys
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from typing import Final
 
-__all__ = ["at_exit", "died_of", "make_exit_fail"]
+__all__ = ["at_exit", "died_of", "make_exit_fail", "not_at_exit"]
 
-#: of the last `at_exit`, in the process that it was called in
-_finalizer: Finalize | None = None
+#: the name of what ends the process, in `sys`
+_FAILURE: Final = "bytesched_failure"
+
+#: of `at_exit`, in children of multiprocessing
+_finalizers: dict[Callable[[], None], Finalize] = {}
 
 
 def at_exit(call: Callable[[], None]) -> None:
@@ -20,14 +24,18 @@ def at_exit(call: Callable[[], None]) -> None:
 
     Once for each time it is asked for anew, if at all: ``call`` may be called twice.
     """
-    global _finalizer
-    atexit.unregister(call)
+    not_at_exit(call)
     atexit.register(call)
     if multiprocessing.parent_process() is not None:
-        # Children of multiprocessing end without the functions of atexit.
-        if _finalizer is not None:
-            _finalizer.cancel()
-        _finalizer = Finalize(None, call, exitpriority=1000)
+        # Most children of multiprocessing end without the functions of atexit.
+        _finalizers[call] = Finalize(None, call, exitpriority=1000)
+
+
+def not_at_exit(call: Callable[[], None]) -> None:
+    """Undoes `at_exit`; nothing if it was not asked for."""
+    atexit.unregister(call)
+    if (finalizer := _finalizers.pop(call, None)) is not None:
+        finalizer.cancel()
 
 
 def died_of() -> BaseException | None:
@@ -40,12 +48,13 @@ def died_of() -> BaseException | None:
 
 
 def make_exit_fail() -> None:
-    """This process, which is ending, ends with exit code 1."""
+    """This process, which is ending, ends with exit code 1, after all else was done."""
     if multiprocessing.parent_process() is not None:
         Finalize(None, os._exit, (1,), exitpriority=-1_000_000)
-    else:
-        # What other modules hold may be kept alive by extensions, and never be deleted.
-        vars(sys)["bytesched_failure"] = _Failure()
+    # What other modules hold may be kept alive by extensions, and never be deleted. One alone: the
+    # end of another one would end the process now.
+    if _FAILURE not in vars(sys):
+        vars(sys)[_FAILURE] = _Failure()
 
 
 class _Failure:

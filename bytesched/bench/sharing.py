@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from bytesched.bench.own_ranks import OwnRanks, common, emulated, measure
+from bytesched.bench.paces import LEAST_ITERATIONS
 from bytesched.bench.profile import load_profile
 from bytesched.bench.setting import DEFAULT_WORKERS
 from bytesched.bench.specification import Specification
@@ -43,6 +44,10 @@ def _specification(spec: Specification, options: Namespace) -> ShareSpecificatio
     others = [load_profile(name) for name in names]
     if 1 + len(others) > _MOST_JOBS:
         raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
+    if spec.iterations < LEAST_ITERATIONS:
+        raise ConfigError(
+            f"--iterations {spec.iterations}: with --share at least {LEAST_ITERATIONS}"
+        )
     if any(profile.exchanged_bytes for profile in others):
         raise ConfigError("--share is not for a profile with layers of experts")
     return ShareSpecification(

@@ -45,7 +45,7 @@ _turns: Final[weakref.WeakSet[Turn]] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class Totals:
-    """What one has counted."""
+    """What one `Turn` has counted."""
 
     turns: int = 0
     #: came to their limit

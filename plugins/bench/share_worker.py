@@ -190,10 +190,10 @@ def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
     """
     rates = [0.0] * (1 + max(found))
     try:
-        common = common_rates([one["starts_s"] for one in found.values()])
+        common = common_rates({job: one["starts_s"] for job, one in found.items()})
     except ValueError as error:
         raise BenchError(f"{error}: give more --iterations") from None
-    for job, rate in zip(found, common, strict=True):
+    for job, rate in common.items():
         rates[job] = rate
     return rates
 

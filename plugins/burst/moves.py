@@ -183,13 +183,18 @@ class Moves:
         """The first error, which is final."""
         return self._progress.error
 
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """That error, if it was raised nowhere yet."""
+        return None if self._progress.is_error_seen else self._progress.error
+
     def check(self) -> None:
         """Raises the first error, if there was one."""
         self._progress.check()
 
-    def fail(self, error: BaseException) -> None:
-        """Ends everything under way, here and on the other ranks. Any thread."""
-        self._progress.fail(error)
+    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
+        """Ends everything under way, here and on the other ranks. Any thread; see `Progress`."""
+        self._progress.fail(error, is_raised=is_raised)
 
     def shut_down(self) -> None:
         """Ends the threads and the connections. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from bytesched.log import show
 from bytesched.observe import Observers
 
 from ..c10d.joining import joining
-from ..ending import make_exit_fail
+from ..ending import at_exit, died_of, make_exit_fail, not_at_exit
 from ..engine.session import Session
 from ..routes.groups.opening import store_of
 from ..warmup.agree import settings
@@ -117,7 +116,7 @@ class Burst(nn.Module):
             self.close()
             raise
         # Threads and connections must end before the interpreter does.
-        atexit.register(self._close_at_exit)
+        at_exit(self._close_at_exit)
 
     def _statements(self, config: Config) -> list[str]:
         """What all ranks must agree on before they send to each other, a line for each."""
@@ -234,8 +233,8 @@ class Burst(nn.Module):
             self._group.broadcast(tensors, root=place.first, task=f"gathering {name}")
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything under way, on every rank."""
-        self._moves.fail(error)
+        """Ends everything under way, on every rank; the caller raises ``error`` now."""
+        self._moves.fail(error, is_raised=True)
         for session in self._sessions.values():
             session.fail(error)
 
@@ -258,7 +257,7 @@ class Burst(nn.Module):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._close_at_exit)
+        not_at_exit(self._close_at_exit)
         with ExitStack() as ending:
             ending.callback(self._observers.close)
             ending.callback(self._moves.shut_down)
@@ -267,15 +266,22 @@ class Burst(nn.Module):
             # Another rank may still be on its way to what this one has sent.
             if self._moves.error is None:
                 self._moves.finish()
+            elif self._moves.unseen_error is not None:
+                raise self._moves.unseen_error
 
     def _end(self, session: Session) -> None:
         try:
             if session.error is None and self._moves.error is None:
                 session.flush()
+            elif session.unseen_error is not None:
+                raise session.unseen_error
         finally:
             session.close(release_parameters=session.error is None)
 
     def _close_at_exit(self) -> None:
+        died = died_of()
+        if died is not None:
+            self.fail(died)
         try:
             self.close()
         except Exception:

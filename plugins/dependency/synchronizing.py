@@ -82,7 +82,8 @@ class Synchronizing:
         self._wait_applied(bundle, by)
         if bundle.state is BundleState.APPLIED:
             self._streams.read()
-            self._round.use(bundle)
+            with self._progress.lock:
+                self._round.use(bundle)
             if URGENCY.is_held:
                 URGENCY.passed()
             for slot in bundle.slots:

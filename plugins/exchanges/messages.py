@@ -152,21 +152,23 @@ class Exchanges:
         """Begins ``task``: first what it receives."""
         assert isinstance(task, ExchangeTask)
         group, mine = self._group, self._group.rank
+        # Closing takes them from the task.
+        rows, sent = task.rows, task.sent
         # Each rank's neighbours first, so that not all send to one.
         others = [(mine + distance) % group.size for distance in range(1, group.size)]
         works: list[tuple[Any, int]] = []
         try:
             for peer in reversed(others):
-                if task.rows[peer].numel():
-                    tag = _tag(task.index, task.rows[peer].nbytes)
-                    works.append((group.receive(task.rows[peer], peer, tag), peer))
+                if rows[peer].numel():
+                    tag = _tag(task.index, rows[peer].nbytes)
+                    works.append((group.receive(rows[peer], peer, tag), peer))
             for peer in others:
-                if task.sent[peer].numel():
-                    tag = _tag(task.index, task.sent[peer].nbytes)
-                    works.append((group.send(task.sent[peer], peer, tag), peer))
+                if sent[peer].numel():
+                    tag = _tag(task.index, sent[peer].nbytes)
+                    works.append((group.send(sent[peer], peer, tag), peer))
         except RuntimeError as error:
             raise group.error(error, task=task.name) from error
-        task.rows[mine].copy_(task.sent[mine])
+        rows[mine].copy_(sent[mine])
         self._waiter.put(task, works, done)
 
     def _finished(self, task: CommTask) -> None:

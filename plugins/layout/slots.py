@@ -197,7 +197,8 @@ def change(slots: Iterable[Slot]) -> None:
 
     Those with the same changes, as after one of all gradients, are changed in one call.
     """
-    changed = [slot for slot in slots if slot.changes or slot.looks]
+    # Once each: a group may name a parameter twice.
+    changed = [slot for slot in dict.fromkeys(slots) if slot.changes or slot.looks]
     if not changed:
         return
     alike: dict[tuple[int, ...], list[Slot]] = {}

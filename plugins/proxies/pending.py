@@ -162,7 +162,7 @@ def hold(parameter: nn.Parameter, synchronize: Callable[[], None]) -> None:
 
 
 def hold_all(held: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> None:
-    """Each of these parameters becomes pending, as by `hold`."""
+    """Each of these parameters becomes pending, as by `hold`; one call for all of them."""
     for parameter, synchronize in held:
         _pending[id(parameter)] = synchronize
         parameter.__class__ = PendingParameter
@@ -175,7 +175,7 @@ def release(parameter: nn.Parameter) -> None:
 
 
 def release_held(parameters: Iterable[nn.Parameter]) -> None:
-    """Those among ``parameters`` that are pending get their class back."""
+    """Those among ``parameters`` that are pending get their class back; one call for them."""
     for parameter in parameters:
         kind: type = type(parameter)
         if kind is PendingParameter:

@@ -21,6 +21,7 @@ from bytesched.errors import BytesschedError, PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
 from bytesched.plugins.engine.session import Session
+from bytesched.plugins.routes.groups.devices import shared_devices
 from bytesched.plugins.routes.groups.opening import open_gloo
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -182,6 +183,9 @@ def first_weights_are_rank_0s() -> list[float]:
 def refused(what: str) -> str:
     """What was said, and that nothing stays open, also while the error is kept."""
     model, plan, fields = vgg_like(), CASES["vgg"][1], SETTINGS
+    # These are a process's, and stay.
+    for purpose in ("data", "messages"):
+        shared_devices(purpose)
     before = gloo_groups()
     if what == "ranks":
         plan = (Place(0, 8), *plan[1:])
@@ -303,12 +307,22 @@ def shares_its_gaps(timeline: str) -> int:
     return len(job.losses)
 
 
-def loses_its_last_step(closes: bool) -> None:
-    """The updates that are outstanding fail; says what ``close()`` raises, if it is called."""
+def loses_its_last_step(closes: bool, is_known: bool) -> None:
+    """The updates that are outstanding fail; says what ``close()`` raises, if it is called.
+
+    Args:
+        is_known: it fails beside the script, before anything waits for it.
+    """
     make, plan = CASES["vgg"]
     burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
     burst.step(*batch(0))
-    mock.patch.object(Session, "flush", side_effect=PeerLost("rank 9 is gone")).start()
+    lost = PeerLost("rank 9 is gone")
+    if is_known:
+        for session in burst._sessions.values():
+            session._progress.fail(lost)
+        burst._moves.fail(lost)
+    else:
+        mock.patch.object(Session, "flush", side_effect=lost).start()
     if closes:
         try:
             burst.close()
@@ -316,6 +330,18 @@ def loses_its_last_step(closes: bool) -> None:
             print(error, flush=True)
         burst.close()
     dist.barrier()
+
+
+def raised_by_its_step() -> None:
+    """What ``step()`` has raised is not raised again."""
+    make, plan = CASES["vgg"]
+    burst = Burst(make().double(), plan, optimizer_for, functional.cross_entropy, **SETTINGS)
+    burst._moves.fail(PeerLost("rank 9 is gone"))
+    try:
+        burst.step(*batch(0))
+    except PeerLost:
+        burst.close()
+        print("closed", flush=True)
 
 
 def loses_a_rank(victim: int) -> None:

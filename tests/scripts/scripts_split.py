@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -47,6 +48,24 @@ def clipped_in_a_closure(job: Job) -> None:
             return loss
 
         job.record("loss", optimizer.step(evaluate))
+    job.record_state(model, optimizer)
+
+
+def clipped_and_named_twice(job: Job) -> None:
+    """A group that names a parameter twice updates it twice, with a gradient that was clipped once.
+
+    In a closure, so that all of it is updated within step().
+    """
+    model = job.ddp(mlp())
+    first, *_ = parameters = list(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = job.wrap(torch.optim.SGD([first, *parameters], lr=0.1), model)
+    for step in range(STEPS):
+        model(job.inputs(step)).square().mean().backward()
+        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step(lambda: torch.zeros(()))
+        optimizer.zero_grad()
     job.record_state(model, optimizer)
 
 

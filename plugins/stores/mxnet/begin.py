@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 import weakref
 from typing import Any
 
@@ -16,7 +15,7 @@ from bytesched.errors import PluginError
 from bytesched.log import show
 from bytesched.trace.observers import observers_here
 
-from ...ending import make_exit_fail
+from ...ending import at_exit, died_of, make_exit_fail
 from .store import ScheduledMXNetStore
 
 __all__ = ["begin"]
@@ -87,11 +86,10 @@ def _why_plain(store: Any, config: Config) -> str:
     return ""
 
 
-@atexit.register
 def _at_exit() -> None:
     """Before MXNet's own end, which waits for everything; after an exception only stops."""
     for store in list(_stores):
-        if store.error is None and not store.is_closed and not hasattr(sys, "last_value"):
+        if store.error is None and not store.is_closed and died_of() is None:
             try:
                 store.flush()
             except Exception:
@@ -101,3 +99,6 @@ def _at_exit() -> None:
             # It would wait for ever. Without it, MXNet's threads end the process by an abort.
             atexit.unregister(mx.base._notify_shutdown)
         store.stop()
+
+
+at_exit(_at_exit)

@@ -77,12 +77,19 @@ def test_a_closed_burst_says_so(four_ranks: Ranks) -> None:
         ]
 
 
-def test_a_last_step_that_is_lost_is_raised_or_fails_the_process() -> None:
-    for exited in run_fresh(burst_cases.loses_its_last_step, 4, timeout_s=40.0, args=(True,)):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_last_step_that_is_lost_is_raised_or_fails_the_process(is_known: bool) -> None:
+    loses = burst_cases.loses_its_last_step
+    for exited in run_fresh(loses, 4, timeout_s=40.0, args=(True, is_known)):
         assert (exited.code, exited.stdout.strip()) == (0, "rank 9 is gone"), exited.stderr
-    for exited in run_fresh(burst_cases.loses_its_last_step, 4, timeout_s=40.0, args=(False,)):
+    for exited in run_fresh(loses, 4, timeout_s=40.0, args=(False, is_known)):
         assert exited.code == 1, exited.stderr
         assert "the last step could not be applied" in exited.stderr
+
+
+def test_what_a_step_has_raised_is_not_raised_again() -> None:
+    for exited in run_fresh(burst_cases.raised_by_its_step, 4, timeout_s=40.0):
+        assert (exited.code, exited.stdout.strip()) == (0, "closed"), exited.stderr
 
 
 def test_a_rank_without_an_optimizer_is_heard_of_at_once(four_ranks: Ranks) -> None:

@@ -32,6 +32,7 @@ def check_split(ranks: Ranks, script: Callable[..., None], *args: object, rtol: 
     split.clipped_on_the_wire,
     split.clipped_by_hand,
     split.clipped_in_a_closure,
+    split.clipped_and_named_twice,
     split.parts_of_sums,
     split.squares_kept,
     split.each_clipped_by_itself,
