@@ -34,7 +34,7 @@ from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
-from ..update.separable import why_not_sharded
+from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast
 from .carrying import broadcast, levels_of, splitter_of
@@ -160,7 +160,7 @@ def begin(
             )
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
-            _refuse_to_shard(optimizer)
+            refuse_to_shard(optimizer)
         if groups:
             base = base_of(model)
             refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
@@ -170,7 +170,7 @@ def begin(
         optimizer = stepping_optimizer(optimizer)
         why = why_whole(optimizer, model, config)
         if config.shard:
-            _refuse_to_shard(optimizer)
+            refuse_to_shard(optimizer)
         session = attach(optimizer, model, config, entry, groups, accumulation)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
@@ -308,12 +308,6 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not _broadcasts_buffers(ddp):
         carried = "on NCCL, the forward pass has collectives of its own: a hook for buffers"
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
-
-
-def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
-    """Raises PluginError unless each rank can update its part of a model alone."""
-    if why := why_not_sharded(optimizer, type(optimizer)):
-        raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 
 
 def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

@@ -25,7 +25,7 @@ from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
-from ..update.separable import why_not_sharded
+from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
 from .parted import why_parted
 from .reducing import StageReductions, take_from_ddp
@@ -56,7 +56,7 @@ def begin(
     if known:
         optimizer = stepping_optimizer(optimizer)
         if known[0].is_sharded:
-            _refuse_to_shard(optimizer)
+            refuse_to_shard(optimizer)
         add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
         return known[0]
     ddps = root.ddps()
@@ -91,7 +91,7 @@ def begin(
         ours = None if named is None else entered.enter_context(Entry(root.schedule.group))
         optimizer = stepping_optimizer(optimizer)
         if config.shard:
-            _refuse_to_shard(optimizer)
+            refuse_to_shard(optimizer)
         if refusal is not None:
             raise refusal
         if ours is not None:
@@ -204,11 +204,6 @@ def _called(root: StageModules, refusal: PluginError | None, timeout_s: float) -
         call.decline(in_one_line(refusal))
         raise refusal
     return call.replicas(root, timeout_s)
-
-
-def _refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
-    if why := why_not_sharded(optimizer, type(optimizer)):
-        raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 
 
 def _why_whole(optimizer: torch.optim.Optimizer, root: StageModules, config: Config) -> str:

@@ -14,7 +14,14 @@ from .frozen import why_not_frozen
 from .genuine import why_altered
 from .known import KNOWN, qualified
 
-__all__ = ["is_elementwise", "is_known", "separable", "why_not_deferred", "why_not_sharded"]
+__all__ = [
+    "is_elementwise",
+    "is_known",
+    "refuse_to_shard",
+    "separable",
+    "why_not_deferred",
+    "why_not_sharded",
+]
 
 OptimizerT = TypeVar("OptimizerT", bound=type[torch.optim.Optimizer])
 
@@ -89,7 +96,16 @@ def why_not_sharded(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Opt
     known = None if kind in _vouched_for else KNOWN.get(qualified(kind))
     if known is not None and not known.shards:
         return f"methods of {kind.__name__} beside step() need the state of all parameters"
+    for group in optimizer.param_groups:
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            return "a group names a parameter twice"
     return why_not_deferred(optimizer, kind)
+
+
+def refuse_to_shard(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PluginError unless each rank can update its part of the parameters alone."""
+    if why := why_not_sharded(optimizer, type(optimizer)):
+        raise PluginError(f"shard=True needs an optimizer that can update a part alone: {why}")
 
 
 def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:

@@ -814,6 +814,10 @@ def refusals() -> dict[str, str]:
         note("other strides", lambda: train(job, model, optimizer, steps=1))
     other = DistributedDataParallel(mlp())
     note("lbfgs", lambda: bytesched.wrap(torch.optim.LBFGS(other.parameters()), other, shard=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        twice = torch.optim.SGD([next(other.parameters()), *other.parameters()], lr=0.1)
+    note("named twice", lambda: bytesched.wrap(twice, other, shard=True))
     return found
 
 

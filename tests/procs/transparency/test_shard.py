@@ -208,6 +208,7 @@ REFUSED = {
     "nameless shards": "a parameter of shape (3,) is in the optimizer and not in the wrapped model",
     "other strides": "was given strides (1, 77), it had (95, 1)",
     "lbfgs": "shard=True needs an optimizer that can update a part alone: LBFGS",
+    "named twice": "can update a part alone: a group names a parameter twice",
 }
 
 
