@@ -157,8 +157,7 @@ def _synchronize_now(parameter: nn.Parameter) -> None:
 
 def hold(parameter: nn.Parameter, synchronize: Callable[[], None]) -> None:
     """Makes ``parameter`` pending: its next use calls ``synchronize`` first."""
-    _pending[id(parameter)] = synchronize
-    parameter.__class__ = PendingParameter
+    hold_all([(parameter, synchronize)])
 
 
 def hold_all(held: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -47,12 +47,11 @@ if __name__ == "__main__":
 """
 
 
-def ended(tmp_path: object, how: str) -> subprocess.CompletedProcess[str]:
-    script = f"{tmp_path}/ends.py"
-    with open(script, "w") as file:
-        file.write(textwrap.dedent(ENDS))
+def ended(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
     return subprocess.run(
-        [sys.executable, script, how],
+        [sys.executable, str(script), how],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -61,16 +60,14 @@ def ended(tmp_path: object, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_ends_with_1_after_all_else_was_done(tmp_path: object) -> None:
+def test_a_process_ends_with_1_after_all_else_was_done(tmp_path: Path) -> None:
     run = ended(tmp_path, "alone")
-    assert (run.returncode, run.stdout.split("\n")[:3]) == (
-        1,
-        ["Other", "Owner", "the script's own"],
-    )
+    assert run.stdout.splitlines() == ["Other", "Owner", "the script's own"], run.stderr
+    assert run.returncode == 1
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
-def test_so_does_a_child_of_multiprocessing(tmp_path: object, how: str) -> None:
+def test_so_does_a_child_of_multiprocessing(tmp_path: Path, how: str) -> None:
     run = ended(tmp_path, how)
     assert run.stdout.split("\n")[:2] == ["Other", "Owner"], run.stderr
     assert run.stdout.rstrip().endswith("\n1"), run.stdout + run.stderr
