@@ -172,9 +172,20 @@ class Peers:
         self.complete(self._issue(name, self._group.all_reduce, real), name)
 
     def start(
-        self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
+        self,
+        x: Tensor,
+        send: list[int],
+        receive: list[int],
+        name: str,
+        *,
+        is_urgent: bool,
+        is_short: bool = False,
     ) -> Transfer:
-        """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
+        """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end.
+
+        All ranks say alike whether it ``is_short``: then one collective, which no thread of ours
+        waits for, costs less than messages.
+        """
         sent = x.detach().contiguous()
         # Written on other threads, which are not in the inference mode of this one.
         with torch.inference_mode(mode=False):
@@ -182,7 +193,7 @@ class Peers:
         section = urgency.begin(name) if is_urgent else None
         try:
             # Gloo's messages are read from and written to memory of the host.
-            if self._exchanges is not None and not x.is_cuda:
+            if self._exchanges is not None and not x.is_cuda and not is_short:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
                 task = self._exchanges.begin(name, *parts, section)

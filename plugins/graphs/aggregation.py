@@ -23,7 +23,14 @@ class _Aggregate(torch.autograd.Function):
         x = x.detach().contiguous()
         peers, pieces = partition.peers, partition.pieces(_row_bytes(x))
         arriving = [
-            peers.start(x[piece.give], piece.send, piece.receive, "halo", is_urgent=True)
+            peers.start(
+                x[piece.give],
+                piece.send,
+                piece.receive,
+                "halo",
+                is_urgent=True,
+                is_short=piece.is_short,
+            )
             for piece in pieces
             if peers is not None
         ]
@@ -31,7 +38,7 @@ class _Aggregate(torch.autograd.Function):
         total = product(partition.inner, x)
         clock.lap("aggregation")
         for piece, transfer in zip(pieces, arriving, strict=True):
-            rows = transfer.wait()
+            rows = piece.by_distance(transfer.wait())
             clock.lap("halo")
             total = product(piece.going_on, torch.cat([total, rows]))
             clock.lap("aggregation")
@@ -50,7 +57,14 @@ class _Aggregate(torch.autograd.Function):
             of_halo = product(piece.transposed, gradient)
             clock.lap("aggregation")
             arriving.append(
-                peers.start(of_halo, piece.receive, piece.send, "halo backward", is_urgent=True)
+                peers.start(
+                    piece.by_rank(of_halo),
+                    piece.receive,
+                    piece.send,
+                    "halo backward",
+                    is_urgent=True,
+                    is_short=piece.is_short,
+                )
             )
             clock.lap("halo")
         total = product(partition.inner_transposed, gradient)
@@ -58,8 +72,7 @@ class _Aggregate(torch.autograd.Function):
         for piece, transfer in zip(pieces, arriving, strict=True):
             rows = transfer.wait()
             clock.lap("halo")
-            # No place twice, so no order to keep.
-            total.index_add_(0, piece.give, rows)
+            piece.add_to(total, rows)
             clock.lap("aggregation")
         return total, None
 
@@ -71,7 +84,7 @@ def aggregate(partition: Partition, x: Tensor) -> Tensor:
     pieces, inner rows are aggregated meanwhile, then pieces are added in one order as they come.
     Backwards, gradients of rows leave for their owners piece by piece, and the gradient of inner
     rows is computed meanwhile. Sums run over own neighbours first, then over those of others, so
-    that equal inputs give equal bits whatever ``piece_bytes`` is.
+    that equal inputs give equal bits wherever a halo is cut.
 
     Args:
         partition: what each rank has and needs.

@@ -34,7 +34,8 @@ class Graph:
     weight: Tensor
 
     def part(self, **options: Any) -> graphs.Partition:
-        """This rank's; collective."""
+        """This rank's, no halo of which is short unless ``options`` say so; collective."""
+        options = {"short_bytes": 0, **options}
         return graphs.Partition(self.owner, self.source, self.target, self.weight, **options)
 
     def alone(self) -> graphs.Partition:
@@ -105,10 +106,12 @@ def far(name: str, one: Tensor, other: Tensor) -> list[str]:
     return [] if one.shape == other.shape and difference < 1e-12 else [f"{name}: {difference}"]
 
 
-def equals_alone(kind: str, piece_bytes: int, needing: str = "weights") -> list[str]:
+def equals_alone(
+    kind: str, piece_bytes: int, needing: str = "weights", short_bytes: int = 0
+) -> list[str]:
     """What differs from one process, forward and backward, in two epochs."""
     graph = graph_of(kind, dist.get_world_size())
-    part = graph.part(piece_bytes=piece_bytes)
+    part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
     model, alone = GCN(part), GCN(graph.alone())
     features, classes = rows_of()
     x = features[part.vertices].requires_grad_(needing == "features")
@@ -142,8 +145,15 @@ def bits(dtype: torch.dtype) -> list[bool]:
     graph = graph_of("directed", size, dtype)
     features, _ = rows_of(dtype)
     found = []
-    for piece_bytes in (1 << 20, 1, 64, 100, 1):
-        part = graph.part(piece_bytes=piece_bytes)
+    for piece_bytes, short_bytes in (
+        (1 << 20, 0),
+        (1, 0),
+        (64, 0),
+        (100, 0),
+        (1, 0),
+        (64, 1 << 20),
+    ):
+        part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
         x = features[part.vertices].requires_grad_()
         y = graphs.aggregate(part, x)
         (y**2).sum().backward()
@@ -181,11 +191,11 @@ def bits(dtype: torch.dtype) -> list[bool]:
     return same
 
 
-def trained(piece_bytes: int) -> list[str]:
+def trained(piece_bytes: int, short_bytes: int = 0) -> list[str]:
     """What differs from one process after steps with weights reduced by `bytesched.wrap`."""
     size = dist.get_world_size()
     graph = graph_of("directed", size)
-    part = graph.part(piece_bytes=piece_bytes)
+    part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
     features, classes = rows_of()
     model, alone = GCN(part), GCN(graph.alone())
     ours: Any = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -240,9 +250,16 @@ def keeps_inputs() -> dict[str, bool]:
     return found
 
 
-def traced(folder: str) -> tuple[dict[str, float], float, bool]:
+def ways(short_bytes: int) -> list[list[bool]]:
+    """The pieces of rows of one and of many numbers: whether each is a short halo."""
+    part = graph_of("directed", dist.get_world_size()).part(short_bytes=short_bytes)
+    return [[piece.is_short for piece in part.pieces(8 * width)] for width in (1, 64)]
+
+
+def traced(folder: str, short_bytes: int) -> tuple[dict[str, float], float, bool]:
     """Shares of epochs, how long halos were under way, and whether another layer is told."""
-    part = graph_of("directed", dist.get_world_size()).part(piece_bytes=64)
+    graph = graph_of("directed", dist.get_world_size())
+    part = graph.part(piece_bytes=64, short_bytes=short_bytes)
     model = GCN(part)
     features, classes = rows_of()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -270,19 +287,21 @@ def disagreements() -> list[str]:
     single = graph.weight.float() if last else graph.weight
     no_rank = graph.owner + size * last
     told = []
+    differing: dict[str, Any] = {"piece_bytes": 64 + last}
     with mock.patch.object(Peers, "start", side_effect=AssertionError("sent")):
-        for owner, source, weight, piece_bytes in (
-            (other, graph.source, graph.weight, 64),
-            (graph.owner[: VERTICES - last], graph.source % 50, graph.weight, 64),
-            (graph.owner, far_away, graph.weight, 64),
-            (graph.owner, graph.source, short, 64),
-            (graph.owner, graph.source, single, 64),
-            (no_rank, graph.source, graph.weight, 64),
-            (graph.owner, graph.source, graph.weight, 64 + last),
+        for owner, source, weight, options in (
+            (other, graph.source, graph.weight, {}),
+            (graph.owner[: VERTICES - last], graph.source % 50, graph.weight, {}),
+            (graph.owner, far_away, graph.weight, {}),
+            (graph.owner, graph.source, short, {}),
+            (graph.owner, graph.source, single, {}),
+            (no_rank, graph.source, graph.weight, {}),
+            (graph.owner, graph.source, graph.weight, differing),
+            (graph.owner, graph.source, graph.weight, {"short_bytes": 64 + last}),
         ):
             target = graph.target % 50 if source.max() < 50 else graph.target
             try:
-                graphs.Partition(owner, source, target, weight, piece_bytes=piece_bytes)
+                graphs.Partition(owner, source, target, weight, **options)
             except MismatchError as error:
                 told.append(str(error))
     part = graph.part()
@@ -308,10 +327,10 @@ def report(error: BaseException) -> None:
     os._exit(0)
 
 
-def dies_in_an_exchange(direction: str) -> None:
+def dies_in_an_exchange(direction: str, short_bytes: int) -> None:
     """The last rank dies before it sends rows, or their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    part = graph_of("directed", size).part()
+    part = graph_of("directed", size).part(short_bytes=short_bytes)
     features, _ = rows_of()
     x = features[part.vertices].requires_grad_()
     graphs.aggregate(part, x).sum().backward()
