@@ -16,7 +16,8 @@ from ..routes.split.collectives import RowExchange
 from ..routes.split.sharded_rows import RowParameters, ShardedRows
 from ..routes.streams import Streams
 from ..zero1.sharding import Listener
-from .splitter import ExchangeSplitter, Parameters, ShardedExchange, SplitExchange, notifier
+from .split_carriers import Parameters, ShardedExchange, SplitExchange
+from .splitter import ExchangeSplitter, notifier
 
 __all__ = ["RowSplitter"]
 

@@ -9,7 +9,7 @@ import torch
 
 from ..layout.memory import is_laid_out_as, lies_over
 from ..layout.slots import Slot
-from ..proxies.pending import free, has_aliases, has_own_memory, keep_apart, lazy_over, settle
+from ..proxies.lazy_grads import free, has_aliases, has_own_memory, keep_apart, lazy_over, settle
 
 __all__ = [
     "give_back",

@@ -17,7 +17,8 @@ from ..layout.memory import lies_over
 from ..layout.plan import Plan
 from ..layout.slots import Bundle, Slot, change
 from ..proxies.compiling import waiting
-from ..proxies.pending import free, plain, release_held
+from ..proxies.lazy_grads import free, plain
+from ..proxies.pending import release_held
 from ..proxies.spans import span
 from ..routes.streams import Streams
 from .progress import Progress

@@ -17,7 +17,8 @@ from ..dependency.forked import disown
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
 from ..layout.flags import from_cells, to_cells
 from ..layout.slots import Slot
-from ..proxies.pending import keep_apart, move_apart, release_held
+from ..proxies.lazy_grads import keep_apart, move_apart
+from ..proxies.pending import release_held
 from ..queries.splitting import Splitting
 from ..routes.carrier import Traffic
 from ..update.deferred import Deferred

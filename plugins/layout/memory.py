@@ -7,7 +7,7 @@ from sys import getrefcount
 import torch
 from torch import nn
 
-from ..proxies.pending import has_aliases
+from ..proxies.lazy_grads import has_aliases
 
 __all__ = ["is_gradient_shared", "is_laid_out_as", "lies_over", "shaped"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from bytesched.round import ALLOWED, LENT, Gradient, Use
 from bytesched.round import Bundle as BundleOf
 
-from ..proxies.pending import LazyGrad, QueryHandler, has_aliases, lazy_over, plain, point
+from ..proxies.lazy_grads import LazyGrad, QueryHandler, has_aliases, lazy_over, plain, point
 from .memory import is_gradient_shared, is_laid_out_as, lies_over, shaped
 from .partition import Partition
 

@@ -26,7 +26,7 @@ from bytesched.round import UNTAKEN
 
 from ..dependency.context import Context
 from ..layout.slots import Slot
-from ..proxies.pending import plain
+from ..proxies.lazy_grads import plain
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
 

@@ -13,7 +13,7 @@ from bytesched.errors import PluginError
 
 from ..layout.memory import shaped
 from ..layout.slots import Slot
-from ..proxies.pending import has_own_memory, lazy_over
+from ..proxies.lazy_grads import has_own_memory, lazy_over
 
 __all__ = ["MomentSlot"]
 

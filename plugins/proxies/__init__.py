@@ -5,7 +5,8 @@ from __future__ import annotations
 from .compiling import exclude_compiler, has_compiled
 from .first_use import FirstUse
 from .hooks import StayingForwardHook, StayingHook, gate
-from .pending import LazyGrad, PendingParameter, hold, is_held, release
+from .lazy_grads import LazyGrad
+from .pending import PendingParameter, hold, is_held, release
 
 __all__ = [
     "FirstUse",

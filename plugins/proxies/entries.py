@@ -15,7 +15,8 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from .pending import LazyGrad, PendingParameter, keep_apart, plain, ready
+from .lazy_grads import LazyGrad, keep_apart, plain, ready
+from .pending import PendingParameter
 
 __all__ = ["Watch", "guard_entries", "watch_reductions"]
 

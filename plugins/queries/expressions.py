@@ -20,7 +20,7 @@ from bytesched.round import ALLOWED, UNTAKEN, Use
 from ..dependency.progress import Progress
 from ..layout.memory import lies_over
 from ..layout.slots import Slot
-from ..proxies.pending import LazyGrad, alias_of, free, moves_alone, plain
+from ..proxies.lazy_grads import LazyGrad, alias_of, free, moves_alone, plain
 from .operations import ALIASES, FLATTENING, PURE
 
 __all__ = ["Asked", "Expression", "derived", "expression_of", "slots_in"]

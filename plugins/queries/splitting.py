@@ -19,7 +19,7 @@ from ..dependency.progress import Progress
 from ..figures.meter import Meter
 from ..layout.packing import Packer
 from ..layout.plan import Plan
-from ..proxies.pending import QueryHandler
+from ..proxies.lazy_grads import QueryHandler
 from ..routes.carrier import Carrier, Traffic
 from ..routes.streams import Streams
 from .expressions import Asked, derived, slots_in

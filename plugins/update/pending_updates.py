@@ -13,7 +13,8 @@ from ..dependency.context import Context
 from ..dependency.synchronizing import Synchronizing
 from ..layout.memory import lies_over
 from ..layout.slots import Bundle, Job, Slot
-from ..proxies.pending import free, hold_all, plain
+from ..proxies.lazy_grads import free, plain
+from ..proxies.pending import hold_all
 from .deferred import Deferred
 from .frozen import snapshot, tensors_of, why_not_frozen
 from .surroundings import has_modes

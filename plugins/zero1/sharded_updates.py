@@ -17,7 +17,7 @@ from ..dependency.context import Context
 from ..dependency.lazy import is_kept, is_seen
 from ..dependency.synchronizing import Synchronizing
 from ..layout.slots import Bundle, Job, Slot, Update
-from ..proxies.pending import keep_apart
+from ..proxies.lazy_grads import keep_apart
 from ..routes.split.turns import Sent
 from ..update.deferred import Deferred, Later
 from ..update.frozen import snapshot, tensors_of

@@ -16,7 +16,7 @@ from bytesched.task import CommTask
 from ..layout.packing import elements
 from ..layout.plan import Plan, Share
 from ..layout.slots import Slot
-from ..proxies.pending import plain
+from ..proxies.lazy_grads import plain
 
 __all__ = ["Owned", "OwnedShards", "Part", "cut_entry", "whole_entry"]
 

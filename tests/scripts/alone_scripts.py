@@ -8,7 +8,7 @@ from unittest import mock
 
 from training import compare
 
-from bytesched.plugins.proxies import pending
+from bytesched.plugins.proxies import lazy_grads
 from bytesched.plugins.queries import expressions
 
 
@@ -17,6 +17,6 @@ def compare_alone(
 ) -> Any:
     """`training.compare` with gradients that move alone."""
     with ExitStack() as patches:
-        for module in (pending, expressions):
+        for module in (lazy_grads, expressions):
             patches.enter_context(mock.patch.object(module, "moves_alone", return_value=True))
         return compare(address, args, options, rtol)

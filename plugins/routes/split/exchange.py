@@ -2,13 +2,7 @@
 
 Gloo's own reduce-scatter and all-gather take as long as its all-reduce; exchanged by sends and
 receives, each phase moves half of its bytes in half of its time. Messages have tags, so that
-those of the second phase need no agreed order.
-
-| route of a chunk | at its owner | on every other rank |
-|---|---|---|
-| split | sum, then spread to each rank | leave for the owner; the sum arrives |
-| to be summed alone (a sharded update) | sum | leave for the owner |
-| and told to who measures it | sum, then tell | leave; on that one rank, the sum arrives |
+those of the second phase need no agreed order. What is a hop of which chunk, `ChunkRoutes` says.
 """
 
 from __future__ import annotations
@@ -41,14 +35,20 @@ from ..carrier import Traffic
 from ..groups.group import PATIENCE_S, Group
 from ..groups.messages import Messages
 from ..groups.waiters import Waiters
+from .chunk_routes import (
+    FROM_OWNER,
+    TO_MEASURER,
+    TO_OWNER,
+    ChunkRoutes,
+    Lanes,
+    Message,
+    message_tag,
+)
 from .gathers import Gather, Gathers
 from .learned import LearnedOrder
 from .sums import Sums
 
-__all__ = ["FROM_OWNER", "TO_MEASURER", "TO_OWNER", "Exchange", "Message"]
-
-#: what messages have: gradients, sums on their way to all ranks, and to one that measures them
-TO_OWNER, FROM_OWNER, TO_MEASURER = range(3)
+__all__ = ["Exchange"]
 
 #: Lane 0: chunks that are owned here.
 _SUMS: Final = 0
@@ -56,41 +56,6 @@ _SUMS: Final = 0
 _NO_LIMIT: Final = 1 << 62
 #: Rounds after which rank 0 tells all ranks the order in which it has submitted chunks.
 _LEARNED_AFTER: Final = frozenset({1, 8})
-
-
-class Message(CommTask):
-    """A hop: what this rank sends of a chunk that it owns, to one other rank.
-
-    Args:
-        index: of no other hop of the exchange.
-        ended: called with the chunk when the message has left, in the scheduler's turn.
-    """
-
-    __slots__ = ("chunk", "ended", "peer", "tag")
-
-    def __init__(
-        self,
-        chunk: CommTask,
-        peer: int,
-        kind: int,
-        *,
-        lane: int,
-        index: int,
-        ended: Callable[[CommTask], None],
-    ) -> None:
-        super().__init__(
-            f"{chunk.name} to {peer}",
-            start_at=chunk.start_at,
-            stop_at=chunk.stop_at,
-            itemsize=chunk.itemsize,
-            priority=chunk.priority,
-        )
-        self.chunk = chunk
-        self.peer = peer
-        self.tag = _tag(chunk, kind)
-        self.ended = ended
-        self.lane = lane
-        self.index = index
 
 
 class Exchange:
@@ -133,8 +98,6 @@ class Exchange:
         self.peers = [rank for rank in range(group.size) if rank != group.rank]
         self._plan = plan
         self._packer = packer
-        self._is_spread = is_spread
-        self._measurers = measurers or {}
         self._reduced = reduced
         self._tell_summed = summed
         self._observers = observers
@@ -142,14 +105,11 @@ class Exchange:
         ahead = max(setting.credit_bytes / setting.partition_bytes, 1.0) - 1.0
         #: of a lane to one rank
         self.credit_bytes = 1 + int(ahead * largest_bytes)
-        #: in which gradients are sent, the same on all ranks: as backward completes them, as far as
-        #: that is known
-        self._order = sorted(plan.chunks, key=plan.computed)
+        #: the hops of every chunk
+        self.routes = ChunkRoutes(plan, group.rank, is_spread, measurers or {})
         #: of rank 0: as they were submitted in this round
         self._seen: list[int] = []
         self._rounds = 0
-        self._owned = [c for c in self._order if plan.owners[c.index] == group.rank]
-        self._foreign = [c for c in self._order if plan.owners[c.index] != group.rank]
         #: owners tell measurers in this round
         self._tells = False
         #: of this round: chunks that were submitted, which the user's thread counts; before the
@@ -169,7 +129,7 @@ class Exchange:
         self._failed = failed
         self._gathers = Gathers(self.give_up)
         self._learned = LearnedOrder(group, self.messages, self.expect)
-        self._sums = Sums(group, self.messages, packer, self._owned, self._receive_to_sum)
+        self._sums = Sums(group, self.messages, packer, self.routes.owned, self._receive_to_sum)
         self._waiters = Waiters(self.messages, "bytesched-sends")
         self._submits = EventThread()
         core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
@@ -177,12 +137,8 @@ class Exchange:
         core.lanes[_SUMS].front = inf
         #: by lane, what begins its hops
         self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
-        #: by rank: lanes of the first phase, and the numbers of those of gradients, of sums of the
-        #: first phase, and of all other sums
+        #: by rank, the lanes of the first phase
         self.first_to: dict[int, tuple[Lane, Lane]] = {}
-        self._leave: dict[int, int] = {}
-        self._share: dict[int, int] = {}
-        self._spread: dict[int, int] = {}
         self.scheduler = Scheduler(
             core,
             self,
@@ -191,6 +147,13 @@ class Exchange:
             # A message's end and the next one's start are one wake-up.
             events=InTurn(),
         )
+        self._lanes = self._add_lanes()
+        self.routes.lay(self._lanes, self._end_hop)
+        URGENCY.join(self.scheduler, self._move_fronts)
+
+    def _add_lanes(self) -> Lanes:
+        """Those to every other rank."""
+        leaves, shares, spreads = {}, {}, {}
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
             # Another rank may wait for these in front of a step that is over here.
@@ -202,11 +165,10 @@ class Exchange:
             )
             spread.yield_to((leave, share))
             self.first_to[peer] = leave, share
-            self._leave[peer] = self.add_lane(leave, self._send_gradients)
-            self._share[peer] = self.add_lane(share, self._send_sum)
-            self._spread[peer] = self.add_lane(spread, self._send_sum)
-        self._route()
-        URGENCY.join(self.scheduler, self._move_fronts)
+            leaves[peer] = self.add_lane(leave, self._send_gradients)
+            shares[peer] = self.add_lane(share, self._send_sum)
+            spreads[peer] = self.add_lane(spread, self._send_sum)
+        return Lanes(_SUMS, leaves, shares, spreads)
 
     def _move_fronts(self) -> list[CommTask]:
         return self.move_fronts()
@@ -216,37 +178,11 @@ class Exchange:
         self._carriers.append(begin)
         return self.scheduler.core.add_lane(lane)
 
-    def _route(self) -> None:
-        """Gives every chunk its hops."""
-        count = len(self._plan.chunks)
-        #: of each chunk, the hops to and from this rank in a round; and those where it is told
-        self._hops = [1] * count
-        self._telling: dict[int, Message] = {}
-        for chunk in self._foreign:
-            chunk.lane = self._leave[self._plan.owners[chunk.index]]
-            self._hops[chunk.index] += self._is_spread(chunk)
-        for chunk in self._owned:
-            chunk.lane = _SUMS
-            if self._is_spread(chunk):
-                lanes = self._share if chunk.index in self._plan.shared else self._spread
-                chunk.followers = tuple(
-                    self.message(chunk, peer, FROM_OWNER, lanes[peer], self._end_hop)
-                    for peer in self.peers
-                )
-                self._hops[chunk.index] += len(self.peers)
-            elif (measurer := self._measurers.get(chunk.index)) is not None:
-                self._telling[chunk.index] = self.message(
-                    chunk, measurer, TO_MEASURER, self._share[measurer], self._end_hop
-                )
-        self._told = [c for c in self._foreign if self._measurers.get(c.index) == self.group.rank]
-        self._is_told = {chunk.index for chunk in self._told}
-
     def message(
         self, chunk: CommTask, peer: int, kind: int, lane: int, ended: Callable[[CommTask], None]
     ) -> Message:
         """A hop of ``chunk``, which is owned here."""
-        index = (1 + peer) * len(self._plan.chunks) + chunk.index
-        return Message(chunk, peer, kind, lane=lane, index=index, ended=ended)
+        return self.routes.message(chunk, peer, kind, lane, ended)
 
     # -- the user's thread -------------------------------------------------------------
 
@@ -262,7 +198,7 @@ class Exchange:
     @property
     def may_tell(self) -> bool:
         """Whether any rank measures what others own; the same on all ranks."""
-        return bool(self._measurers)
+        return self.routes.has_measurers
 
     def tell_measurers(self, tells: bool) -> None:
         """From the round on that begins next, owners send their sums to who measures them."""
@@ -270,8 +206,7 @@ class Exchange:
 
     def is_told(self, chunks: Iterable[CommTask]) -> bool:
         """Whether the sums of this round that others own of ``chunks`` come in phase one."""
-        foreign = [c for c in chunks if self._plan.owners[c.index] != self.group.rank]
-        return self._tells and all(chunk.index in self._is_told for chunk in foreign)
+        return self._tells and self.routes.is_told(chunks)
 
     def lost(self) -> BaseException | None:
         """The error of a message that is waited for and cannot come, if there is one."""
@@ -282,17 +217,14 @@ class Exchange:
         if (learned := self._learned.end()) is not None:
             self._use_order(learned)
         if self._rounds in _LEARNED_AFTER:
-            self._learned.begin(self._seen or [chunk.index for chunk in self._order])
+            self._learned.begin(self._seen or [chunk.index for chunk in self.routes.order])
         self._rounds += 1
         self._seen = []
         self._submitted = 0
 
     def _use_order(self, indices: list[int]) -> None:
-        self._order = [self._plan.chunks[index] for index in indices]
-        mine = self.group.rank
-        self._owned = [c for c in self._order if self._plan.owners[c.index] == mine]
-        self._foreign = [c for c in self._order if self._plan.owners[c.index] != mine]
-        self._sums.use_order(self._owned)
+        self.routes.use_order([self._plan.chunks[index] for index in indices])
+        self._sums.use_order(self.routes.owned)
 
     def submit(self, chunk: CommTask) -> None:
         """The gradients of ``chunk``, which is READY, are there."""
@@ -306,7 +238,7 @@ class Exchange:
             # Nothing of the last round is under way.
             self._count_round()
             # Before this thread can expect parameters, which may come after these alone.
-            if receives := self._receives():
+            if receives := self.routes.receives(tells=self._tells):
                 self._gathers.begin(partial(self._receive_all, receives))
         self._submitted += 1
         self._seen.append(chunk.index)
@@ -321,7 +253,7 @@ class Exchange:
 
     def receive(self, memory: torch.Tensor, peer: int, chunk: CommTask, kind: int) -> Any:
         """Begins to receive what ``peer`` sends of ``chunk``; returns the work."""
-        return self.group.receive(memory, peer, _tag(chunk, kind))
+        return self.group.receive(memory, peer, message_tag(chunk, kind))
 
     def send(self, memory: torch.Tensor, peer: int, hop: CommTask, tag: int, done: Done) -> None:
         """Begins to send ``memory``, which is ``hop``. Raises an error of ours."""
@@ -376,7 +308,7 @@ class Exchange:
 
     def _send_gradients(self, chunk: CommTask, done: Done) -> None:
         owner = self._plan.owners[chunk.index]
-        self.send(self._packer.pack(chunk), owner, chunk, _tag(chunk, TO_OWNER), done)
+        self.send(self._packer.pack(chunk), owner, chunk, message_tag(chunk, TO_OWNER), done)
 
     def _send_sum(self, message: CommTask, done: Done) -> None:
         assert isinstance(message, Message)
@@ -392,30 +324,24 @@ class Exchange:
         core = self.scheduler.core
         started = core.ready(chunk)
         if last:
-            for lane in self._spread.values():
+            for lane in self._lanes.spread.values():
                 started += core.set_background(lane, False)
         return started
 
     def _count_round(self) -> None:
-        self._hops_left = list(self._hops)
-        self._unsummed = len(self._owned)
+        self._hops_left = self.routes.hops(tells=self._tells)
+        self._unsummed = self.routes.sums(tells=self._tells)
         self._left = len(self._plan.chunks)
-        if self._tells:
-            self._unsummed += len(self._told)
-            for index in (*self._telling, *self._is_told):
-                self._hops_left[index] += 1
 
     def _begin_round(self) -> None:
         core = self.scheduler.core
         # While backward computes, sums fill the link where there are no gradients: so none of those
         # waits for more than one sum.
-        for lane in self._spread.values():
+        for lane in self._lanes.spread.values():
             core.set_background(lane, True)
-        for peer, lane in self._leave.items():
-            core.ordered(
-                [c.index for c in self._foreign if self._plan.owners[c.index] == peer], lane
-            )
-        core.ordered([chunk.index for chunk in self._owned], _SUMS)
+        for peer, lane in self._lanes.leave.items():
+            core.ordered(self.routes.leaving(peer), lane)
+        core.ordered([chunk.index for chunk in self.routes.owned], _SUMS)
         self._sums.begin_round()
 
     def _ended(self, hop: CommTask) -> None:
@@ -425,7 +351,7 @@ class Exchange:
             return
         if hop.lane == _SUMS:
             self._count_sum()
-            if self._tells and (telling := self._telling.get(hop.index)) is not None:
+            if self._tells and (telling := self.routes.telling.get(hop.index)) is not None:
                 telling.notify_ready()
                 self.scheduler.act(partial(self.scheduler.core.ready, telling))
         self._end_hop(hop)
@@ -452,21 +378,6 @@ class Exchange:
         self._reduced(chunk)
 
     # -- what comes from other owners --------------------------------------------------
-
-    def _receives(self) -> list[tuple[CommTask, int]]:
-        """The chunks of a round that come from other owners, and the kinds of their messages.
-
-        First what a norm waits for, as it is computed; then the rest, front first.
-        """
-        shared = self._plan.shared
-        spread = [chunk for chunk in self._foreign if self._is_spread(chunk)]
-        soon = [(chunk, FROM_OWNER) for chunk in spread if chunk.index in shared]
-        soon += [(chunk, TO_MEASURER) for chunk in self._told] if self._tells else []
-        late = [(chunk, FROM_OWNER) for chunk in spread if chunk.index not in shared]
-        return [
-            *sorted(soon, key=lambda pair: self._plan.computed(pair[0])),
-            *sorted(late, key=lambda pair: pair[0].index),
-        ]
 
     def _receive_all(self, receives: Iterable[tuple[CommTask, int]]) -> list[Gather]:
         # Owners send when they have all that this rank sends from the same memory.
@@ -497,7 +408,3 @@ class Exchange:
 
     def __repr__(self) -> str:
         return f"<Exchange rank {self.group.rank} of {self.group.size}, {self.scheduler.core!r}>"
-
-
-def _tag(chunk: CommTask, kind: int) -> int:
-    return 3 * chunk.index + kind

@@ -21,7 +21,8 @@ from bytesched.task import CommTask
 from bytesched.transport import Done
 
 from ...layout.plan import Plan
-from .exchange import FROM_OWNER, Exchange, Message
+from .chunk_routes import FROM_OWNER, Message
+from .exchange import Exchange
 from .gathers import Gather
 from .turns import Sent
 

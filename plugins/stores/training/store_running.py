@@ -23,7 +23,8 @@ from ...layout.plan import Plan
 from ...layout.slots import Job, Slot
 from ...proxies.compiling import updating
 from ...proxies.first_use import FirstUse
-from ...proxies.pending import LazyGrad, hold, release_held
+from ...proxies.lazy_grads import LazyGrad
+from ...proxies.pending import hold, release_held
 from ...routes.carrier import Traffic
 from ...update.updater import Updater
 from .state import gathered_state, hyperparameters_of, numbered_state, scatter_state, send_values

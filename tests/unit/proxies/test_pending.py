@@ -12,18 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bytesched.plugins.proxies import pending
-from bytesched.plugins.proxies.pending import (
+from bytesched.plugins.proxies import lazy_grads
+from bytesched.plugins.proxies.lazy_grads import (
     LazyGrad,
-    PendingParameter,
     has_own_memory,
-    hold,
-    is_held,
     keep_apart,
     lazy_over,
     plain,
-    release,
 )
+from bytesched.plugins.proxies.pending import PendingParameter, hold, is_held, release
 
 
 class Update:
@@ -245,7 +242,7 @@ def test_what_is_written_through_a_view_is_seen_in_the_gradient(
 ) -> None:
     """Also where torch can give a gradient other memory, but not the views of it (`alone`)."""
     if alone:
-        monkeypatch.setattr(pending, "moves_alone", lambda grad: True)
+        monkeypatch.setattr(lazy_grads, "moves_alone", lambda grad: True)
     memory = torch.full((2, 3), 7.0)
     grad, update = lazy_of(memory)
     view = view_of(grad)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 from bytesched.errors import PluginError
-from bytesched.plugins.proxies.pending import LazyGrad
+from bytesched.plugins.proxies.lazy_grads import LazyGrad
 from bytesched.plugins.routes.streams import CudaStreams, Streams, streams_for
 from bytesched.task import CommTask
 

@@ -127,7 +127,7 @@ def test_gradients_are_sent_in_the_order_in_which_rank_0_has_had_them() -> None:
     for number in range(3):
         together(partial(_round, found, number, orders), 2)
     for rank in found:
-        assert [chunk.index for chunk in rank.exchange._order] == orders[0]
+        assert [chunk.index for chunk in rank.exchange.routes.order] == orders[0]
     together(partial(_close, found), 2)
 
 
@@ -188,7 +188,7 @@ def test_what_is_received_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         found[rank].round(0, list(range(len(found[rank].plan.chunks))))
 
     together(a_round, 3)
-    owned = min(len(rank.exchange._owned) for rank in found)
+    owned = min(len(rank.exchange.routes.owned) for rank in found)
     largest = max(chunk.nbytes for chunk in found[0].plan.chunks)
     smallest = min(chunk.nbytes for chunk in found[0].plan.chunks)
     assert max(most) <= 4 * largest / smallest + 1
