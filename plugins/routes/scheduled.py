@@ -155,6 +155,9 @@ class ScheduledCarrier:
         self._scheduler.close()
         self._ordering.close()
 
+    def __repr__(self) -> str:
+        return f"<ScheduledCarrier {self.order}, {self._left} chunks left, {self._scheduler!r}>"
+
     def _finished(self, chunk: CommTask) -> None:
         """Where the scheduler handles events."""
         self._left -= 1

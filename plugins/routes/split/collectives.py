@@ -193,9 +193,11 @@ class RowExchange:
         if self._closed:
             return
         self._closed = True
-        if not self._counts.is_idle:
-            self.group.abort()
+        is_idle = self._counts.is_idle
+        # First: what is under way ends because of this close, and not of a peer's.
         self._carrier.close()
+        if not is_idle:
+            self.group.abort()
 
     def _ended(self, hop: CommTask) -> None:
         """Where the scheduler handles events."""

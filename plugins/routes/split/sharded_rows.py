@@ -145,10 +145,12 @@ class ShardedRows:
         self._closed = True
         self._submits.close()
         self.turns.close()
-        if not (is_idle and self._counts.is_idle):
-            self.group.abort()
+        is_idle = is_idle and self._counts.is_idle
         self._submits.join(PATIENCE_S)
+        # First: what is under way ends because of this close, and not of a peer's.
         self.scheduler.close()
+        if not is_idle:
+            self.group.abort()
         self.memory.clear()
 
     def _ended(self, hop: CommTask) -> None:
