@@ -183,8 +183,8 @@ class Peers:
     ) -> Transfer:
         """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end.
 
-        All ranks say alike whether it ``is_short``: then one collective, which no thread of ours
-        waits for, costs less than messages.
+        What ``is_short`` is not worth a thread that wakes beside a computation (see `Exchanges`);
+        then it is urgent until somebody waits for it and it has come.
         """
         sent = x.detach().contiguous()
         # Written on other threads, which are not in the inference mode of this one.
@@ -193,10 +193,10 @@ class Peers:
         section = urgency.begin(name) if is_urgent else None
         try:
             # Gloo's messages are read from and written to memory of the host.
-            if self._exchanges is not None and not x.is_cuda and not is_short:
+            if self._exchanges is not None and not x.is_cuda:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
-                task = self._exchanges.begin(name, *parts, section)
+                task = self._exchanges.begin(name, *parts, section, is_short=is_short)
                 return Transfer(rows, partial(self._exchanges.wait, task))
             work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # What is computed meanwhile does not wait: the section ends with the transfer.

@@ -38,12 +38,13 @@ class Partition:
         group: the ranks; all of them if it is None. Without torch.distributed, one process has the
             whole graph.
         piece_bytes: a halo is cut so that no rank sends more at a time.
-        short_bytes: a halo of which no rank sends or receives more is not cut, and travels by one
-            collective: threads that receive pieces would take more time than they save.
+        short_bytes: a halo of which no rank sends or receives more is not cut, whatever
+            ``piece_bytes`` is, and no thread waits for it before its rows are needed: that would
+            take more time from the computation than it saves.
 
     Raises:
         MismatchError: on all ranks alike, if they were given different owners, dtypes or sizes of
-            pieces, or if what one was given is no graph.
+            pieces or of short halos, or if what one was given is no graph.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class Partition:
 
     def pieces(self, row_bytes: int) -> list[Piece]:
         """The halo, cut for rows of so many bytes; on all ranks alike."""
-        if row_bytes not in self._pieces:
-            most_rows = max(1, self.piece_bytes // row_bytes)
-            self._pieces[row_bytes] = cut(self._halo, most_rows, self.short_bytes // row_bytes)
-        return self._pieces[row_bytes]
+        short_rows, most_rows = self.short_bytes // row_bytes, max(1, self.piece_bytes // row_bytes)
+        is_short = self._halo.most_rows <= short_rows
+        if (key := 0 if is_short else most_rows) not in self._pieces:
+            self._pieces[key] = cut(self._halo, most_rows, short_rows)
+        return self._pieces[key]
 
     def check(self, x: Tensor) -> None:
         """Raises MismatchError, on all ranks alike, if ``x`` does not fit here or elsewhere.

@@ -1,4 +1,4 @@
-"""A halo, cut into pieces that each cross one pair of ranks."""
+"""A halo, cut into pieces, each for one rank and from another; a short one is not cut."""
 
 from __future__ import annotations
 

@@ -147,12 +147,16 @@ class ScheduledCarrier:
     def story(self) -> str:
         return self._scheduler.core.story()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Nothing starts any more, and what is under way fails. Idempotent."""
         URGENCY.leave(self._scheduler)
         if self._submits is not None:
             self._submits.close()
             self._submits.join(_PATIENCE_S)
         self._scheduler.close()
+
+    def close(self) -> None:
+        self.stop()
         self._ordering.close()
 
     def __repr__(self) -> str:

@@ -34,8 +34,7 @@ class Graph:
     weight: Tensor
 
     def part(self, **options: Any) -> graphs.Partition:
-        """This rank's, no halo of which is short unless ``options`` say so; collective."""
-        options = {"short_bytes": 0, **options}
+        """This rank's; collective."""
         return graphs.Partition(self.owner, self.source, self.target, self.weight, **options)
 
     def alone(self) -> graphs.Partition:
@@ -135,8 +134,8 @@ def equals_alone(
 
 
 def number_of_pieces(kind: str, piece_bytes: int) -> int:
-    part = graph_of(kind, dist.get_world_size()).part(piece_bytes=piece_bytes)
-    return len(part.pieces(8 * WIDTH))
+    graph = graph_of(kind, dist.get_world_size())
+    return len(graph.part(piece_bytes=piece_bytes, short_bytes=0).pieces(8 * WIDTH))
 
 
 def bits(dtype: torch.dtype) -> list[bool]:
@@ -367,10 +366,26 @@ def raises_in_the_middle() -> None:
         report(error)
 
 
-def goes_on_elsewhere() -> None:
+def in_another_layer(kind: str, short_bytes: int) -> None:
+    """Rows of two widths, both of which ranks have compared: then each rank sends others."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = graph_of(kind, size).part(short_bytes=short_bytes)
+    rows = [torch.ones(len(part.vertices), width, dtype=part.dtype) for width in (4, 8)]
+    for x in rows:
+        graphs.aggregate(part, x)
+    try:
+        for _ in range(2):
+            graphs.aggregate(part, rows[rank % 2])
+            rank += 1
+    except TransportError as error:
+        report(error)
+    os._exit(1)
+
+
+def goes_on_elsewhere(short_bytes: int) -> None:
     """The last rank catches an error of its own and begins anew, while others go on."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = GCN(graph_of("directed", size).part())
+    model = GCN(graph_of("directed", size).part(short_bytes=short_bytes))
     features, classes = rows_of()
     x, y = features[model.first.partition.vertices], classes[model.first.partition.vertices]
     loss_of(model(x), y).backward()

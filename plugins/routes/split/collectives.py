@@ -195,9 +195,11 @@ class RowExchange:
         self._closed = True
         is_idle = self._counts.is_idle
         # First: what is under way ends because of this close, and not of a peer's.
-        self._carrier.close()
+        self._carrier.stop()
         if not is_idle:
+            # Before the order is closed, which may wait for ranks that wait for this one.
             self.group.abort()
+        self._carrier.close()
 
     def _ended(self, hop: CommTask) -> None:
         """Where the scheduler handles events."""

@@ -13,6 +13,7 @@ from graphs_cases import (
     disagreements,
     equals_alone,
     goes_on_elsewhere,
+    in_another_layer,
     keeps_inputs,
     number_of_pieces,
     raises_in_the_middle,
@@ -136,8 +137,22 @@ def test_an_exception_in_the_middle_ends_the_others() -> None:
         assert survivor.stdout.startswith("PeerLost: "), survivor.stdout
 
 
-def test_ranks_in_different_layers_give_up_in_time() -> None:
-    ended = run_fresh(goes_on_elsewhere, 2, timeout_s=60, env={"BYTESCHED_TIMEOUT_S": "2"})
+@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
+def test_ranks_in_different_layers_give_up_in_time(short_bytes: int) -> None:
+    limit = {"BYTESCHED_TIMEOUT_S": "2"}
+    ended = run_fresh(goes_on_elsewhere, 2, timeout_s=60, env=limit, args=(short_bytes,))
+    for rank in ended:
+        assert rank.code == 0, rank.stderr
+        assert rank.stdout.startswith(("SchedulerTimeout: ", "PeerLost: ")), rank.stdout
+
+
+@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("kind", ["directed", "one way"])
+def test_rows_of_another_layer_are_never_taken_for_those_of_this_one(
+    kind: str, short_bytes: int
+) -> None:
+    limit = {"BYTESCHED_TIMEOUT_S": "2"}
+    ended = run_fresh(in_another_layer, 2, timeout_s=60, env=limit, args=(kind, short_bytes))
     for rank in ended:
         assert rank.code == 0, rank.stderr
         assert rank.stdout.startswith(("SchedulerTimeout: ", "PeerLost: ")), rank.stdout

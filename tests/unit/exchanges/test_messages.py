@@ -36,14 +36,18 @@ def room(sizes: list[int]) -> list[Tensor]:
     return [torch.empty(size, 2) for size in sizes]
 
 
+@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("sizes", [[[2, 3], [1, 4]], [[0, 3], [0, 0]], [[0, 0], [0, 0]]])
-def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]]) -> None:
+def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]], is_short: bool) -> None:
     groups = two_connected()
 
     def on(rank: int) -> list[Tensor]:
         exchanges = Exchanges(groups[rank])
         rows = room([of[rank] for of in sizes])
-        begun = [exchanges.begin("x", parts(rank, sizes[rank]), rows, None) for _ in range(3)]
+        begun = [
+            exchanges.begin("x", parts(rank, sizes[rank]), rows, None, is_short=is_short)
+            for _ in range(3)
+        ]
         for task in begun:
             exchanges.wait(task)
         exchanges.close()
@@ -56,10 +60,11 @@ def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]]) -> N
         group.close()
 
 
-def test_receives_are_posted_before_sends() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_receives_are_posted_before_sends(is_short: bool) -> None:
     gloo = FakeGloo(rank=1, size=3)
     exchanges = Exchanges(fake_group(gloo))
-    exchanges.begin("x", parts(1, [1, 1, 1]), room([1, 1, 1]), None)
+    exchanges.begin("x", parts(1, [1, 1, 1]), room([1, 1, 1]), None, is_short=is_short)
     assert [(kind, peer) for kind, _, peer, _ in gloo.begun] == [
         ("recv", 0),
         ("recv", 2),
@@ -95,11 +100,14 @@ def test_as_long_as_the_credit_is_on_its_way_the_next_one_waits() -> None:
     exchanges.close()
 
 
-def test_a_section_ends_with_its_exchange() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_section_ends_with_its_exchange(is_short: bool) -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     before = len(URGENCY._sections)
-    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"))
+    task = exchanges.begin(
+        "x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"), is_short=is_short
+    )
     assert len(URGENCY._sections) == before + 1
     for work in gloo.works():
         work.end()
@@ -108,14 +116,15 @@ def test_a_section_ends_with_its_exchange() -> None:
     exchanges.close()
 
 
-def test_an_error_ends_every_exchange_and_refuses_the_next() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_an_error_ends_every_exchange_and_refuses_the_next(is_short: bool) -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     section = URGENCY.begin("x")
     before = len(URGENCY._sections)
     tasks = [
-        exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), section),
-        exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None),
+        exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), section, is_short=is_short),
+        exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short),
     ]
     gloo.gone.add(1)
     gloo.works()[0].end(CLOSED)
@@ -124,32 +133,51 @@ def test_an_error_ends_every_exchange_and_refuses_the_next() -> None:
             exchanges.wait(task)
     assert len(URGENCY._sections) == before - 1
     with pytest.raises(PeerLost):
-        exchanges.begin("third", parts(0, [0, 1]), room([0, 1]), None)
+        exchanges.begin("third", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short)
     exchanges.close()
 
 
-def test_a_lost_rank_is_noticed_while_nothing_ends() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_lost_rank_is_noticed_while_nothing_ends(is_short: bool) -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
-    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), None)
+    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short)
     gloo.gone.add(1)
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         exchanges.wait(task)
     exchanges.close()
 
 
-def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later(is_short: bool) -> None:
     """A layer that failed may close before the thread that waits for messages hears of it."""
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     before = len(URGENCY._sections)
-    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"))
+    task = exchanges.begin(
+        "x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"), is_short=is_short
+    )
     exchanges.close()
     assert len(URGENCY._sections) == before
     with pytest.raises(SchedulerClosed):
         exchanges.wait(task)
     with pytest.raises(SchedulerClosed):
-        exchanges.begin("late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"))
+        exchanges.begin(
+            "late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"), is_short=is_short
+        )
     assert len(URGENCY._sections) == before
     for work in gloo.works():
         work.end(CLOSED)
+
+
+def test_no_thread_wakes_for_a_short_exchange_before_it_is_waited_for() -> None:
+    gloo = FakeGloo()
+    exchanges = Exchanges(fake_group(gloo))
+    first = exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), None, is_short=True)
+    assert not exchanges._waiter.is_busy
+    # Or before another one begins, so that what nobody waits for ends as well.
+    exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None, is_short=True)
+    for work in gloo.works():
+        work.end()
+    assert first.ended.wait(60.0)
+    exchanges.close()

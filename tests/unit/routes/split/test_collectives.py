@@ -259,6 +259,24 @@ def test_a_close_in_mid_round_is_no_error_of_a_peer(monkeypatch: pytest.MonkeyPa
         assert not leader.errors
 
 
+def test_others_that_wait_are_told_before_the_order_is_closed(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, was_aborted = ranks[0], []
+    ordering = leader.exchange._carrier._ordering
+    close = ordering.close
+
+    def look() -> None:
+        was_aborted.append(leader.group.is_aborted)
+        close()
+
+    monkeypatch.setattr(ordering, "close", look)
+    leader.begin()
+    leader.submit("p4")
+    leader.exchange.close()
+    assert was_aborted == [True]
+
+
 def test_it_shows_its_rank_and_leaves_the_search_for_the_dead_to_answers(
     ranks: list[Rank],
 ) -> None:
