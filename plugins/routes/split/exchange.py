@@ -286,11 +286,13 @@ class Exchange:
             return
         self._closed = True
         URGENCY.leave(self.scheduler)
+        is_idle = is_idle and self.is_idle
         self._submits.close()
         self._waiters.stop()
-        if not (is_idle and self.is_idle):
-            self.group.abort()
+        # First: what is under way ends because of this close, and not of a peer's.
         self.scheduler.close()
+        if not is_idle:
+            self.group.abort()
         self._sums.close()
         self._gathers.close()
         self._waiters.join()

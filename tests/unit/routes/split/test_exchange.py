@@ -203,3 +203,24 @@ def test_a_chunk_has_the_hops_of_its_route() -> None:
             is_mine = rank.plan.owners[chunk.index] == rank.group.rank
             assert len(chunk.followers) == (2 if is_mine else 0), CommTask.__repr__(chunk)
     together(partial(_close, found), 3)
+
+
+def test_a_close_in_mid_round_is_no_fault_of_a_peer() -> None:
+    """Whoever waits for gradients may see connections break before it knows of the close."""
+    for _ in range(10):
+        found = [Rank(group) for group in connected(2)]
+        leaver = found[0]
+        for position, slot in enumerate(leaver.slots):
+            slot.parameter.grad = gradient(0, 0, position)
+            assert slot.take_gradient()
+        leaver.exchange.begin_round()
+        for chunk in leaver.exchange.routes.owned:
+            while not chunk.notify_ready():
+                pass
+            leaver.exchange.submit(chunk)
+        waits = leaver.exchange.messages
+        while not waits._awaited:
+            pass
+        leaver.close()
+        assert not leaver.errors
+        found[1].close()
