@@ -178,12 +178,6 @@ class Exchange:
         self._carriers.append(begin)
         return self.scheduler.core.add_lane(lane)
 
-    def message(
-        self, chunk: CommTask, peer: int, kind: int, lane: int, ended: Callable[[CommTask], None]
-    ) -> Message:
-        """A hop of ``chunk``, which is owned here."""
-        return self.routes.message(chunk, peer, kind, lane, ended)
-
     # -- the user's thread -------------------------------------------------------------
 
     @property
