@@ -105,10 +105,10 @@ class Partition:
 
     def pieces(self, row_bytes: int) -> list[Piece]:
         """The halo, cut for rows of so many bytes; on all ranks alike."""
-        short_rows, most_rows = self.short_bytes // row_bytes, max(1, self.piece_bytes // row_bytes)
-        is_short = self._halo.most_rows <= short_rows
+        is_short = 0 < self._halo.most_rows * row_bytes <= self.short_bytes
+        most_rows = max(1, self.piece_bytes // row_bytes)
         if (key := 0 if is_short else most_rows) not in self._pieces:
-            self._pieces[key] = cut(self._halo, most_rows, short_rows)
+            self._pieces[key] = cut(self._halo, most_rows, is_short=is_short)
         return self._pieces[key]
 
     def check(self, x: Tensor) -> None:

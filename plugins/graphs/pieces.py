@@ -76,12 +76,12 @@ class Piece:
             total.index_add_(0, places[target], by_rank[target])
 
 
-def cut(halo: Halo, most_rows: int, short_rows: int) -> list[Piece]:
+def cut(halo: Halo, most_rows: int, *, is_short: bool) -> list[Piece]:
     """The pieces, in each of which no rank sends more than ``most_rows``; as many on all ranks.
 
     The first ones go to the next rank and come from the one before, then to the second next and so
-    on. The halo keeps its order, so that sums do not depend on where it is cut. One of which no
-    rank sends or receives more than ``short_rows`` is not cut.
+    on. The halo keeps its order, so that sums do not depend on where it is cut. A short one
+    is not cut.
     """
     size, mine = len(halo.counts), halo.rank
     # By column, so that the edges of a piece lie side by side.
@@ -98,7 +98,7 @@ def cut(halo: Halo, most_rows: int, short_rows: int) -> list[Piece]:
         return entries(rows[first:last], places, values[first:last], shape)
 
     distances = range(1, size)
-    if 0 < halo.most_rows <= short_rows:
+    if is_short:
         matrix = edges(0, halo.matrix.shape[1])
         short = Piece(
             give=torch.cat(list(halo.give)),
