@@ -39,6 +39,9 @@ _FULL = 0.93
 #: Up to this part of a model, what fills the link is taken: a window of such partitions in front of
 #: the first layer delays it little. Beyond, the delay is weighed against what a fuller link gains.
 _PARTS = 32
+#: from two sevenths of a core on, all CPU time that a chunk takes counts: other ranks of the host
+#: and loaders of data need it as well
+_COUNTS = 3.5
 #: where ranks share cores, a model that is always computing gets half of the time
 _BUSY = 2.0
 #: of that, what a measurement of it may fall short
@@ -101,8 +104,8 @@ RULES: Final = MappingProxyType(
             formula="max(min(1.5 x the smallest that fills the link, max(S/32, the one of least "
             "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
-            "CPU time of a chunk, as far as the model computes on the same cores; where it always "
-            "does, k is 4 in place of 2, because threads wake up late.",
+            "CPU time of a chunk, where training takes a part of a core. Where the model "
+            "always computes on the same cores, k is 4 in place of 2: threads wake up late.",
             smallest_bytes=2 * _SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
@@ -210,11 +213,10 @@ def chosen_sizes(
         cpu_load: CPU time of a training step over its time, without communication.
         rule: that of what carries them.
     """
-    busy = min(_BUSY * cpu_load, 1.0)
     best_bytes = 0.0
     if not partition_bytes:
         fastest = max(probe.bytes_per_s for probe in probes)
-        overhead_s = probes[0].cpu_s * busy
+        overhead_s = probes[0].cpu_s * min(_COUNTS * cpu_load, 1.0)
         if not rule.hides_overhead:
             # What a probe takes has its CPU time in it.
             overhead_s = max(overhead_s, _startup_s(probes))
@@ -223,7 +225,8 @@ def chosen_sizes(
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
             enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
             best_bytes = max(best_bytes, min(rule.margin * fills, enough))
-    window = _BUSY_WINDOW if rule.hides_overhead and busy > _ALWAYS else rule.window
+    is_busy = _BUSY * cpu_load > _ALWAYS
+    window = _BUSY_WINDOW if rule.hides_overhead and is_busy else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)
 
 

@@ -254,6 +254,7 @@ class Turn:
         self._keeper = None
         self._is_closed = True
         self._is_awaited, self._is_computed = False, None
+        self.totals = Totals()
         if self._ticket is not None:
             self._ticket.forget()
             self._ticket = None
@@ -265,6 +266,7 @@ class Turn:
 
 def _forked() -> None:
     HELD.clear()
+    _totals.clear()
     for turn in tuple(_turns):
         turn.forked()
 

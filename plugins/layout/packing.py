@@ -109,5 +109,4 @@ def elements(tensor: torch.Tensor, like: torch.Tensor, start_at: int, stop_at: i
     """
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    flat = tensor.as_strided((like.numel(),), (1,), tensor.storage_offset())
-    return flat[start_at:stop_at]
+    return tensor.as_strided((stop_at - start_at,), (1,), tensor.storage_offset() + start_at)

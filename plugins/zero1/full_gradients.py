@@ -28,15 +28,15 @@ __all__ = ["FullGradients"]
 
 log = logging.getLogger("bytesched")
 
-#: elements, their sum, and how many of the noted changes have been made to it
-_Sum: TypeAlias = tuple[Share, torch.Tensor, int]
+#: elements, and their sum before any change that was noted
+_Sum: TypeAlias = tuple[Share, torch.Tensor]
 
 
 class FullGradients:
     """Which gradients are whole here; the others are asked for when they are read.
 
-    An owner answers with the sum as it was, and how many of the changes that were noted are in it:
-    the rank that asks makes the others. So no rank sees what the script of another one wrote.
+    An owner answers with the sum as it was, before any change that was noted: the rank that asks
+    makes them all. So no rank sees what the script of another one wrote.
 
     Args:
         ask: asks other ranks; in the user's thread, and of none before its first use.
@@ -62,14 +62,13 @@ class FullGradients:
         self._is_logged = False
         #: guards what follows, and the memory of owned gradients while it is changed or sent
         self._lock = threading.Lock()
-        #: owned ones as they were before this rank's script could write to them, and how many
-        #: changes had been made by then
-        self._kept: dict[Slot, tuple[torch.Tensor, int]] = {}
-        #: how many changes that were noted have been made, by a step
+        #: owned ones as they were before this rank's script or step could write to them
+        self._kept: dict[Slot, torch.Tensor] = {}
+        #: how many changes that were noted a step has made to what is owned here
         self._made: dict[Slot, int] = {}
         #: owned ones of the last round: a rank that has not stepped yet may ask for them, and where
         #: nothing comes from it that this rank waits for, this one has not waited
-        self._last: dict[Slot, tuple[torch.Tensor, int]] = {}
+        self._last: dict[Slot, torch.Tensor] = {}
         #: those that a step has taken without waiting for every rank
         self._unawaited: set[Slot] = set()
 
@@ -190,14 +189,13 @@ class FullGradients:
 
     def _keep(self, slot: Slot) -> None:
         if slot not in self._kept:
-            self._kept[slot] = self._owned_sum(slot).clone(), self._made.get(slot, 0)
+            self._kept[slot] = self._owned_sum(slot).clone()
 
     def summed(self, slot: Slot, start_at: int, stop_at: int) -> torch.Tensor:
         """These elements of ``slot``, which are owned here, as they were summed."""
         part = self._ownerships.parts.get(slot)
         before = 0 if part is None else part.share.start_at
-        value, _ = self._as_summed(slot)
-        return value[start_at - before : stop_at - before]
+        return self._as_summed(slot)[start_at - before : stop_at - before]
 
     def change(self, slot: Slot, changes: Sequence[Callable[[list[torch.Tensor]], None]]) -> None:
         """Makes changes that were noted of an owned gradient, for a step."""
@@ -223,15 +221,12 @@ class FullGradients:
         chunks = {chunk for slot in found for chunk in slot.chunks}
         self._progress.wait(lambda: not self._under_way.sums(chunks), "owned gradients")
         for slot, sums in found.items():
+            for share, value in sums:
+                _fill(slot.view, slot, share, value)
             part = self._ownerships.parts.get(slot)
             if part is not None:
                 self.keep([slot])
-                sums.append((part.share, part.view, self._made.get(slot, 0)))
-            for share, value, made in sums:
-                target = elements(slot.view, slot.view, share.start_at, share.stop_at)
-                target.copy_(value)
-                for change in slot.changes[made:]:
-                    change([target])
+                _fill(slot.view, slot, part.share, part.view, self._made.get(slot, 0))
             slot.changes.clear()
             on_memory([slot], MemoryEvent.CAME)
 
@@ -241,22 +236,20 @@ class FullGradients:
         found = []
         foreign = self._foreign_sums(slots)
         for slot in slots:
-            gradient, made_here = slot.view.clone(), self._made.get(slot, 0)
+            gradient = slot.view.clone()
             sums = [] if slot.memory is Memory.WHOLE else foreign[slot]
+            for share, value in sums:
+                _fill(gradient, slot, share, value)
+            elsewhere = [share for share, _ in sums]
             for share in self._plan.shares(slot):
-                target = elements(gradient, slot.view, share.start_at, share.stop_at)
-                made = made_here
-                for other, value, made_there in sums:
-                    if other == share:
-                        target.copy_(value)
-                        made = made_there
-                for change in slot.changes[made:]:
-                    change([target])
+                if share not in elsewhere:
+                    value = elements(gradient, slot.view, share.start_at, share.stop_at)
+                    _fill(gradient, slot, share, value, self._made.get(slot, 0))
             found.append(gradient)
         return found
 
     def _foreign_sums(self, slots: Sequence[Slot]) -> dict[Slot, list[_Sum]]:
-        """What owners have of ``slots``: which elements, flat, after how many of the changes."""
+        """What owners have summed of ``slots``: which elements, flat."""
         positions: dict[int, list[int]] = {}
         shares: dict[int, list[Share]] = {}
         wanted = set(slots)
@@ -275,11 +268,8 @@ class FullGradients:
         )
         found: dict[Slot, list[_Sum]] = {}
         for rank, listed in positions.items():
-            for position, share, (value, made) in zip(
-                listed, shares[rank], answers[rank], strict=True
-            ):
-                slot = self._plan.slots[position]
-                found.setdefault(slot, []).append((share, value, made))
+            for position, share, value in zip(listed, shares[rank], answers[rank], strict=True):
+                found.setdefault(self._plan.slots[position], []).append((share, value))
         return found
 
     def _owned_sum(self, slot: Slot) -> torch.Tensor:
@@ -290,7 +280,7 @@ class FullGradients:
     # -- for other ranks ---------------------------------------------------------------
 
     def answer(self, round_number: int, positions: Sequence[int]) -> Reply:
-        """These gradients, and how many changes have been made."""
+        """These gradients, as they were summed."""
         slots = [self._plan.slots[position] for position in positions]
         chunks = {chunk for slot in slots for chunk in slot.chunks}
 
@@ -319,12 +309,19 @@ class FullGradients:
             f"{round_number} were asked for"
         )
 
-    def _as_summed(self, slot: Slot) -> tuple[torch.Tensor, int]:
+    def _as_summed(self, slot: Slot) -> torch.Tensor:
         kept = self._kept.get(slot)
-        if kept is None:
-            return self._owned_sum(slot).clone(), self._made.get(slot, 0)
-        value, made = kept
-        return value.clone(), made
+        return (self._owned_sum(slot) if kept is None else kept).clone()
+
+
+def _fill(
+    gradient: torch.Tensor, slot: Slot, share: Share, value: torch.Tensor, made: int = 0
+) -> None:
+    """``share`` of ``gradient`` becomes ``value``, which ``made`` of the changes have changed."""
+    target = elements(gradient, slot.view, share.start_at, share.stop_at)
+    target.copy_(value)
+    for change in slot.changes[made:]:
+        change([target])
 
 
 def _refuse(name: str, rank: int, memory: Memory) -> NoReturn:

@@ -42,7 +42,7 @@ def test_a_model_on_the_same_cores_needs_larger_partitions() -> None:
     """Small chunks made a model that computes on the CPU slower than plain DDP."""
     idle, busy = (
         chosen_sizes(link(118e6, 1e-3), model_bytes=40 * MIB, cpu_load=load)[0]
-        for load in (0.05, 1.0)
+        for load in (0.05, 0.2)
     )
     assert idle < 512 * 1024 <= busy
 

@@ -205,10 +205,11 @@ def test_a_forked_child_has_none_and_its_parent_keeps_it(turn: Turn, other: Turn
     if (pid := os.fork()) == 0:
         turn.take()
         turn.give_back()
-        os.write(writing, b"held" if HELD else b"none")
+        os.write(writing, f"{len(HELD)} held, {turn_figures()['turns']} counted".encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    assert os.read(reading, 10) == b"none"
+    assert os.read(reading, 100) == b"0 held, 0 counted"
+    assert turn_figures()["turns"] > 0
     os.close(reading)
     os.close(writing)
     assert turn in HELD
