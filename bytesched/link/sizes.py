@@ -104,8 +104,8 @@ RULES: Final = MappingProxyType(
             formula="max(min(1.5 x the smallest that fills the link, max(S/32, the one of least "
             "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
             why="With two chunks in flight the link's own overhead hides. What does not is θ, the "
-            "CPU time of a chunk, where training takes a part of a core. Where the model "
-            "always computes on the same cores, k is 4 in place of 2: threads wake up late.",
+            "CPU time of a chunk; it counts by 3.5 times the part of a core that training takes, "
+            "and at most once. Where the model always computes, k is 4: threads wake up late.",
             smallest_bytes=2 * _SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),

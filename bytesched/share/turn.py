@@ -254,7 +254,6 @@ class Turn:
         self._keeper = None
         self._is_closed = True
         self._is_awaited, self._is_computed = False, None
-        self.totals = Totals()
         if self._ticket is not None:
             self._ticket.forget()
             self._ticket = None

@@ -64,8 +64,6 @@ class FullGradients:
         self._lock = threading.Lock()
         #: owned ones as they were before this rank's script or step could write to them
         self._kept: dict[Slot, torch.Tensor] = {}
-        #: how many changes that were noted a step has made to what is owned here
-        self._made: dict[Slot, int] = {}
         #: owned ones of the last round: a rank that has not stepped yet may ask for them, and where
         #: nothing comes from it that this rank waits for, this one has not waited
         self._last: dict[Slot, torch.Tensor] = {}
@@ -120,7 +118,6 @@ class FullGradients:
             self._round += 1
             self._last = {slot: self._as_summed(slot) for slot in self._askable}
             self._kept.clear()
-            self._made.clear()
             self._unawaited.clear()
         with self._progress.lock:
             self._progress.notify()
@@ -204,7 +201,6 @@ class FullGradients:
             self._keep(slot)
             for change in changes:
                 change([self._owned_sum(slot)])
-            self._made[slot] = len(changes)
 
     def _refusal(self, slot: Slot) -> Callable[[], NoReturn]:
         return partial(_refuse, slot.name, self._rank, slot.memory)
@@ -226,7 +222,7 @@ class FullGradients:
             part = self._ownerships.parts.get(slot)
             if part is not None:
                 self.keep([slot])
-                _fill(slot.view, slot, part.share, part.view, self._made.get(slot, 0))
+                _fill(slot.view, slot, part.share, part.view)
             slot.changes.clear()
             on_memory([slot], MemoryEvent.CAME)
 
@@ -239,12 +235,11 @@ class FullGradients:
             gradient = slot.view.clone()
             sums = [] if slot.memory is Memory.WHOLE else foreign[slot]
             for share, value in sums:
-                _fill(gradient, slot, share, value)
-            elsewhere = [share for share, _ in sums]
+                elements(gradient, slot.view, share.start_at, share.stop_at).copy_(value)
             for share in self._plan.shares(slot):
-                if share not in elsewhere:
-                    value = elements(gradient, slot.view, share.start_at, share.stop_at)
-                    _fill(gradient, slot, share, value, self._made.get(slot, 0))
+                part = elements(gradient, slot.view, share.start_at, share.stop_at)
+                for change in slot.changes:
+                    change([part])
             found.append(gradient)
         return found
 
@@ -314,13 +309,11 @@ class FullGradients:
         return (self._owned_sum(slot) if kept is None else kept).clone()
 
 
-def _fill(
-    gradient: torch.Tensor, slot: Slot, share: Share, value: torch.Tensor, made: int = 0
-) -> None:
-    """``share`` of ``gradient`` becomes ``value``, which ``made`` of the changes have changed."""
+def _fill(gradient: torch.Tensor, slot: Slot, share: Share, value: torch.Tensor) -> None:
+    """``share`` of ``gradient`` becomes ``value``, after all changes that are noted."""
     target = elements(gradient, slot.view, share.start_at, share.stop_at)
     target.copy_(value)
-    for change in slot.changes[made:]:
+    for change in slot.changes:
         change([target])
 
 

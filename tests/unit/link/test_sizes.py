@@ -45,6 +45,11 @@ def test_a_model_on_the_same_cores_needs_larger_partitions() -> None:
         for load in (0.05, 0.2)
     )
     assert idle < 512 * 1024 <= busy
+    # All of it counts by now, and no more than that if many cores compute.
+    some, many = (
+        chosen_sizes(link(118e6, 1e-3), model_bytes=40 * MIB, cpu_load=load)[0] for load in (0.3, 8)
+    )
+    assert busy < some == many
 
 
 def test_a_link_that_only_huge_partitions_fill_does_not_cut_a_model_in_two() -> None:
