@@ -14,7 +14,6 @@ import contextlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import IO
 
 from bytesched.errors import BytesschedError, ConfigError
+from bytesched.lab.ports import free_port
 from bytesched.values import shown
 
 MAX_HOSTS = 64
@@ -136,10 +136,7 @@ class Lab:
         """A port of host 0 that nothing listens on."""
         if self.shaped:
             return _PORT
-        with socket.socket() as probe:
-            probe.bind((self.addresses[0], 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port(self.addresses[0])
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` on `host`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 from dataclasses import dataclass
 from time import monotonic
@@ -13,6 +12,7 @@ from builds import python_with
 from paths import ROOT, SCRIPTS
 
 from bytesched.environment import child_environment
+from bytesched.lab.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,9 @@ class Cluster:
     """Two workers run cases of `mxnet_cases.py`, beside a scheduler and servers."""
 
     def __init__(self, *cases: str, servers: int = 1) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self._environment = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_PS_ROOT_PORT": str(free_port()),
             "DMLC_NODE_HOST": "127.0.0.1",
             "DMLC_NUM_SERVER": str(servers),
             "DMLC_NUM_WORKER": "2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from warm_python import warm_python
 
 from bytesched.environment import child_environment
+from bytesched.lab.ports import free_port
 
 pytestmark = pytest.mark.procs
 
@@ -37,9 +37,7 @@ while True:
 def test_each_line_that_waits_is_named_with_a_cure(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [
