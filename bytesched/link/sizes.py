@@ -185,10 +185,16 @@ class Probe:
     cpu_s: float = 0.0
 
 
-def probe_sizes(measure: Callable[[int], Probe]) -> list[Probe]:
-    """Probes of doubling sizes, until twice the size no longer is faster."""
+def probe_sizes(measure: Callable[[int], Probe], model_bytes: int = 1 << 62) -> list[Probe]:
+    """Probes of doubling sizes, until twice the size no longer is faster.
+
+    Args:
+        model_bytes: of all gradients together. From the third size on, the probes under way take
+            no more: they come before the arena, which takes as much.
+    """
     probes = [measure(_SMALLEST_BYTES)]
-    while probes[-1].nbytes < _LARGEST_BYTES:
+    largest_bytes = min(_LARGEST_BYTES, max(4 * _SMALLEST_BYTES, model_bytes // PROBE_WINDOW))
+    while 2 * probes[-1].nbytes <= largest_bytes:
         probes.append(measure(2 * probes[-1].nbytes))
         best = max(probe.bytes_per_s for probe in probes)
         if len(probes) > 2 and probes[-3].bytes_per_s >= _FULL * best:

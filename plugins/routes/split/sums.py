@@ -21,9 +21,9 @@ from ..groups.messages import Messages
 __all__ = ["Sums"]
 
 #: What a rank receives ahead of its own gradients, from all others together; and at least so many
-#: chunks of each, so that senders seldom wait for a rank that is a little behind.
+#: chunks of each: one is added up while the next one comes.
 _AHEAD_BYTES: Final = 16 << 20
-_AHEAD_CHUNKS: Final = 4
+_AHEAD_CHUNKS: Final = 2
 
 
 class _Receiving(NamedTuple):

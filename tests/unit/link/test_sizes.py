@@ -158,3 +158,11 @@ def test_every_rule_keeps_what_is_given_and_its_limits(name: str) -> None:
 )
 def test_sizes_where_nothing_is_measured(name: str, sizes: tuple[int, int]) -> None:
     assert RULES[name].sizes() == sizes
+
+
+@pytest.mark.parametrize("model_mib", [0, 1, 5, 40, 4096])
+def test_probes_under_way_take_no_more_memory_than_the_model(model_mib: int) -> None:
+    """A link that larger sums always fill better is probed up to 32 MiB at most."""
+    probes = probe_sizes(lambda nbytes: Probe(nbytes, float(nbytes)), model_mib * MIB)
+    largest_bytes = max(512 * 1024, min(32 * MIB, model_mib * MIB // 2))
+    assert largest_bytes / 2 < probes[-1].nbytes <= largest_bytes
