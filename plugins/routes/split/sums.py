@@ -21,9 +21,9 @@ from ..groups.messages import Messages
 __all__ = ["Sums"]
 
 #: What a rank receives ahead of its own gradients, from all others together; and at least so many
-#: chunks of each: one is added up while the next one comes.
+#: chunks of each: the next two come while one is added up.
 _AHEAD_BYTES: Final = 16 << 20
-_AHEAD_CHUNKS: Final = 2
+_AHEAD_CHUNKS: Final = 3
 
 
 class _Receiving(NamedTuple):
