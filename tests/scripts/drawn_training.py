@@ -196,7 +196,8 @@ class Drawn:
         """Those of the next pass: the same on all ranks, or not."""
         if self.finds_unused:
             module = self.models[0].module
-            module.taken = (self.alone if step % 2 else self.draw).random() < 0.6
+            is_taken = (self.alone if step % 2 else self.draw).random() < 0.6
+            module.taken = is_taken or self._must_step
 
     def _accumulate(self, step: int, part: int) -> None:
         """A backward pass before the last one; where sums stay exact, ranks may reduce it, too."""
@@ -209,10 +210,13 @@ class Drawn:
             self._scaled(self._loss(step, *self.models, part=part)).backward()
 
     @property
+    def _must_step(self) -> bool:
+        """True until torch's fused SGD has momentum of every parameter, all made in one step."""
+        return self.plan.optimizers[0] == "sgd_fused" and not self._has_stepped
+
+    @property
     def _may_overflow(self) -> bool:
-        """False where torch's fused SGD would leave its momentum uninitialised."""
-        is_safe = self._has_stepped or self.plan.optimizers[0] != "sgd_fused"
-        return self.scaler is not None and is_safe
+        return self.scaler is not None and not self._must_step
 
     def _before_step(self, step: int) -> None:
         if self.scaler is not None and self.draw.random() < 0.5:
