@@ -114,8 +114,8 @@ class Fabric:
             latency_s=self.latency_s,
         )
 
-    def probes(self, cpu_s: float = 0.0) -> list[Probe]:
-        """What a warm-up would measure: all-reduces of growing sizes, some at a time.
+    def probes(self, cpu_s: float, model_bytes: int) -> list[Probe]:
+        """What the warm-up of such a model would measure: growing all-reduces, some at a time.
 
         The cores have nothing else to do then.
         """
@@ -126,4 +126,4 @@ class Fabric:
             each_s = max(occupied_s, (occupied_s + alone.start_up_s(nbytes)) / PROBE_WINDOW)
             return Probe(nbytes, nbytes / each_s, cpu_s)
 
-        return probe_sizes(measure)
+        return probe_sizes(measure, model_bytes)

@@ -294,7 +294,7 @@ def _chunks(
 ) -> tuple[Sequence[CommTask], int]:
     """Chunks as a plan cuts them, and the credit, of sizes that are given or follow the link."""
     partition_bytes, credit_bytes = chosen_sizes(
-        fabric.probes(model.costs.collective_cpu_s),
+        fabric.probes(model.costs.collective_cpu_s, model.profile.nbytes),
         model_bytes=model.profile.nbytes,
         cpu_load=model.costs.cpu_load,
         partition_bytes=parse_size(options.get("partition_bytes", 0)),

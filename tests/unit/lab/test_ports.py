@@ -37,8 +37,8 @@ def test_where_connections_may_have_any_port_it_is_free_at_the_moment(
     if said is not None:
         given.write_text(said)
     monkeypatch.setattr(ports, "_GIVEN", given)
-    with socket.create_server((LOOPBACK, free_port())):
-        pass
+    with socket.create_server((LOOPBACK, port := free_port())) as service:
+        assert service.getsockname() == (LOOPBACK, port)
 
 
 def test_an_address_of_another_machine_has_none() -> None:

@@ -77,4 +77,5 @@ def test_a_collective_waits_for_cores() -> None:
 
 def test_probes_of_a_warm_up_have_the_cores_for_themselves() -> None:
     links = {"ranks": 4, "bytes_per_s": 1e8, "latency_s": 1e-4, "message_cpu_s": 1e-3}
-    assert Fabric(**links, cores=0.1).probes() == Fabric(**links).probes()  # type: ignore[arg-type]
+    few, many = (Fabric(**links, cores=cores) for cores in (0.1, 64.0))  # type: ignore[arg-type]
+    assert few.probes(1e-4, 10**8) == many.probes(1e-4, 10**8)

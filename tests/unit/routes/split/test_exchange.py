@@ -138,6 +138,7 @@ def test_a_rank_begins_a_round_alone() -> None:
     together(partial(_round, found, 0, [order] * 2), 2)
     for alone in reversed(range(2)):
         together(lambda _: found[alone].exchange.begin_round(), 1)  # noqa: B023 - ends here
+        assert not found[alone].errors
     together(partial(_close, found), 2)
 
 

@@ -111,16 +111,23 @@ def test_sums_come_to_their_owners_and_spreads_bring_them_to_all(ranks: list[Ran
         assert not one.ends.errors
 
 
-def test_what_travels_compressed_is_the_same_on_all_ranks() -> None:
-    meeting = Meeting(2)
-    ranks = [Rank(meeting, rank, "bf16") for rank in range(2)]
+def travelling(ranks: list[Rank]) -> Iterator[str]:
+    """A round; the name of its hops as soon as all ranks have come to their end."""
+    for one in ranks:
+        one.take_gradients()
     for hops in ("sums", "spreads"):
         for one in ranks:
-            if hops == "sums":
-                one.take_gradients()
             one.start(*getattr(one, hops))
         for one in ranks:
             one.wait(*getattr(one, hops))
+        yield hops
+
+
+def test_what_travels_compressed_is_the_same_on_all_ranks() -> None:
+    meeting = Meeting(2)
+    ranks = [Rank(meeting, rank, "bf16") for rank in range(2)]
+    for _ in travelling(ranks):
+        pass
     for position, values in enumerate(ranks[0].values()):
         rounded = [gradient(rank, position).bfloat16() / 2 for rank in range(2)]
         assert values == (rounded[0] + rounded[1]).tolist()
@@ -149,13 +156,8 @@ def test_memory_goes_from_hop_to_hop_and_is_used_again(ranks: list[Rank]) -> Non
     """A sum whose spread does not follow leaves nothing behind; any other leaves its part."""
     begun = []
     for _ in range(2):
-        for hops in ("sums", "spreads"):
+        for hops in travelling(ranks):
             for one in ranks:
-                if hops == "sums":
-                    one.take_gradients()
-                one.start(*getattr(one, hops))
-            for one in ranks:
-                one.wait(*getattr(one, hops))
                 one.ends = Ends()
                 assert repr(one.transport) == f"<RowTransport rank {one.rank}, 0 hops under way>"
                 # Parts wait for their spread.
