@@ -36,6 +36,7 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
   bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
   bytesched bench --lab 4 --rate 250mbit --emulate gpt --comm-ratio 0.5 --pipeline 2
+  bytesched bench --gpu-ranks 2 --batch 16 --clip 1
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
 """
@@ -216,5 +217,18 @@ def bench_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="of a micro-batch between stages of a pipeline (%(default)s)",
     )
+    add(
+        "--gpu-ranks",
+        type=int,
+        metavar="N",
+        help="measure N ranks over NCCL on one device, under MPS if that is installed: DDP with "
+        "several bucket sizes, FSDP2 and bytesched, and T* beside them; --model gpt, conv or small",
+    )
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="of --gpu-ranks (default cuda); cpu tries the same with tiny models over Gloo",
+    )
+    add("--trace", action="store_true", help="print an iteration of bytesched with --gpu-ranks")
     add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")
     return parser

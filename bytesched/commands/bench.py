@@ -18,6 +18,7 @@ from typing import Any
 
 from bytesched.bench.arguments import CONTROLLERS, bench_parser, same_again
 from bytesched.bench.compare import check_same, check_systems, load_result, report
+from bytesched.bench.gpu_ranks import measure_gpu_ranks
 from bytesched.bench.picture import draw_bench
 from bytesched.bench.pipelining import measure_pipelines
 from bytesched.bench.profile import parse_profile, save_all
@@ -48,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     view = rank_view()
     old: dict[str, Any] | None = None
     try:
+        if options.gpu_ranks is not None:
+            print("\n".join(["", *measure_gpu_ranks(options, arguments)]))
+            return 0
+        if options.device or options.trace:
+            raise ConfigError("--device and --trace are for --gpu-ranks")
         if options.compare:
             first, *more = options.compare
             if more:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
@@ -28,6 +27,7 @@ from ..layout.slots import Slot
 from ..moments.folding import Accumulation
 from ..moments.refusals import folding_statements
 from ..moments.slots import MomentSlot
+from ..planned.session import PlannedSession
 from ..proxies.compiling import has_compiled
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
@@ -50,7 +50,8 @@ from .grouping import (
     refuse_settings,
 )
 from .grouping import statements as group_statements
-from .joining import joining
+from .joining import is_within, joining
+from .planning import attach_planned, why_not_planned
 from .shell import finalizes_by_hand, take_over
 from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
@@ -123,7 +124,7 @@ def begin(
     accumulation: Accumulation | None = None,
     *,
     is_configured: bool,
-) -> Session | None:
+) -> Session | PlannedSession | None:
     """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
@@ -139,7 +140,7 @@ def begin(
     show(config.log_level, dist.get_rank())
     why = why_plain(model) if config.enabled else "enabled is off"
     # One model has one session, whatever its optimizers.
-    known = [other for other in sessions(model) if isinstance(other, Session)]
+    known = [other for other in sessions(model) if isinstance(other, (Session, PlannedSession))]
     if stays_plain(why):
         is_lost = base_of(model).size() > 1 and has_groups(model, groups)
         if is_lost:
@@ -159,11 +160,12 @@ def begin(
                 "accumulate='adama': this model has been wrapped already, with another optimizer"
             )
         optimizer = stepping_optimizer(optimizer)
-        if known[0].is_sharded:
-            refuse_to_shard(optimizer)
-        if groups:
-            base = base_of(model)
-            refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
+        if isinstance(known[0], Session):
+            if known[0].is_sharded:
+                refuse_to_shard(optimizer)
+            if groups:
+                base = base_of(model)
+                refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
@@ -171,7 +173,14 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             refuse_to_shard(optimizer)
-        session = attach(optimizer, model, config, entry, groups, accumulation)
+        session: Session | PlannedSession
+        ddp = find_ddp(model)
+        if ddp is not None and not why_not_planned(
+            config, has_groups=has_groups(model, groups), is_folded=accumulation is not None
+        ):
+            session = attach_planned(optimizer, model, ddp, config, entry)
+        else:
+            session = attach(optimizer, model, config, entry, groups, accumulation)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -277,7 +286,7 @@ def attach(
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
-        session.watch_reductions(partial(_is_within, frozenset(dist.get_process_group_ranks(base))))
+        session.watch_reductions(partial(is_within, frozenset(dist.get_process_group_ranks(base))))
         session.on_close(make_norms_urgent(model))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:
@@ -293,12 +302,6 @@ def attach(
             session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
     return session
-
-
-def _is_within(ranks: Set[int], group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has several ranks, and no others than ``ranks``."""
-    others = distributed_c10d._world.pg_group_ranks.get(group, {})
-    return len(others) > 1 and ranks >= others.keys()
 
 
 def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> str:

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
-from typing import Final, NoReturn
+from typing import Final
 
-from bytesched.errors import PeerLost, PluginError, TransportError, in_one_line
+from bytesched.errors import PluginError
 from bytesched.round import Round
 from bytesched.share.turn import HELD, released
 from bytesched.urgency import URGENCY
 
 from ..layout.slots import Job, Slot
 from ..routes.backend import Backend
+from .failures import Failures
 
 __all__ = ["Progress"]
 
@@ -22,7 +23,7 @@ __all__ = ["Progress"]
 _LOOKS_EVERY_S: Final = 1.0
 
 
-class Progress:
+class Progress(Failures):
     """A lock, what it guards, and the one way to wait for it: with a deadline, and for errors.
 
     Args:
@@ -31,17 +32,13 @@ class Progress:
     """
 
     def __init__(self, backend: Backend, slots: Sequence[Slot] = ()) -> None:
+        super().__init__(backend)
         self._backend = backend
         self._timeout_s = backend.timeout_s
         self._waiters = 0
-        #: guards the round. Not entered by its condition, which would cost two more calls each time
-        self.lock = threading.RLock()
+        # Not entered by the condition, which would cost two more calls each time.
         self._changed = threading.Condition(self.lock)
         self.round: Round[Slot, Job] = Round(slots)
-        #: the first error, which is final
-        self.error: BaseException | None = None
-        #: it, or what came of it, was raised in the user's thread
-        self.is_error_seen = False
         #: what the scheduler knows, for the message of a timeout
         self.story: Callable[[], str] = str
         #: the thread that applies updates: they would wait for each other
@@ -64,25 +61,6 @@ class Progress:
         """Something changed; called with the lock held."""
         if self._waiters:
             self._changed.notify_all()
-
-    def check(self) -> None:
-        """Raises the first error, if there was one."""
-        if self.error is not None:
-            self.is_error_seen = True
-            # Without what earlier raises added: their frames keep batches and outputs alive.
-            raise self.error.with_traceback(None)
-
-    def raise_first(self, error: BaseException) -> NoReturn:
-        """Fails with ``error`` and raises it, or what came before it and has brought it about.
-
-        The user's thread.
-        """
-        self.fail(error, is_raised=True)
-        first = self.error
-        if first is None or not isinstance(error, TransportError):
-            raise error
-        # This rank has broken its connections for it: of those, only a timeout would be told.
-        raise first.with_traceback(None) from first.__cause__
 
     def refuse_in_update(self, what: str) -> None:
         """Raises PluginError in the thread that applies updates, where nothing may wait."""
@@ -140,21 +118,5 @@ class Progress:
             finally:
                 self._waiters -= 1
 
-    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
-        """The first error is kept and raised wherever the user's thread waits. Any thread.
-
-        It ends everything under way, so that the other ranks learn about it now.
-
-        Args:
-            is_raised: the user's thread raises it now, so that the end of the process need not.
-        """
-        with self.lock:
-            self.is_error_seen = self.is_error_seen or is_raised
-            if self.error is not None:
-                return
-            self.error = error
-            self._changed.notify_all()
-        # Without the lock: a store that does not answer may take its time.
-        if not isinstance(error, PeerLost) or error.peers:
-            self._backend.leave_note(in_one_line(error))
-        self._backend.abort()
+    def _failed(self) -> None:
+        self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -104,7 +104,7 @@ class Synchronizing:
                 lambda: bundle.state not in OUTSTANDING,
                 f"the update of {bundle.slots[0].name!r}",
             )
-        self._meter.waited(by, began, bundle)
+        self._meter.waited(by, began, _numbers(bundle))
 
     def gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
         """In front of every call of ``module``: on the critical path of the forward pass."""
@@ -142,7 +142,7 @@ class Synchronizing:
                 self._elsewhere.waits_for_ranks()
             began = self._meter.moment()
             self._progress.wait(lambda: under_way.is_empty, "all gradients")
-            self._meter.waited("backward", began, None)
+            self._meter.waited("backward", began)
         self._change()
 
     def wait_slots(self, slots: Sequence[Slot]) -> None:
@@ -153,7 +153,7 @@ class Synchronizing:
             self._progress.wait(
                 lambda: not self._under_way.sums(chunks), "the optimizer's gradients"
             )
-            self._meter.waited("step", began, None)
+            self._meter.waited("step", began)
         for slot in slots:
             if slot.bundle.state is not BundleState.FREE:
                 self.synchronize(slot.bundle, "step")
@@ -205,7 +205,7 @@ class Synchronizing:
                 self._progress.wait(
                     lambda: not under_way.sums(chunks), f"the gradient of {slot.name!r}"
                 )
-                waited_ns = self._meter.waited(f"{slot.name}.grad", began, bundle)
+                waited_ns = self._meter.waited(f"{slot.name}.grad", began, _numbers(bundle))
             self._meter.causes.read(slot.name, waited_ns)
         if self._elsewhere is not None:
             self._elsewhere.complete(slot)
@@ -229,3 +229,7 @@ class Synchronizing:
         """In a few words, for ``repr()``."""
         left = self._progress.outstanding
         return f"{left} chunks outstanding, {self._round.held} bundles held, {self._plan!r}"
+
+
+def _numbers(bundle: Bundle) -> Iterator[int]:
+    return (chunk.index for chunk in bundle.chunks)

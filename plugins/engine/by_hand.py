@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from torch import nn
+
 from bytesched.values import size_text
 
 from ..figures.causes import place
-from ..layout.slots import Slot
 from ..proxies.entries import watch_reductions
 
 __all__ = ["ByHand"]
@@ -31,15 +32,22 @@ class ByHand:
     the same gradients already. That is said once.
 
     Args:
-        slots: the parameters of the model.
+        parameters: those of the model.
+        is_read: whether the script may have a copy of the gradient of one of them.
         is_again: whether a process group has no ranks but those which have averaged gradients.
         speaks: on the rank that says so.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], is_again: Callable[[Any], bool], *, speaks: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        is_read: Callable[[nn.Parameter], bool],
+        is_again: Callable[[Any], bool],
+        *,
+        speaks: bool,
     ) -> None:
-        self._slots = slots
+        self._parameters = parameters
+        self._is_read = is_read
         self._is_again = is_again
         self._speaks = speaks
         #: a backward pass has ended, and no step has taken its gradients
@@ -76,16 +84,16 @@ class ByHand:
     def _are_all(self) -> bool:
         if not self._elements:
             return False
-        given = [slot for slot in self._slots if slot.parameter.grad is not None]
-        least = (1 - _TOLERANCE) * sum(slot.view.numel() for slot in given)
+        given = [parameter for parameter in self._parameters if parameter.grad is not None]
+        least = (1 - _TOLERANCE) * sum(parameter.numel() for parameter in given)
         # Some write zeros for what got no gradient.
-        most = (1 + _TOLERANCE) * sum(slot.view.numel() for slot in self._slots)
-        read = sum(slot.view.numel() for slot in given if _is_read(slot))
+        most = (1 + _TOLERANCE) * sum(parameter.numel() for parameter in self._parameters)
+        read = sum(parameter.numel() for parameter in given if self._is_read(parameter))
         return least <= min(self._elements, read) and self._elements <= most
 
     def _warn(self) -> None:
         function, line = self._place
-        nbytes = sum(slot.view.nbytes for slot in self._slots)
+        nbytes = sum(parameter.nbytes for parameter in self._parameters)
         log.warning(
             "the script reduces all gradients itself between backward() and step() (%s, %s), but "
             "bytesched.wrap has already averaged them over all ranks: in every iteration %s are "
@@ -95,8 +103,3 @@ class ByHand:
             line,
             size_text(nbytes),
         )
-
-
-def _is_read(slot: Slot) -> bool:
-    """Whether the script may have a copy of the gradient."""
-    return slot.is_read or slot.parameter.grad is not slot.lazy

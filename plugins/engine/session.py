@@ -24,15 +24,16 @@ from ..proxies.entries import guard_entries
 from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from ..routes.backend import Backend
 from ..routes.handover import Handover
+from ..update.stepping import Stepping
 from ..warmup.retuning import Decisions
 from ..zero1.checkpoint import ShardedState, plain_name
 from ..zero1.sharding import ShardedSplitter
 from .by_hand import ByHand
 from .hooked import HookedModel
 from .phase import Life
+from .round_steps import RoundSteps
 from .rounds import Rounds
 from .running import Running
-from .stepping import Stepping
 from .turns import open_turns
 from .warming import WarmingUp
 
@@ -121,9 +122,8 @@ class Session(HookedModel):
             device = slots[0].parameter.device
             self._rounds.turns = open_turns(config.share, device, context)
         self._stepping = Stepping(
-            self._rounds,
-            self._handover,
-            context,
+            RoundSteps(self._rounds, self._handover, self._progress),
+            self._meter,
             takes_gradients=config.shard or self._folding is not None,
         )
         try:
@@ -188,7 +188,14 @@ class Session(HookedModel):
         Args:
             is_again: whether a process group has no ranks but those of this session.
         """
-        by_hand = ByHand(self._rounds.slots, is_again, speaks=self._backend.rank == 0)
+        slots = {id(slot.parameter): slot for slot in self._rounds.slots}
+
+        def is_read(parameter: nn.Parameter) -> bool:
+            slot = slots[id(parameter)]
+            return slot.is_read or parameter.grad is not slot.lazy
+
+        parameters = [slot.parameter for slot in self._rounds.slots]
+        by_hand = ByHand(parameters, is_read, is_again, speaks=self._backend.rank == 0)
         self._rounds.by_hand = by_hand
         self._undo.append(by_hand.close)
 

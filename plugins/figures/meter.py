@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 
-from ..layout.slots import Bundle
 from ..routes.carrier import Traffic
 from .causes import Causes
 
@@ -200,30 +199,34 @@ class Meter:
         """Now, when the user's thread begins to wait."""
         return Moment(perf_counter_ns(), self._busy_ns())
 
-    def waited(self, by: str, began: Moment, bundle: Bundle | None) -> int:
+    def waited(
+        self, by: str, began: Moment, chunks: Iterable[int] = (), *, is_exposed: bool = False
+    ) -> int:
         """The user's thread has waited since ``began``: returns for how long, in ns.
 
         Args:
             by: what made it wait.
+            chunks: what it needed of those that are sent, by number.
+            is_exposed: something was on the wire all the time.
         """
         now_ns = perf_counter_ns()
         waited_ns = now_ns - began.at_ns
         self._wait_ns[by] += waited_ns
-        self._exposed_ns += min(waited_ns, self._busy_ns() - began.busy_ns)
+        busy_ns = waited_ns if is_exposed else self._busy_ns() - began.busy_ns
+        self._exposed_ns += min(waited_ns, busy_ns)
         if self._observers.are_any:
             self._observers.on_span("wait", by, began.at_ns, now_ns)
-            if bundle is not None:
-                for chunk in bundle.chunks:
-                    self._observers.on_flow("f", chunk.index, "wait", now_ns)
+            for chunk in chunks:
+                self._observers.on_flow("f", chunk, "wait", now_ns)
         return waited_ns
 
-    def updated(self, bundles: list[Bundle], began_ns: int) -> None:
-        """The updater applied ``bundles``."""
+    def updated(self, name: str, bundles: int, began_ns: int) -> None:
+        """So many bundles were updated, the first of which has the parameter ``name``."""
         now_ns = perf_counter_ns()
         self._update_ns += now_ns - began_ns
         if self._observers.are_any:
-            name = f"update {bundles[0].slots[0].name}"
-            self._observers.on_span("update", name, began_ns, now_ns, {"bundles": len(bundles)})
+            args = {"bundles": bundles}
+            self._observers.on_span("update", f"update {name}", began_ns, now_ns, args)
 
     def figures(self, traffic: Traffic) -> dict[str, int | float | str]:
         """The figures of ``bytesched.stats()``, per iteration where they are times."""

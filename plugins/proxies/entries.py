@@ -17,6 +17,7 @@ from torch import nn
 
 from .lazy_grads import LazyGrad, keep_apart, plain, ready
 from .pending import PendingParameter
+from .pending_grads import PendingGrad
 
 __all__ = ["Watch", "guard_entries", "watch_reductions"]
 
@@ -84,7 +85,7 @@ def guard_entries() -> None:
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
     )
-    for kind in (PendingParameter, LazyGrad):
+    for kind in (PendingParameter, LazyGrad, PendingGrad):
         ForkingPickler.register(kind, _for_processes(kind))
 
 
@@ -148,7 +149,7 @@ def _for_parameters(new: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(new)
     def call(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if type(data) in (PendingParameter, LazyGrad):
+        if type(data) in (PendingParameter, LazyGrad, PendingGrad):
             ready(data)
             if type(data) is LazyGrad:
                 keep_apart(data)

@@ -10,6 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .metadata import METADATA, tensors_in
 from .pending import PendingParameter, synchronize_now
+from .pending_grads import LooksPlain, PendingGrad
 
 __all__ = [
     "LazyGrad",
@@ -35,21 +36,7 @@ _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 QueryHandler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class _LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
-    """A class that is equal to Tensor, so that gradients take the fast paths they would take.
-
-    ``clip_grad_norm_`` looks at types, and the kernels behind it round differently on a GPU.
-    """
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is torch.Tensor
-
-    #: Not that of Tensor: torch looks for a type in a list where it chooses a kernel, and in a set
-    #: where it asks each class among the arguments once (torch.overrides).
-    __hash__ = type.__hash__
-
-
-class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
+class LazyGrad(torch.Tensor, metaclass=LooksPlain):
     """A gradient that is being reduced; the first read of its values waits."""
 
     def as_subclass(self, cls: Any) -> Any:
@@ -95,6 +82,8 @@ class LazyGrad(torch.Tensor, metaclass=_LooksPlain):
                     tensor.synchronize()
                 elif type(tensor) is PendingParameter:
                     synchronize_now(tensor)
+                elif type(tensor) is PendingGrad:
+                    tensor.sum_.settle()
         if func is torch.Tensor.detach_:
             return args[0]
         if func in _EXPORTS:
@@ -292,6 +281,8 @@ def ready(values: Any) -> None:
         synchronize_now(values)
     elif kind is LazyGrad:
         values.synchronize()
+    elif kind is PendingGrad:
+        values.sum_.settle()
     elif isinstance(values, (list, tuple)):
         for value in values:
             ready(value)

@@ -269,7 +269,7 @@ class GradientQueries:
     def _wait(self, done: Callable[[], bool], what: str, until: float = inf) -> None:
         began = self._meter.moment()
         self._progress.wait(done, what, until=until)
-        waited_ns = self._meter.waited("norm of all gradients", began, None)
+        waited_ns = self._meter.waited("norm of all gradients", began)
         self._meter.causes.asked(waited_ns)
 
     def _measure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..proxies.compiling import updating
-from .delegation import raw_step
+from .delegation import HOOKS, raw_step
 from .frozen import snapshot
 from .optimizer_state import AliasedState, GuardedState
 from .surroundings import Surroundings
@@ -132,13 +132,12 @@ class Deferred:
         Args:
             attributes: those it had before; as they are now if None.
         """
-        optimizer = self.optimizer
         copied: torch.optim.Optimizer = self.kind.__new__(self.kind)
-        copied.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
+        copied.__dict__.update(self.optimizer.__dict__ if attributes is None else attributes)
         copied.state = self._copies_state  # type: ignore[assignment]
         copied.param_groups = param_groups
-        copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
-        copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+        copied._optimizer_step_pre_hooks = OrderedDict()
+        copied._optimizer_step_post_hooks = OrderedDict()
         return copied
 
     def copy_of_nothing(self) -> torch.optim.Optimizer:
@@ -182,7 +181,13 @@ class Deferred:
 
     def now(self) -> Later:
         """The update as this thread would do it at this moment, for another one to do later."""
-        attributes = {**self.optimizer.__dict__}
+        optimizer = self.optimizer
+        attributes = {
+            name: value
+            for name, value in optimizer.__dict__.items()
+            # An update that is owed keeps neither the optimizer alive nor what its hooks refer to.
+            if name not in HOOKS and getattr(value, "__self__", None) is not optimizer
+        }
         return Later(self, Surroundings.here(), attributes)
 
     def update(

@@ -16,11 +16,11 @@ from ..layout.slots import Bundle, Job, Slot
 from ..proxies.lazy_grads import free, plain
 from ..proxies.pending import hold_all
 from .deferred import Deferred
-from .frozen import snapshot, tensors_of, why_not_frozen
-from .surroundings import has_modes
+from .frozen import snapshot, tensors_of
+from .stepping import why_now
 from .updater import Updater
 
-__all__ = ["PendingUpdates", "is_of_arena", "why_now"]
+__all__ = ["PendingUpdates", "is_of_arena"]
 
 
 class PendingUpdates:
@@ -152,14 +152,3 @@ def is_of_arena(slot: Slot) -> bool:
     # It was given other memory, or another shape. No read need have shown that: ``set_``.
     free(slot.lazy)
     return False
-
-
-def why_now(optimizer: torch.optim.Optimizer) -> str:
-    """Why this step cannot be taken later in another thread; empty if it can."""
-    # GradScaler's scale is in an attribute that is taken away after a fused step().
-    if hasattr(optimizer, "grad_scale"):
-        return "a fused step under GradScaler"
-    # A mode sees every operation of its thread.
-    if has_modes():
-        return "a torch function or dispatch mode around step()"
-    return why_not_frozen(optimizer.param_groups)

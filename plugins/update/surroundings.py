@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from sys import float_info
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Surroundings", "has_modes"]
+__all__ = ["Surroundings", "has_modes", "unseen"]
 
 #: the kinds of devices that parameters are on
 _DEVICES = ("cpu", "cuda")
@@ -50,26 +52,49 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the calling thread has them; it is one of ours, and keeps what costs to undo."""
+        """Inside, the calling thread has them, and no mode or transform of its own."""
+        before = Surroundings.here()
+        is_alike = before == self and not torch._C._len_torch_dispatch_stack()
+        if is_alike and torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+            return
+        with (
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+            torch.inference_mode(self.is_inference),
+            torch.set_grad_enabled(self.is_grad_enabled),
+        ):
+            self._take_over(before)
+            try:
+                yield
+            finally:
+                before._take_over(self)
+
+    def _take_over(self, before: Surroundings) -> None:
+        """The calling thread, which has those of ``before``, gets these."""
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.is_autocast_cached)
-        if _flushes_denormals() != self.flushes_denormals:
+        if before.flushes_denormals != self.flushes_denormals:
             torch.set_flush_denormal(self.flushes_denormals)
-        if torch.get_num_threads() != self.threads:
+        if before.threads != self.threads:
             torch.set_num_threads(self.threads)
+        for _ in before.modes:
+            torch._C._pop_torch_function_stack()
         for mode in self.modes:
             torch._C._push_on_torch_function_stack(mode)
-        try:
-            with (
-                torch.inference_mode() if self.is_inference else nullcontext(),
-                torch.set_grad_enabled(self.is_grad_enabled),
-            ):
-                yield
-        finally:
-            for _ in self.modes:
-                torch._C._pop_torch_function_stack()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, no mode of the calling thread sees what is done, and gradients are not recorded."""
+    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+        with torch.no_grad():
+            yield
+        return
+    with replace(Surroundings.here(), modes=(), is_grad_enabled=False).entered():
+        yield
 
 
 def has_modes() -> bool:

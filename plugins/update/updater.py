@@ -74,7 +74,7 @@ class Updater:
         slots = [slot for job in jobs for slot in job.slots]
         # Before the update counts as applied: then nothing of ours holds the optimizer.
         jobs.clear()
-        self._meter.updated(bundles, began_ns)
+        self._meter.updated(bundles[0].slots[0].name, len(bundles), began_ns)
         with self._progress.lock:
             self._progress.round.updated(bundles, slots)
             self._progress.notify()

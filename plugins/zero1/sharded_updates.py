@@ -21,7 +21,8 @@ from ..proxies.lazy_grads import keep_apart
 from ..routes.split.turns import Sent
 from ..update.deferred import Deferred, Later
 from ..update.frozen import snapshot, tensors_of
-from ..update.pending_updates import PendingUpdates, is_of_arena, why_now
+from ..update.pending_updates import PendingUpdates, is_of_arena
+from ..update.stepping import why_now
 from ..update.updater import Updater
 from .full_gradients import FullGradients
 from .optimizer_shards import StepTaken

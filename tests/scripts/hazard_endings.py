@@ -9,14 +9,12 @@ import weakref
 from typing import Any
 
 import torch
-from hazard_scripts import FREE_STEPS, free_steps
 from looks import weight
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, mlp, sgd, train
 
 import bytesched
-from bytesched.errors import PluginError
 
 
 class Interrupted(Exception):
@@ -54,43 +52,25 @@ def interrupt(*_: Any) -> None:
     raise Interrupted
 
 
-def converted(dtype: torch.dtype) -> tuple[float, str]:
-    """A gradient of plain DDP after `model.to(dtype)`, and what a wrapped run says."""
-    sums, errors = [], []
-    for wrapped in (False, True):
-        job = Job(wrapped=wrapped, timeout_s=5.0)
-        model = job.ddp(mlp())
-        optimizer = job.wrap(sgd(model), model)
-        train(job, model, optimizer, steps=3)
-        model.to(dtype)
-        optimizer.zero_grad()
-        loss = model(job.inputs(3).to(dtype)).square().mean()
-        try:
-            loss.backward()
-            sums.append(float(weight(model).grad.double().sum()))
-        except PluginError as error:
-            errors.append(str(error))
-        with contextlib.suppress(PluginError):
-            job.close()
-    return sums[0], errors[0]
+def converted(job: Job, dtype: torch.dtype) -> None:
+    """A model that is converted in mid-training, by whom the reducer was not told."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    train(job, model, optimizer, steps=4)
+    model.to(dtype)
+    optimizer.zero_grad()
+    loss = model(job.inputs(4).to(dtype)).square().mean()
+    loss.backward()
+    job.record("gradients", [p.grad for p in model.parameters()])
 
 
-def joined() -> list[str]:
-    """What a plain and a wrapped run say to `join()`, with one input more on one rank."""
-    outcomes = []
-    for wrapped in (False, True):
-        job = Job(wrapped=wrapped, timeout_s=5.0)
-        model = job.ddp(mlp())
-        optimizer = job.wrap(sgd(model), model)
-        try:
-            with model.join():
-                train(job, model, optimizer, steps=4 + job.rank)
-            outcomes.append("joined")
-        except bytesched.PluginError as error:
-            outcomes.append(str(error))
-        with contextlib.suppress(bytesched.BytesschedError):
-            job.close()
-    return outcomes
+def joined(job: Job, **options: bool) -> None:
+    """One input more on one rank, under ``join()``."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(sgd(model), model)
+    with model.join(**options):
+        train(job, model, optimizer, steps=6 + 3 * job.rank)
+    job.record_state(model, optimizer)
 
 
 class Holder(nn.Module):
@@ -165,21 +145,18 @@ def errors_of_reused() -> list[str]:
     return kinds
 
 
-def error_of_second_backward() -> str:
-    """What a wrapped run says to a second backward pass over the same forward pass."""
-    job = Job(wrapped=True)
+def second_backward(job: Job) -> None:
+    """A second backward pass over the same forward pass, before ``step()``."""
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
-    free_steps(job, model, optimizer)
-    loss = model(job.inputs(FREE_STEPS)).square().mean()
-    loss.backward(retain_graph=True)
-    try:
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(job.inputs(step)).square().mean()
+        loss.backward(retain_graph=True)
         loss.backward()
-    except bytesched.PluginError as error:
-        return str(error)
-    finally:
-        job.close()
-    return ""
+        optimizer.step()
+        job.record("loss", loss)
+    job.record_state(model, optimizer)
 
 
 def ends_with_a_step(wrapped: bool) -> None:

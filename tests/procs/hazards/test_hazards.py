@@ -133,17 +133,15 @@ def test_reader_that_no_tensor_sees(two_ranks: Ranks, name: str) -> None:
 
 
 def test_reentrant_checkpoint_of_a_reused_layer(two_ranks: Ranks) -> None:
-    """DDP refuses it unless the graph is static, and so does bytesched."""
+    """DDP refuses it unless the graph is static."""
     kinds = two_ranks.run(endings.errors_of_reused)
-    assert kinds == [["RuntimeError", "PluginError"]] * 2
+    assert kinds == [["RuntimeError", "RuntimeError"]] * 2
     check(two_ranks, endings.reused_in_static_graph)
 
 
 def test_two_backwards_per_step(two_ranks: Ranks) -> None:
-    """DDP adds a local gradient, and its ranks drift apart; bytesched says so instead."""
-    assert all(
-        "backward() ran again" in text for text in two_ranks.run(endings.error_of_second_backward)
-    )
+    """DDP adds a local gradient, whatever one thinks of it."""
+    check(two_ranks, endings.second_backward)
 
 
 def test_compiled_code_is_compiled_once(two_ranks: Ranks) -> None:
@@ -176,19 +174,13 @@ def test_exception_in_the_middle_of_a_step(two_ranks: Ranks, where: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["double", "bfloat16"])
-def test_conversion_to_another_dtype_is_refused(two_ranks: Ranks, dtype: torch.dtype) -> None:
-    """Plain DDP hooks the old dtype's gradients: its ranks go on alone, and drift apart."""
-    (plain, error), (other, other_error) = two_ranks.run(endings.converted, dtype)
-    assert plain != other
-    assert "unwrap before the model is converted" in error
-    assert "unwrap before the model is converted" in other_error
+def test_conversion_to_another_dtype(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    """Plain DDP goes on without reducing: who reduces what, DDP decides."""
+    check(two_ranks, endings.converted, dtype)
 
 
-def test_join_is_refused_by_name(two_ranks: Ranks) -> None:
-    """A rank that ran out of data answers for DDP's own collectives only."""
-    for plain, wrapped in two_ranks.run(endings.joined):
-        assert plain == "joined"
-        assert "join" in wrapped
+def test_join(two_ranks: Ranks) -> None:
+    check(two_ranks, endings.joined)
 
 
 def test_module_that_is_not_the_ddp(two_ranks: Ranks) -> None:

@@ -71,11 +71,11 @@ def test_sharded(two_ranks: Ranks, script: Callable[..., None]) -> None:
 
 @named(split.clipped_by_hand, gradients.clip_value)
 def test_entered_where_all_ranks_ask(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    assert check(two_ranks, script, split="auto") == {"rows"}
+    assert check(two_ranks, script, split="auto", module_alone=True) == {"rows"}
 
 
 def test_left_when_nothing_is_asked_any_more(two_ranks: Ranks) -> None:
-    orders = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto")
+    orders = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto", module_alone=True)
     assert orders <= {"leader", "replay"}
 
 

@@ -75,7 +75,7 @@ def test_numbers_by_hand(two_ranks: Ranks, kinds: range) -> None:
 
 @pytest.mark.parametrize("kind", range(len(split.BY_HAND)))
 def test_entered_where_all_ranks_look_by_hand(two_ranks: Ranks, kind: int) -> None:
-    figures = check(two_ranks, split.numbers_by_hand, [kind], split="auto")
+    figures = check(two_ranks, split.numbers_by_hand, [kind], split="auto", module_alone=True)
     assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
 
 
@@ -108,7 +108,7 @@ def test_infs_of_one_rank_of_three(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("mode", "orders"), [("auto", {"exchange"}), ("off", WHOLE)])
 def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, orders: set[str]) -> None:
-    figures = check(two_ranks, split.norm_of_kind, 2.0, split=mode)
+    figures = check(two_ranks, split.norm_of_kind, 2.0, split=mode, module_alone=True)
     assert {stats["order"] for stats in figures} <= orders
 
 
@@ -116,12 +116,12 @@ def test_entered_where_all_ranks_ask(two_ranks: Ranks, mode: str, orders: set[st
 def test_entered_where_all_ranks_change_each_element(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:
-    figures = check(two_ranks, script, split="auto")
+    figures = check(two_ranks, script, split="auto", module_alone=True)
     assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
 
 
 def test_entered_where_all_ranks_unscale(two_ranks: Ranks) -> None:
-    figures = check(two_ranks, split.scaled_with_infs, "sgd", split="auto")
+    figures = check(two_ranks, split.scaled_with_infs, "sgd", split="auto", module_alone=True)
     assert [stats["order"] for stats in figures] == ["exchange", "exchange"]
 
 
@@ -129,15 +129,15 @@ def test_entered_where_all_ranks_unscale(two_ranks: Ranks) -> None:
 def test_not_entered_where_one_rank_asks_or_none(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:
-    figures = check(two_ranks, script, split="auto")
+    figures = check(two_ranks, script, split="auto", module_alone=True)
     assert {stats["order"] for stats in figures} <= WHOLE
 
 
 def test_left_when_gradients_are_here_when_they_are_asked_about(two_ranks: Ranks) -> None:
-    figures = check(two_ranks, split.clipped_without_a_wait, 40, split="auto")
+    figures = check(two_ranks, split.clipped_without_a_wait, 40, split="auto", module_alone=True)
     assert {stats["order"] for stats in figures} <= WHOLE
 
 
 def test_left_when_nothing_is_asked_any_more(two_ranks: Ranks) -> None:
-    figures = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto")
+    figures = check(two_ranks, split.clipped_for_a_while, 12, 40, split="auto", module_alone=True)
     assert {stats["order"] for stats in figures} <= WHOLE

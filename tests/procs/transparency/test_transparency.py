@@ -306,7 +306,7 @@ def test_every_policy_and_order(two_ranks: Ranks, policy: str, order: str) -> No
 
 def test_replayed_order(two_ranks: Ranks) -> None:
     """Long enough for an order to be planned, replayed by all, and planned again."""
-    figures = check(two_ranks, plain_script, "sgd", 40, order="replay")
+    figures = check(two_ranks, plain_script, "sgd", 40, order="replay", module_alone=True)
     assert [stats["order"] for stats in figures] == ["replay", "replay"]
     check(two_ranks, models.unused, "differing_ranks", order="replay")
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 import bytesched
 from bytesched.errors import PluginError
 from bytesched.plugins.proxies.pending import is_held
-from bytesched.plugins.update.pending_updates import why_now
+from bytesched.plugins.update.stepping import why_now
 from bytesched.testing import Loopback
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,14 +12,44 @@ from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
 
-from ..dependency.context import Context
-from ..routes.handover import Handover
-from ..update.deferred import Deferred
-from ..update.late import LateGroups
-from ..update.pending_updates import why_now
-from .rounds import Rounds
+from ..figures.meter import Meter
+from .deferred import Deferred
+from .frozen import why_not_frozen
+from .late import LateGroups
+from .surroundings import has_modes
 
-__all__ = ["Stepping"]
+__all__ = ["Stepping", "Steps", "why_now"]
+
+
+class Steps(Protocol):
+    """What a session does about steps of its optimizers."""
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The name of each parameter of the model, by its id."""
+
+    @property
+    def are_off(self) -> bool:
+        """Whether steps are the optimizers' own at the moment."""
+
+    def introduce(self, deferred: Deferred) -> None:
+        """``deferred`` is one of the session's optimizers from now on."""
+
+    def begin(self) -> None:
+        """An update is about to begin: raises the first error, if there was one."""
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        """``step()`` updates now: the groups of what cannot wait, or None if that is everything.
+
+        Args:
+            whole_because: why nothing of it can wait; empty if some can.
+        """
+
+    def stepped(self) -> None:
+        """``step()`` has been executed, as far as it was not deferred."""
+
+    def synchronize_all(self) -> None:
+        """Applies every armed update."""
 
 
 class Stepping:
@@ -34,15 +64,10 @@ class Stepping:
             gradient can be read: so it is taken after all hooks and the closure.
     """
 
-    def __init__(
-        self, rounds: Rounds, handover: Handover, context: Context, *, takes_gradients: bool
-    ) -> None:
-        self._rounds = rounds
-        self._handover = handover
+    def __init__(self, steps: Steps, meter: Meter, *, takes_gradients: bool = False) -> None:
+        self._steps = steps
         self._takes_gradients = takes_gradients
-        self._progress = context.progress
-        self._meter = context.meter
-        self._names = {id(slot.parameter): slot.name for slot in rounds.slots}
+        self._meter = meter
         self._deferred: list[Deferred] = []
         self._handles: list[RemovableHandle] = []
         #: calls of ``step()``, of all optimizers
@@ -60,9 +85,9 @@ class Stepping:
         self._deferred = [other for other in self._deferred if other.is_alive]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self._deferred:
-            shared = mine & other.parameter_ids() & self._names.keys()
+            shared = mine & other.parameter_ids() & self._steps.names.keys()
             if shared:
-                name = self._names[shared.pop()]
+                name = self._steps.names[shared.pop()]
                 raise PluginError(f"parameter {name!r} is in two optimizers")
         deferred = Deferred(optimizer, kind, self._synchronize_all, cross=cross)
         handles: list[RemovableHandle] = []
@@ -85,7 +110,7 @@ class Stepping:
             raise
         self._handles += handles
         self._deferred.append(deferred)
-        self._rounds.phase.introduce(deferred)
+        self._steps.introduce(deferred)
 
     def close(self) -> None:
         """Takes the hooks off; nothing is applied."""
@@ -105,8 +130,8 @@ class Stepping:
             deferred.cross = False
 
     def _synchronize_all(self) -> None:
-        if not self._handover.off:
-            self._rounds.phase.synchronize_all()
+        if not self._steps.are_off:
+            self._steps.synchronize_all()
 
     def _before_load(self, model: nn.Module | None, *_: Any) -> None:
         self._synchronize_all()
@@ -122,7 +147,7 @@ class Stepping:
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
         is_last = self._takes_gradients or (deferred.cross and not hooked and not why)
-        if self._handover.off or not is_last or (closure is None and not hooked):
+        if self._steps.are_off or not is_last or (closure is None and not hooked):
             if closure is not None:
                 why = why or "step(closure)"
             if hooked:
@@ -164,26 +189,33 @@ class Stepping:
         return groups
 
     def _updates(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        """Gradients are complete; see `Phase.step`."""
+        """Gradients are complete; see `Steps.step`."""
         self.steps += 1
-        if self._handover.off:
+        if self._steps.are_off:
             return None
-        self._progress.check()
         self._meter.step_begins()
-        self._rounds.finish()
-        by_hand = self._rounds.by_hand
-        if by_hand is not None and by_hand.step_begins():
-            self._rounds.by_hand = None
-        return self._rounds.phase.step(deferred, whole_because=whole_because)
+        self._steps.begin()
+        return self._steps.step(deferred, whole_because=whole_because)
 
     def _after_step(
         self, deferred: Deferred, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        if self._handover.off or deferred.is_outer():
+        if self._steps.are_off or deferred.is_outer():
             return
         if args[0] is not optimizer:
             deferred.stepped(args[0])
-        self._rounds.phase.stepped()
+        self._steps.stepped()
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(deferred.hook_id)
         self._meter.step_ends()
+
+
+def why_now(optimizer: torch.optim.Optimizer) -> str:
+    """Why this step cannot be taken later in another thread; empty if it can."""
+    # GradScaler's scale is in an attribute that is taken away after a fused step().
+    if hasattr(optimizer, "grad_scale"):
+        return "a fused step under GradScaler"
+    # A mode sees every operation of its thread.
+    if has_modes():
+        return "a torch function or dispatch mode around step()"
+    return why_not_frozen(optimizer.param_groups)

@@ -1,0 +1,248 @@
+"""The order in which chunks are issued, planned from measured times.
+
+The scheduler's own core runs on measured times in place of a clock: its policy chooses among the
+chunks that are ready each time that the credit lets one go, and a modelled link returns the credit.
+Equal numbers give equal orders: ties go by index, and nothing here depends on the rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from bytesched.admission import Foreseen
+from bytesched.core import SchedulerCore
+from bytesched.order import Following, Leading
+from bytesched.policy import Policy, Prophet, named_policy
+from bytesched.task import CommTask
+
+__all__ = ["ChunkTimes", "Link", "exposed_s", "gate_times", "plan_order"]
+
+#: from which `Foreseen` learns
+_LEARNED_ROUNDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTimes:
+    """What has been measured of one chunk. The slices of a bucket have one time between them."""
+
+    nbytes: int
+    #: when it is ready on the last rank, after a moment that all ranks have in common
+    ready_s: float
+    #: the first gate that needs it, by its position in the forward pass
+    gate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries chunks, as it is beside compute.
+
+    An operation takes its constant, in which it delays no other one, and then its bytes: all that
+    are as far as that share the rate.
+    """
+
+    seconds_per_byte: float
+    seconds_per_chunk: float
+    #: operations under way at once, started in the order of issue
+    concurrent: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seconds_per_byte < 0 or self.seconds_per_chunk < 0 or self.concurrent < 1:
+            raise ValueError(f"no such link: {self}")
+
+    def alone_s(self, nbytes: int) -> float:
+        """How long a chunk takes while no other one is under way."""
+        return self.seconds_per_chunk + self.seconds_per_byte * nbytes
+
+
+def plan_order(
+    chunks: Sequence[ChunkTimes],
+    link: Link,
+    *,
+    policy: str = "priority",
+    credit_bytes: int = 1,
+    spread_s: float = 0.0,
+) -> list[int]:
+    """Indices of ``chunks`` in the order in which they are issued.
+
+    Args:
+        policy: one of `bytesched.policy.policy_names`.
+        credit_bytes: how far ahead of the link it is decided; with 1 each time that it is free.
+        spread_s: of ready times between rounds. A chunk goes in front of others that are ready
+            earlier only if they are on the link for longer than that: when it is late, they wait.
+    """
+    carrier, chosen = _Carrier(link), named_policy(policy)
+    queue = _Wary(chosen, chunks, link, spread_s) if spread_s else Leading(chosen)
+    core = SchedulerCore(queue, credit_bytes=credit_bytes)
+    if isinstance(chosen, Prophet):
+        core.use_admission(Foreseen(len(chunks), lambda: carrier.now_s))
+        for _ in range(_LEARNED_ROUNDS):
+            _run(core, chunks, carrier)
+    return _run(core, chunks, carrier)[0]
+
+
+def gate_times(
+    order: Sequence[int], chunks: Sequence[ChunkTimes], link: Link, gates: Sequence[float]
+) -> list[float]:
+    """When the forward pass has passed each gate; it begins when the last chunk is ready.
+
+    A chunk is issued when it is ready and all before it in ``order`` have been issued.
+
+    Args:
+        gates: compute time between each gate and the next one; what comes after the last one.
+
+    Raises ValueError if ``order`` is none of ``chunks``, or a gate is not among ``gates``.
+    """
+    if sorted(order) != list(range(len(chunks))):
+        raise ValueError(f"{list(order)} is no order of {len(chunks)} chunks")
+    if any(not 0 <= chunk.gate < len(gates) for chunk in chunks):
+        raise ValueError(f"there are {len(gates)} gates, and not those of {list(chunks)}")
+    core = SchedulerCore(Following(), credit_bytes=1 + sum(chunk.nbytes for chunk in chunks))
+    core.ordered(order)
+    landed_s = _run(core, chunks, _Carrier(link))[1]
+    there_s = [-inf] * len(gates)
+    for chunk, at_s in zip(chunks, landed_s, strict=True):
+        there_s[chunk.gate] = max(there_s[chunk.gate], at_s)
+    now_s = _forward_s(chunks)
+    passed_s: list[float] = []
+    for at_s, compute_s in zip(there_s, gates, strict=True):
+        passed_s.append(max(now_s, at_s))
+        now_s = passed_s[-1] + compute_s
+    return passed_s
+
+
+def exposed_s(
+    order: Sequence[int], chunks: Sequence[ChunkTimes], link: Link, gates: Sequence[float]
+) -> float:
+    """How long the forward pass waits at gates in all; arguments as for `gate_times`."""
+    passed_s = gate_times(order, chunks, link, gates)
+    return passed_s[-1] - _forward_s(chunks) - sum(gates[:-1]) if passed_s else 0.0
+
+
+class _Wary(Leading):
+    """The policy's choice, unless it holds back what is ready earlier for too little."""
+
+    def __init__(self, policy: Policy, chunks: Sequence[ChunkTimes], link: Link, spread_s: float):
+        super().__init__(policy)
+        self._spread_s = spread_s
+        self._ready_s = [chunk.ready_s for chunk in chunks]
+        self._alone_s = [link.alone_s(chunk.nbytes) for chunk in chunks]
+
+    def add(self, task: CommTask) -> None:
+        # No heap: in the order of readiness.
+        self._heap.append((self._policy.key(task), self._sequence, task))
+        self._sequence += 1
+
+    def pop(self) -> CommTask | None:
+        task = self.peek()
+        self._heap = [each for each in self._heap if each[2] is not task]
+        return task
+
+    def peek(self) -> CommTask | None:
+        if not self._heap:
+            return None
+        chosen, gain_s = min(self._heap)[2], 0.0
+        for _, _, task in self._heap:
+            if self._ready_s[task.index] >= self._ready_s[chosen.index]:
+                break
+            gain_s += self._alone_s[task.index]
+            if gain_s > self._spread_s:
+                return chosen
+        # Holds nothing back: the first, or of those that are ready with it the most urgent.
+        first_s = self._ready_s[self._heap[0][2].index]
+        return min(each for each in self._heap if self._ready_s[each[2].index] == first_s)[2]
+
+
+@dataclass(slots=True)
+class _Operation:
+    """A chunk under way: what is left of its constant, and then of its bytes at the full rate."""
+
+    task: CommTask
+    constant_s: float
+    bytes_s: float
+
+
+class _Carrier:
+    """Operations over a link, in a time that moves when told."""
+
+    def __init__(self, link: Link) -> None:
+        self.now_s = 0.0
+        self._link = link
+        self._issued: deque[CommTask] = deque()
+        self._under_way: list[_Operation] = []
+
+    @property
+    def next_s(self) -> float:
+        """When something is over next, if nothing else is issued."""
+        return self.now_s + min(self._left_s(), default=inf)
+
+    def issue(self, tasks: Sequence[CommTask] = ()) -> None:
+        """``tasks`` are under way as soon as those before them let them."""
+        self._issued.extend(tasks)
+        while self._issued and len(self._under_way) < self._link.concurrent:
+            task = self._issued.popleft()
+            bytes_s = self._link.seconds_per_byte * task.nbytes
+            self._under_way.append(_Operation(task, self._link.seconds_per_chunk, bytes_s))
+
+    def move_to(self, at_s: float) -> list[CommTask]:
+        """What has landed by ``at_s``, which is not after `next_s`."""
+        left_s, passed_s, is_next = self._left_s(), at_s - self.now_s, at_s >= self.next_s
+        shared_s = passed_s / max(1, self._sharing)
+        for each, one_s in zip(self._under_way, left_s, strict=True):
+            # Rounding may leave a little of what is over, too little for time to move on.
+            is_over = is_next and one_s == min(left_s)
+            if each.constant_s:
+                each.constant_s = 0.0 if is_over else max(0.0, each.constant_s - passed_s)
+            else:
+                each.bytes_s = 0.0 if is_over else max(0.0, each.bytes_s - shared_s)
+        self.now_s = at_s
+        landed = [each.task for each in self._under_way if not each.constant_s + each.bytes_s]
+        self._under_way = [each for each in self._under_way if each.constant_s + each.bytes_s]
+        self.issue()
+        return landed
+
+    def _left_s(self) -> list[float]:
+        """Of each one, until its constant is over, or then its bytes."""
+        sharing = self._sharing
+        return [each.constant_s or each.bytes_s * sharing for each in self._under_way]
+
+    @property
+    def _sharing(self) -> int:
+        return sum(not each.constant_s for each in self._under_way)
+
+
+def _run(
+    core: SchedulerCore, chunks: Sequence[ChunkTimes], carrier: _Carrier
+) -> tuple[list[int], list[float]]:
+    """One round of ``core``: the indices as they start, and when each one has landed."""
+    tasks: list[CommTask] = []
+    for index, chunk in enumerate(chunks):
+        tasks.append(CommTask(str(index), start_at=0, stop_at=chunk.nbytes, priority=chunk.gate))
+        tasks[-1].index = index
+    order: list[int] = []
+    landed_s = [0.0] * len(tasks)
+    coming = deque(sorted((chunk.ready_s, index) for index, chunk in enumerate(chunks)))
+    coming.append((inf, len(tasks)))
+    carrier.now_s = coming[0][0]
+    while (at_s := min(coming[0][0], carrier.next_s)) < inf:
+        # Held: whatever happens at one moment is known before it is decided.
+        core.hold()
+        for task in carrier.move_to(at_s):
+            landed_s[task.index] = at_s
+            core.finish(task)
+        while coming[0][0] <= at_s:
+            task = tasks[coming.popleft()[1]]
+            task.notify_ready()
+            core.ready(task)
+        started = core.release()
+        order += [task.index for task in started]
+        carrier.issue(started)
+    return order, landed_s
+
+
+def _forward_s(chunks: Sequence[ChunkTimes]) -> float:
+    """When the forward pass begins."""
+    return max((chunk.ready_s for chunk in chunks), default=0.0)

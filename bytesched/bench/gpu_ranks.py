@@ -1,0 +1,230 @@
+"""Several NCCL ranks on one GPU: `bytesched bench --gpu-ranks`.
+
+NCCL refuses a device to two ranks only if they are on one host. Here each is told that it has a
+host of its own, so that they speak through sockets of this machine. Kernels of several processes
+run side by side under MPS, a daemon of the user's; without it the processes take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NoReturn
+
+from bytesched.bench.gpu_table import report
+from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.systems import System, check_ddp, parse_systems
+from bytesched.environment import child_environment, rank_view
+from bytesched.errors import ConfigError
+from bytesched.files import write_text
+from bytesched.lab.ranks import Start, run_all
+from bytesched.values import nearest
+
+__all__ = ["GpuSpecification", "measure_gpu_ranks", "mps", "nccl_variables"]
+
+WORKER: Final = "bytesched.plugins.bench.gpu_worker"
+MODELS: Final = ("gpt", "conv", "small")
+SYSTEMS: Final = "ddp:bucket_mb=4,ddp:bucket_mb=25,ddp:bucket_mb=100,fsdp2,bytesched"
+_OTHERS: Final = (
+    *("lab", "workers", "rate", "emulate", "servers", "controller", "comm_ratio", "share"),
+    *("pipeline", "compare", "record", "png", "cpu"),
+)
+#: fields of a specification that are options of the command
+_SAME: Final = (
+    *("iterations", "rounds", "warmup", "optimizer", "clip", "trace", "threads", "timeout_s"),
+)
+_MOST_RANKS: Final = 16
+
+_DAEMON: Final = "nvidia-cuda-mps-control"
+#: beside those that PATH names
+_FOLDERS: Final = "/usr/local/nvidia/bin:/usr/bin"
+#: what the kernel shows of its name, and of its server's
+_SHOWN: Final = "nvidia-cuda-mps"
+_PATIENCE_S: Final = 20.0
+_POLL_S: Final = 0.05
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+TERMINATED: Final = 143
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpecification:
+    """What `bytesched bench --gpu-ranks` measures."""
+
+    systems: tuple[System, ...]
+    model: str
+    #: "cuda", or "cpu": small models over Gloo
+    device: str
+    #: of each rank; 0: the model's own
+    batch: int
+    iterations: int
+    rounds: int
+    warmup: int
+    optimizer: str
+    #: largest norm of all gradients; 0: they are not clipped
+    clip: float
+    #: show an iteration of bytesched
+    trace: bool
+    #: of torch in each rank; 0: as torch chooses
+    threads: int
+    #: for one collective
+    timeout_s: float
+    #: of the environment of each rank, from `mps`
+    variables: dict[str, str]
+    #: how ranks share the device
+    sharing: str
+
+
+def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]:
+    """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
+    _check(options)
+    systems = parse_systems(options.systems or SYSTEMS, ("ddp", "fsdp2", "bytesched"))
+    check_ddp(systems)
+    if options.optimizer == "sgd" and any(system.kind == "fsdp2" for system in systems):
+        raise ConfigError("--optimizer sgd: fsdp2 has no fused one, name other --systems")
+    # Before anything is measured: files may change meanwhile.
+    origin = provenance(command_of(arguments))
+    with (
+        _stoppable(),
+        mps() as (variables, sharing),
+        TemporaryDirectory(prefix="bytesched-bench-") as folder,
+    ):
+        spec = GpuSpecification(
+            systems=systems,
+            model=options.model or MODELS[0],
+            device=options.device or "cuda",
+            batch=options.batch[-1],
+            variables=variables,
+            sharing=sharing,
+            **{name: getattr(options, name) for name in _SAME},
+        )
+        start = Start(WORKER, result=str(Path(folder, "result.json")), threads=spec.threads)
+        run_all(spec, start, options.gpu_ranks, None, Path(folder))
+        found: dict[str, Any] = json.loads(Path(start.result).read_text())
+    found = {**origin, "specification": asdict(spec), **found}
+    if options.json:
+        write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
+    return report(found)
+
+
+def _check(options: Namespace) -> None:
+    """Raises `ConfigError` for what cannot be measured with several ranks on one device."""
+    if rank_view().launcher != "none":
+        raise ConfigError("--gpu-ranks starts the ranks itself: leave the launcher out")
+    for name in _OTHERS:
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} is not for --gpu-ranks")
+    if not 2 <= options.gpu_ranks <= _MOST_RANKS:
+        raise ConfigError(f"--gpu-ranks {options.gpu_ranks}: from 2 to {_MOST_RANKS}")
+    if options.model and options.model not in MODELS:
+        raise ConfigError(f"--model {options.model!r}{nearest(options.model, MODELS)}")
+    if len(options.batch) > 1 or options.batch[0] < 0:
+        raise ConfigError("--batch: one size with --gpu-ranks, or 0 for the model's own")
+    for name, least in {"iterations": 1, "rounds": 1, "warmup": 2, "threads": 0}.items():
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} {getattr(options, name)}: at least {least}")
+    if not (0 <= options.clip <= 1e6 and 1 <= options.timeout_s <= 1e6):
+        raise ConfigError("--clip and --timeout-s: up to 1000000, and --timeout-s at least 1")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no such folder")
+
+
+def nccl_variables(rank: int) -> dict[str, str]:
+    """Of the environment of a rank that shares a device with others, before its first group."""
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+@contextmanager
+def mps() -> Iterator[tuple[dict[str, str], str]]:
+    """Runs MPS if it is installed: the variables of ranks under it, and how they share the device.
+
+    Ranks are to be gone when it ends.
+    """
+    binary = shutil.which(_DAEMON) or shutil.which(_DAEMON, path=_FOLDERS)
+    if binary is None:
+        yield {}, f"in turns: there is no {_DAEMON}"
+        return
+    with TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as name:
+        pipes, logs = Path(name, "pipes"), Path(name, "logs")
+        for folder in (pipes, logs):
+            folder.mkdir()
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+        # Its clients number the devices that it sees.
+        environment = child_environment({**variables, "CUDA_VISIBLE_DEVICES": None})
+        try:
+            if failure := _called([binary, "-d"], environment, logs / "start"):
+                yield {}, f"in turns: {failure}"
+            else:
+                yield variables, "side by side, by MPS"
+        finally:
+            before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+            _called([binary], environment, logs / "quit", "quit\n")
+            deadline_s = time.monotonic() + _PATIENCE_S
+            while (left := _left(pipes)) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _called(command: list[str], environment: dict[str, str], log: Path, text: str = "") -> str:
+    """Runs a command of MPS on this input; why it failed, or nothing."""
+    # A file: the daemon might keep a pipe open.
+    with log.open("w") as told:
+        try:
+            subprocess.run(
+                command,
+                input=text,
+                text=True,
+                env=environment,
+                stdout=told,
+                stderr=told,
+                timeout=_PATIENCE_S,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"{error} {' '.join(log.read_text().split())}"
+    return ""
+
+
+def _left(pipes: Path) -> list[int]:
+    """The daemon and its servers, as far as they run."""
+    try:
+        daemon = int((pipes / f"{_DAEMON}.pid").read_text())
+        servers = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+        found = [daemon, *map(int, servers)]
+        return [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().strip() == _SHOWN]
+    except (OSError, ValueError):
+        return []
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is inside, and a second one does not interrupt that."""
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(TERMINATED)
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,136 @@
+"""What ranks that share a GPU have measured: a table of systems, and the trace of an iteration."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from bytesched.table import aligned
+
+__all__ = ["agreement", "interval", "report"]
+
+#: of samples drawn anew, and the share of their ratios that an interval holds
+_DRAWS: Final = 2000
+_HELD: Final = 0.95
+#: the relative difference of losses up to which they are those of one training
+_CLOSE: Final = 1e-2
+_MIB: Final = 2**20
+
+
+def report(found: Mapping[str, Any]) -> list[str]:
+    """The lines of a report: what was measured, a table of systems, traces if there are any."""
+    spec, systems = found["specification"], found["systems"]
+    bounds = {
+        name: statistics.median(turn[name] for turn in found["bounds"])
+        for name in found["bounds"][0]
+    }
+    chunked = {name: ms for name, ms in bounds.items() if name.startswith("both_")}
+    best = min(chunked, key=chunked.__getitem__)
+    clipped = f", clipped to {spec['clip']:g}" if spec["clip"] else ""
+    lines = [
+        f"{found['ranks']} ranks on one device ({found['device']}), {found['carrier']}; "
+        f"processes run {spec['sharing']}",
+        f"{spec['model']}: {found['parameters'] / 1e6:.1f} M parameters in {found['tensors']} "
+        f"tensors, batch {found['batch']}, {spec['optimizer']}{clipped}",
+        f"compute of all ranks beside each other {bounds['compute']:.1f} ms, one all-reduce of all "
+        f"gradients {bounds['reduction']:.1f} ms, "
+        f"T* {bounds[best]:.1f} ms (chunks of {best.removeprefix('both_')} MiB)",
+        "",
+        *_table(systems, bounds[best]),
+    ]
+    for label, its in systems.items():
+        if trace := its["rounds"][-1].get("trace"):
+            lines += ["", f"an iteration of {label}, ms from the start of backward"]
+            lines += trace_lines(trace)
+    return lines
+
+
+def _table(systems: Mapping[str, Any], optimum_ms: float) -> list[str]:
+    times = {
+        label: [turn["iteration_ms"] for turn in its["rounds"]] for label, its in systems.items()
+    }
+    medians = {label: _median(rounds) for label, rounds in times.items()}
+    peers = [label for label in medians if not label.startswith("bytesched")]
+    best = min(peers, key=medians.__getitem__, default="")
+    rows: list[tuple[str, ...]] = [
+        ("system", "iteration ms", "of T*", "speed", "95 %", "CPU ms", "peak MiB", "losses")
+    ]
+    plain = next((label for label in systems if label.startswith("ddp")), next(iter(systems)))
+    for label, its in systems.items():
+        low, high = interval(times[best], times[label]) if best else (0.0, 0.0)
+        rows.append(
+            (
+                label,
+                f"{medians[label]:.2f}",
+                f"{medians[label] / optimum_ms:.3f}x",
+                f"{medians[best] / medians[label]:.3f}x" if best else "-",
+                f"{low:.3f}-{high:.3f}" if best not in ("", label) else "-",
+                f"{statistics.median(turn['cpu_ms'] for turn in its['rounds']):.1f}",
+                f"{max(turn['peak_bytes'] for turn in its['rounds']) / _MIB:.0f}",
+                agreement(systems[plain]["losses"], its["losses"]),
+            )
+        )
+    return [
+        *aligned(rows, "<>>>>>><"),
+        "",
+        "iteration: median. T*: all collectives and the compute of an iteration at once.",
+        f"speed: how many times as fast as {best or 'the best other'}. CPU: of a rank's threads.",
+        f"losses: with deterministic kernels, against those of {plain}.",
+    ]
+
+
+def _median(rounds: Sequence[Sequence[float]]) -> float:
+    return statistics.median(ms for turn in rounds for ms in turn)
+
+
+def interval(
+    theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Where the ratio of the medians lies, by samples of rounds and of the iterations in them.
+
+    Both were measured in the same rounds, which are drawn in pairs.
+    """
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(_DRAWS):
+        rounds = draw.choices(range(len(ours)), k=len(ours))
+        one, other = (
+            statistics.median(
+                ms for turn in rounds for ms in draw.choices(side[turn], k=len(side[turn]))
+            )
+            for side in (theirs, ours)
+        )
+        ratios.append(one / other)
+    ratios.sort()
+    outside = round(_DRAWS * (1 - _HELD) / 2)
+    return ratios[outside], ratios[-1 - outside]
+
+
+def agreement(expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]]) -> str:
+    """Whether every rank has the same losses, or nearly."""
+    if expected == got:
+        return "same bits"
+    pairs = [
+        (one, other)
+        for ours, theirs in zip(expected, got, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    apart = [abs(one - other) / max(abs(one), 1e-12) for one, other in pairs]
+    # Of what is no number, nothing is at most anything.
+    is_close = all(each <= _CLOSE for each in apart)
+    return f"within {max(apart):.0e}" if is_close else f"DIFFER by {max(apart):.0e}"
+
+
+def trace_lines(trace: Mapping[str, Any]) -> list[str]:
+    """The tables of an iteration: its passes, its chunks and its gates."""
+    chunks, gates = (
+        [head, *((name, *(f"{ms:.1f}" for ms in times)) for name, *times in trace[kind])]
+        for kind, head in (
+            ("chunks", ("chunk", "ready", "sent", "arrived")),
+            ("gates", ("gate", "reached", "passed")),
+        )
+    )
+    passes = ", ".join(f"{name} {ms:.1f}" for name, ms in trace["passes"])
+    return [passes, *aligned(chunks, "<>>>"), "", *aligned(gates, "<>>")]

@@ -1,0 +1,140 @@
+"""A DDP whose gradients are planned: how its ranks come together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.grid import Cell
+from bytesched.tunable import Setting
+
+from ..planned.bundles import Slot
+from ..planned.cutting import ends_of
+from ..planned.reducer import reduced_by, renew, why_not_renewed
+from ..planned.session import PlannedSession
+from ..planned.wire import GroupWire
+from ..routes.groups.opening import kind_of
+from ..warmup.agree import settings
+from .buffers import BufferBroadcast
+from .entry import Entry
+from .joining import is_within, joining
+
+__all__ = ["attach_planned", "why_not_planned"]
+
+#: of buckets on Gloo, where the script and the settings say nothing
+_GLOO_BYTES: Final = 1 << 20
+
+
+def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str:
+    """Why gradients of a DDP go another way; empty if they can be planned."""
+    if config.cell != Cell():
+        return "another way is asked for"
+    if has_groups:
+        return "some ranks reduce some parameters"
+    if is_folded:
+        return "gradients are folded into moments"
+    if config.share:
+        return "devices are shared"
+    if config.compression != "none":
+        return "gradients are compressed"
+    return ""
+
+
+def attach_planned(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    ddp: DistributedDataParallel,
+    config: Config,
+    entry: Entry,
+) -> PlannedSession:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective.
+
+    Args:
+        model: ``ddp``, or what torch.compile has made of it.
+        entry: what the ranks go through together.
+    """
+    slots = _slots_of(ddp, optimizer)
+    reduced = reduced_by(ddp)
+    device = reduced[0].device
+    base = ddp.process_group
+    kind = kind_of(base, device)
+    entry.agree(
+        [
+            *(
+                f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}"
+                for slot in slots
+            ),
+            f"optimizer {type(optimizer).__name__}",
+            *settings(config),
+            f"find_unused_parameters = {ddp.find_unused_parameters}",
+            f"static_graph = {ddp.static_graph}",
+            f"buckets of {ddp.bucket_bytes_cap} bytes",
+        ],
+        config.timeout_s,
+    )
+    with joining(base, f"session{entry.number}", config) as ranks:
+        data = ranks.open("data", kind)
+        others = [] if kind == "gloo" else [ranks.open("control")]
+        buffers = None
+        if ddp.modules_buffers and _has_own_broadcast(ddp):
+            buffers = ranks.open("buffers")
+            others.append(buffers)
+        observers = ranks.observers()
+    chunk_bytes = config.partition_bytes
+    if not why_not_renewed(ddp) and (chunk_bytes or kind == "gloo"):
+        renew(ddp, chunk_bytes or _GLOO_BYTES)
+    partition_bytes = chunk_bytes or ddp.bucket_bytes_cap
+    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes))
+    session = PlannedSession(
+        model,
+        ddp,
+        slots,
+        config,
+        GroupWire(data, others, device),
+        observers,
+        cut=partial(ends_of, chunk_bytes=chunk_bytes),
+        setting=setting,
+    )
+    with ExitStack() as half_attached:
+        half_attached.callback(session.close)
+        session.watch_reductions(partial(is_within, frozenset(dist.get_process_group_ranks(base))))
+        if buffers is not None:
+            session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
+        half_attached.pop_all()
+    return session
+
+
+def _slots_of(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> list[Slot]:
+    """All parameters of ``ddp``, whether it reduces them or not: who does that, DDP decides.
+
+    Raises `PluginError` for those whose use cannot be waited for.
+    """
+    slots = []
+    for name, parameter in ddp.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            if parameter.requires_grad:
+                raise PluginError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, not a plain Parameter"
+                )
+            continue
+        slots.append(Slot(name, parameter))
+    devices = {slot.parameter.device for slot in slots if slot.parameter.requires_grad}
+    if len(devices) > 1:
+        raise PluginError(f"parameters are on several devices: {sorted(map(str, devices))}")
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(slot.parameter) in managed for slot in slots):
+        raise PluginError("the optimizer has no parameter of this model that requires a gradient")
+    return slots
+
+
+def _has_own_broadcast(ddp: DistributedDataParallel) -> bool:
+    """Whether buffers are broadcast in DDP's own way."""
+    return getattr(ddp, "buffer_hook", None) is None

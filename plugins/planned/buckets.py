@@ -1,0 +1,188 @@
+"""Buckets of DDP's reducer, and the sums that are made in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ..layout.memory import shaped
+from ..proxies.pending_grads import PendingGrad, make_plain
+from ..update.surroundings import unseen
+
+__all__ = ["Bucket", "Chunk", "Member", "Sums"]
+
+_use_count: Any = torch._C._storage_Use_Count
+
+
+class Chunk:
+    """A part of a bucket that is summed in one operation."""
+
+    __slots__ = ("bucket", "index", "landed_on", "name", "sent", "work")
+
+    def __init__(self, bucket: Bucket, index: int, sent: torch.Tensor, name: str) -> None:
+        self.bucket = bucket
+        #: in the order in which the reducer hands them out
+        self.index = index
+        self.name = name
+        #: its memory
+        self.sent = sent
+        #: of this round; None before it is issued
+        self.work: Any = None
+        #: the stream that has waited for it last, 0 on the CPU; None: none yet
+        self.landed_on: int | None = None
+
+    def __repr__(self) -> str:
+        state = "to come" if self.work is None else "under way"
+        return f"<Chunk {self.index} {self.name!r}: {state if self.landed_on is None else 'here'}>"
+
+
+class Member:
+    """One parameter in a bucket; what its pending gradient waits for."""
+
+    __slots__ = ("bucket", "chunks", "name", "parameter", "pending", "taken", "view")
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameter: nn.Parameter,
+        view: torch.Tensor,
+        chunks: Sequence[Chunk],
+        name: str,
+    ) -> None:
+        self.bucket = bucket
+        self.parameter = parameter
+        #: its gradient in the bucket
+        self.view = view
+        #: those in which it lies
+        self.chunks = chunks
+        self.name = name
+        #: the gradient of this round, as long as it is pending and somebody refers to it
+        self.pending: ref[PendingGrad] | None = None
+        #: whether an update of this round has taken it
+        self.taken = False
+
+    def settle(self) -> None:
+        """See `Sum`."""
+        self.bucket.sums.settle(self)
+
+    def zeroes(self) -> bool:
+        """See `Sum`: what an update reads is in the bucket, unless the gradient lies there too."""
+        if not self.taken or self.bucket.holds_gradients:
+            return False
+        self._make_plain()
+        return True
+
+    def hand_out(self, grad: torch.Tensor) -> None:
+        """``grad``, the gradient that everyone sees, waits for the sum from now on."""
+        pending: Any = grad
+        if type(grad) is torch.Tensor:
+            pending.__class__ = PendingGrad
+            pending.sum_ = self
+        self.pending = ref(pending)
+        self.taken = False
+
+    def _make_plain(self) -> None:
+        """The pending gradient as an ordinary tensor, if there is one."""
+        grad = None if self.pending is None else self.pending()
+        self.pending = None
+        if type(grad) is PendingGrad:
+            make_plain(grad)
+
+
+class Bucket:
+    """One bucket of a layout that the reducer keeps from round to round.
+
+    Args:
+        sums: whoever lands it.
+        buffer: its memory.
+        views: where each parameter's gradient lies in it.
+        names: of parameters, by their ids.
+        holds_gradients: ``p.grad`` lies in the bucket (``gradient_as_bucket_view``).
+        cut: the elements after which a chunk ends, from the number of all and the size of one.
+        first: the index of its first chunk.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        buffer: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+        views: Sequence[torch.Tensor],
+        names: Mapping[int, str],
+        *,
+        holds_gradients: bool,
+        cut: Callable[[int, int], Sequence[int]],
+        first: int,
+    ) -> None:
+        self.sums = sums
+        self.buffer = buffer
+        self.address = buffer.data_ptr()
+        self.holds_gradients = holds_gradients
+        #: its sum is outstanding, or has not been handed out
+        self.is_under_way = False
+        names_here = [names.get(id(parameter), "a parameter") for parameter in parameters]
+        ends = list(cut(buffer.numel(), buffer.element_size()))
+        starts = [0, *ends[:-1]]
+        self.chunks = [
+            Chunk(self, first + number, buffer[start:end], _name(names_here, number, len(ends)))
+            for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+        self.members = []
+        for parameter, view, name in zip(parameters, views, names_here, strict=True):
+            begin = (view.data_ptr() - self.address) // buffer.element_size()
+            stop = begin + view.numel()
+            inside = [
+                chunk
+                for chunk, start, end in zip(self.chunks, starts, ends, strict=True)
+                if start < stop and end > begin
+            ]
+            # As the reducer has it; its own view is contiguous, whatever the parameter is.
+            laid_out = shaped(buffer[begin:stop], parameter)
+            self.members.append(Member(self, parameter, laid_out, inside, name))
+        #: how many tensors are over its memory while nobody else sees it
+        self._use_count = _use_count(buffer.untyped_storage()._cdata)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether others have tensors over its memory that are no gradients."""
+        return _use_count(self.buffer.untyped_storage()._cdata) > self._use_count
+
+    def is_of(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` is its memory."""
+        return buffer.data_ptr() == self.address and buffer.numel() == self.buffer.numel()
+
+    def hand_back(self) -> None:
+        """Its sum is here: pending gradients become ordinary ones, with that sum."""
+        self.is_under_way = False
+        kept = []
+        for member in self.members:
+            if member.pending is not None and (grad := member.pending()) is not None:
+                if type(grad) is PendingGrad:
+                    make_plain(grad)
+                kept.append((grad, member.view))
+            member.pending = None
+        if kept and not self.holds_gradients:
+            grads, views = zip(*kept, strict=True)
+            with unseen():
+                torch._foreach_copy_(grads, views)
+
+    def __repr__(self) -> str:
+        state = "under way" if self.is_under_way else "at rest"
+        return f"<Bucket of {len(self.members)} parameters, {len(self.chunks)} chunks: {state}>"
+
+
+class Sums(Protocol):
+    """Whoever lands buckets."""
+
+    def settle(self, member: Member) -> None:
+        """Returns when the sum of ``member`` is in its gradient."""
+
+
+def _name(names: Sequence[str], number: int, count: int) -> str:
+    """A chunk's: the parameters of its bucket, in the order of backward."""
+    whole = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+    return whole if count == 1 else f"{whole} {number + 1}/{count}"

@@ -1,0 +1,147 @@
+"""The reducer of a DDP: made anew with other buckets, given our hook, and given back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .source import Source
+
+__all__ = ["hook", "reduced_by", "renew", "why_not_renewed"]
+
+
+def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that ``ddp`` reduces: those that did require a gradient when it was made."""
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return [parameter for bucket in buckets for parameter in bucket.parameters()]
+
+
+def why_not_renewed(ddp: DistributedDataParallel) -> str:
+    """Why ``ddp`` keeps the buckets that it has; empty if it can have others."""
+    if not getattr(ddp, "bucket_bytes_cap_default", False):
+        return "bucket_cap_mb was given to DDP"
+    return ""
+
+
+def renew(ddp: DistributedDataParallel, bucket_bytes: int) -> None:
+    """Gives ``ddp`` a new reducer with buckets up to ``bucket_bytes``, and without a hook.
+
+    On all ranks between the same two rounds; nothing may be under way.
+
+    Args:
+        bucket_bytes: 0: those that DDP was made with.
+    """
+    reduced = {id(parameter) for parameter in reduced_by(ddp)}
+    shell: Any = ddp
+    with _requiring_gradients(ddp, reduced), _capped(shell, bucket_bytes):
+        parameters, expect_sparse = shell._build_params_for_reducer()
+        names = shell._build_debug_param_to_name_mapping(parameters)
+        shell._remove_autograd_hooks()
+        shell._ddp_init_helper(parameters, expect_sparse, names, shell.static_graph)
+    if shell.static_graph:
+        # As DDP does for the reducer of a copy.
+        shell._static_graph_delay_allreduce_enqueued = False
+        shell.reducer._set_static_graph()
+        if shell.logger is not None:
+            shell.logger._set_static_graph()
+
+
+@contextmanager
+def _capped(ddp: Any, bucket_bytes: int) -> Iterator[None]:
+    """Inside, a reducer that is made has buckets up to ``bucket_bytes``."""
+    kept = {
+        name: getattr(ddp, name)
+        for name in ("bucket_bytes_cap", "_bucket_config")
+        if hasattr(ddp, name)
+    }
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES
+    try:
+        if bucket_bytes:
+            ddp.bucket_bytes_cap = bucket_bytes
+            dist._DEFAULT_FIRST_BUCKET_BYTES = min(first, bucket_bytes)
+            if "_bucket_config" in kept:
+                ddp._bucket_config = type(kept["_bucket_config"])(
+                    bucket_bytes_cap=bucket_bytes,
+                    per_bucket_bytes_caps=(),
+                    first_bucket_bytes_cap=bucket_bytes,
+                )
+        yield
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first
+        for name, value in kept.items():
+            setattr(ddp, name, value)
+
+
+@contextmanager
+def _requiring_gradients(module: nn.Module, ids: set[int]) -> Iterator[None]:
+    """Inside, the parameters with these ``ids`` require gradients, and no others.
+
+    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
+    """
+    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def hook(
+    ddp: DistributedDataParallel, source: Source, stand_aside: Callable[[], None]
+) -> Callable[[], None]:
+    """Makes ``source`` the hook of ``ddp``; returns what undoes it, but for the hook itself.
+
+    Args:
+        stand_aside: called before the script registers a hook of its own; then ``ddp`` has a
+            reducer without one.
+    """
+    # Not by DDP's own method, whose list goes with copies and pickles of the module.
+    dist._register_comm_hook(ddp.reducer, None, source)
+    weak_ddp = weakref.ref(ddp)
+    for name in _REGISTERING:
+        vars(ddp)[name] = _Registering(name, weak_ddp, stand_aside)
+
+    def undo() -> None:
+        ddp = weak_ddp()
+        for name in _REGISTERING:
+            if ddp is not None:
+                vars(ddp).pop(name, None)
+
+    return undo
+
+
+#: methods of DDP by which a script registers a hook
+_REGISTERING = ("register_comm_hook", "_register_builtin_comm_hook")
+
+
+class _Registering:
+    """In place of a method that registers a hook: the session stands aside before.
+
+    A copy of the DDP, or what is loaded from a file, has DDP's own method.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weak_ddp: weakref.ref[DistributedDataParallel],
+        stand_aside: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._weak_ddp = weak_ddp
+        self._stand_aside = stand_aside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._stand_aside()
+        return getattr(self._weak_ddp(), self._name)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of a copy, whose class it is looked up in.
+        return getattr, (self._weak_ddp(), self._name)

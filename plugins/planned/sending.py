@@ -1,0 +1,112 @@
+"""Chunks on the wire: issued in one order on all ranks, landed when somebody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from bytesched.errors import TransportError
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
+from ..proxies.spans import span
+from .buckets import Bucket, Chunk
+from .wire import HOST, Wire
+
+__all__ = ["Sending"]
+
+
+class Sending:
+    """What one session has under way."""
+
+    def __init__(self, wire: Wire, failures: Failures, meter: Meter) -> None:
+        self._wire = wire
+        self._failures = failures
+        self._meter = meter
+        #: indices of all chunks as they are issued; None: as they become ready
+        self.order: Sequence[int] | None = None
+        #: how many of them have been issued in this round
+        self._position = 0
+        #: by index, those that are ready and not issued
+        self._held_back: dict[int, Chunk] = {}
+        #: buckets that were handed out and are not back
+        self.buckets: list[Bucket] = []
+
+    def round_begins(self) -> None:
+        """Chunks of a new round follow."""
+        self._position = 0
+        self._held_back.clear()
+
+    def ready(self, chunks: Sequence[Chunk]) -> None:
+        """Issues what is next and ready. In a hook of the reducer: nothing waits here."""
+        self.buckets.append(chunks[0].bucket)
+        for chunk in chunks:
+            chunk.work, chunk.landed_on = None, None
+        order = self.order
+        if order is None:
+            for chunk in chunks:
+                chunk.work = self._wire.start(chunk.sent)
+            return
+        held_back = self._held_back
+        for chunk in chunks:
+            held_back[chunk.index] = chunk
+        while self._position < len(order):
+            following = held_back.pop(order[self._position], None)
+            if following is None:
+                return
+            following.work = self._wire.start(following.sent)
+            self._position += 1
+
+    def wait(self, chunks: Iterable[Chunk], by: str) -> None:
+        """What the calling thread does next comes after the sums of ``chunks``.
+
+        Args:
+            by: what makes it wait, for figures.
+
+        Raises the first error of the session.
+        """
+        stream = self._wire.stream()
+        outstanding = [chunk for chunk in chunks if chunk.landed_on != stream]
+        if not outstanding:
+            return
+        began = self._meter.moment()
+        with span("bytesched::wait"):
+            for chunk in outstanding:
+                try:
+                    self._wire.wait(chunk.work, chunk.name)
+                except TransportError as error:
+                    self._failures.raise_first(error)
+                chunk.landed_on = stream
+                if stream == HOST:
+                    chunk.work = None
+        self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
+
+    def land(self, bucket: Bucket, by: str) -> None:
+        """Returns when the sum of ``bucket`` is there, and handed back."""
+        if bucket.is_under_way:
+            self.wait(bucket.chunks, by)
+            bucket.hand_back()
+
+    def land_all(self, by: str) -> None:
+        """The same for everything that is under way."""
+        for bucket in self.buckets:
+            self.land(bucket, by)
+        self.buckets.clear()
+
+    def forget(self, buckets: Iterable[Bucket]) -> None:
+        """Nothing of ``buckets`` is under way any more: works keep connections open."""
+        for bucket in buckets:
+            for chunk in bucket.chunks:
+                chunk.work = None
+        self.buckets.clear()
+        self._held_back.clear()
+
+    def outstanding_bytes(self, chunks: Iterable[Chunk]) -> int:
+        """How much of ``chunks`` has not come, as far as is known without waiting."""
+        return sum(
+            chunk.sent.nbytes
+            for chunk in chunks
+            if chunk.landed_on is None and not chunk.work.is_completed()
+        )
+
+    def __repr__(self) -> str:
+        return f"<Sending: {len(self.buckets)} buckets under way>"

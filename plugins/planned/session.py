@@ -1,0 +1,468 @@
+"""One model in DDP whose gradients are planned: its parts, its hooks, and its life."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.observe import Observers
+from bytesched.tunable import Setting
+from bytesched.urgency import URGENCY
+from bytesched.values import size_text
+
+from ..dependency.failures import Failures
+from ..engine.by_hand import ByHand
+from ..figures.meter import Meter
+from ..proxies.entries import guard_entries
+from ..proxies.first_use import FirstUse
+from ..proxies.hooks import StayingForwardHook, StayingHook, gate
+from ..proxies.passes import watch_passes
+from ..proxies.pending_grads import PendingGrad
+from ..routes.carrier import Traffic
+from ..update.deferred import Deferred
+from ..update.stepping import Stepping
+from .buckets import Bucket, Chunk, Member
+from .bundles import Bundle, BundleState, Slot
+from .reducer import hook, renew
+from .sending import Sending
+from .source import Phase, Source
+from .updates import Updates
+from .wire import Wire
+
+__all__ = ["PlannedSession"]
+
+log = logging.getLogger("bytesched")
+
+
+class PlannedSession:
+    """The life of one wrapped DDP.
+
+    Args:
+        root: the module whose call is a forward pass; not kept alive.
+        ddp: the same, or the DDP that is compiled there.
+        slots: all of its parameters, in registration order.
+        cut: the elements after which a chunk of a bucket ends; see `Bucket`.
+        setting: the sizes in use, for figures.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        ddp: DistributedDataParallel,
+        slots: Sequence[Slot],
+        config: Config,
+        wire: Wire,
+        observers: Observers,
+        *,
+        cut: Callable[[int, int], Sequence[int]],
+        setting: Setting,
+    ) -> None:
+        self._root = weakref.ref(root)
+        self._ddp = weakref.ref(ddp)
+        self._name = type(ddp.module).__name__
+        self._wire = wire
+        self._slots = slots
+        self._parameters = [slot.parameter for slot in slots]
+        self._names = {id(slot.parameter): slot.name for slot in slots}
+        self._setting = setting
+        self.observers = observers
+        self._failures = Failures(wire)
+        self._meter = Meter(observers, len(slots))
+        self._sending = Sending(wire, self._failures, self._meter)
+        self._updates = Updates(
+            slots,
+            self._sending,
+            self._failures,
+            self._meter,
+            rank=wire.rank,
+            timeout_s=config.timeout_s,
+        )
+        device = slots[0].parameter.device
+        self.source = Source(
+            self,
+            wire.size,
+            self._names,
+            holds_gradients=ddp.gradient_as_bucket_view,
+            is_static=ddp.static_graph,
+            may_be_unused=ddp.find_unused_parameters,
+            cut=cut,
+            future=_future_of(device),
+        )
+        self._stepping = Stepping(self, self._meter)
+        self._first_use: FirstUse | None = FirstUse(root, self._parameters)
+        #: what looks at the first steps for gradients that the script reduces itself
+        self._by_hand: ByHand | None = None
+        self._closed = self._is_off = False
+        self._unhook: Callable[[], None]
+        self._undo: list[Callable[[], None]] = []
+        #: what takes the hooks of modules off
+        self._hooks: list[Callable[[], None]] = []
+        guard_entries()
+        try:
+            self._hook(root, ddp)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hook(self, root: nn.Module, ddp: DistributedDataParallel) -> None:
+        self._unhook = hook(
+            ddp, self.source, lambda: self._stand_aside("the script registers a hook of its own")
+        )
+        self._undo.append(self._unhook)
+        self._undo.append(watch_passes(self))
+        before = StayingHook(self._before_forward, self._inside_compiled)
+        self._hooks.append(root.register_forward_pre_hook(before, prepend=True).remove)
+        after = StayingForwardHook(self._after_forward)
+        self._hooks.append(root.register_forward_hook(after, always_call=True).remove)
+        self._undo.append(self._stepping.close)
+
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
+    ) -> None:
+        """Updates of ``optimizer`` are deferred from now on, if it may cross the barrier.
+
+        ``kind`` is the class whose ``step()`` does them.
+        """
+        # The user may name the optimizer instead of the model, which is there as long as it is.
+        self._stepping.add(optimizer, kind, self.root, cross=cross)
+
+    def steps_whole(self, why: str) -> None:
+        """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
+        self._meter.whole_because = why
+
+    def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
+        """Warns of a script that reduces all gradients itself.
+
+        Args:
+            is_again: whether a process group has no ranks but those of this session.
+        """
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._by_hand = ByHand(
+            trained,
+            lambda parameter: type(parameter.grad) is not PendingGrad,
+            is_again,
+            speaks=self._wire.rank == 0,
+        )
+        self._undo.append(self._by_hand.close)
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Calls ``undo`` after every hook has been taken off."""
+        self._undo.insert(0, undo)
+
+    # -- forward -----------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_off:
+            return
+        if torch.is_grad_enabled():
+            self._failures.check()
+            if self._first_use is not None:
+                self._first_use.begin()
+            self._meter.forward_begins()
+        elif not module.training:
+            self.synchronize_all()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._first_use is not None:
+            self._first_use.end()
+        if torch.is_grad_enabled():
+            self._meter.forward_ends()
+
+    def _gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
+        """In front of every call of ``module``: on the critical path of the forward pass."""
+        for bundle in bundles:
+            if bundle.state is not BundleState.FREE:
+                self._updates.apply(bundle, name)
+        if not (torch.is_grad_enabled() or module.training):
+            # Evaluation may take fast paths that look at the types of all parameters at once.
+            self.synchronize_all()
+
+    def _build_gates(self, first_use: FirstUse) -> None:
+        """In front of the modules that are really called, once the first rounds have shown them."""
+        first_use.close()
+        self._updates.bundle(first_use.order())
+        slots = {id(slot.parameter): slot for slot in self._slots}
+        for module, name, parameters in first_use.gates(lambda parameter: True):
+            behind = {slots[id(parameter)].bundle: None for parameter in parameters}
+            bundles = sorted(behind, key=lambda bundle: bundle.number)
+            self._hooks.append(gate(module, _passing(self, bundles, name), self._inside_compiled))
+
+    def _inside_compiled(self) -> None:
+        """Compiled code contains our hooks, so that nothing can wait in front of it.
+
+        Without them it is compiled once more, and as a whole.
+        """
+        self._unhook_modules()
+        if self._stepping.crosses:
+            self._stepping.stop_crossing()
+            log.warning(
+                "torch.compile was applied after bytesched.wrap: scheduling inside backward, "
+                "stepping whole; wrap the compiled model to cross the barrier"
+            )
+
+    def _unhook_modules(self) -> None:
+        if self._first_use is not None:
+            self._first_use.close()
+            self._first_use = None
+        for unhook in self._hooks:
+            unhook()
+        self._hooks.clear()
+
+    # -- backward ----------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """See `Watcher`: everything from before has come."""
+        if self._is_off or self.source.phase is Phase.OPEN:
+            # Another pass may complete the round, whose buckets nothing writes again.
+            return
+        self._failures.check()
+        self._land_all("backward")
+        self.source.backward_begins(self._parameters)
+
+    def backward_failed(self, error: BaseException) -> BaseException:
+        """See `Watcher`."""
+        if self._is_off or self.source.phase is Phase.IDLE:
+            return error
+        if self._failures.error is not None:
+            # Whatever autograd has made of it on its way.
+            self._failures.is_error_seen = True
+            return self._failures.error
+        ended = PluginError(
+            f"an exception ended the last backward() on rank {self._wire.rank} when some of its "
+            "gradients had been sent already; unwrap, and wrap again to go on"
+        )
+        self._failures.fail(ended, is_raised=True)
+        return error
+
+    def round_begins(self) -> None:
+        """See `Listener`."""
+        self._sending.round_begins()
+        if not self.source.is_early:
+            self._meter.round_begins(is_settled=True)
+
+    def ready(self, chunks: Sequence[Chunk]) -> None:
+        """See `Listener`."""
+        self._failures.check()
+        try:
+            self._sending.ready(chunks)
+        except RuntimeError as error:
+            self._failures.check()
+            raise PluginError(f"{chunks[0].name!r} could not be sent: {error}") from error
+
+    def land(self, bucket: Bucket) -> None:
+        """See `Listener`."""
+        self._sending.land(bucket, "backward")
+
+    def settle(self, member: Member) -> None:
+        """See `Sums`."""
+        by = f"{member.name}.grad"
+        self._sending.land(member.bucket, by)
+        self._updates.settle(member)
+        self._meter.causes.read(member.name, 0)
+
+    def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
+        """See `Listener`."""
+        self._meter.backward_ends()
+        if self._by_hand is not None and not is_early:
+            self._by_hand.backward_ends()
+        if is_early and not self.source.is_early and self._first_use is not None:
+            first_use, self._first_use = self._first_use, None
+            self._build_gates(first_use)
+        if not is_early:
+            chunks = sum(len(bucket.chunks) for bucket in buckets)
+            nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
+            if self._is_first_of(chunks, nbytes):
+                self._begun(chunks, nbytes)
+
+    def _is_first_of(self, chunks: int, nbytes: int) -> bool:
+        """Whether a round of so many chunks is the first one."""
+        is_first = (chunks, nbytes) != getattr(self, "_last_sent", None)
+        self._last_sent = (chunks, nbytes)
+        return is_first
+
+    def _begun(self, chunks: int, nbytes: int) -> None:
+        self._meter.active(nbytes, chunks, self._setting)
+        if self._wire.rank == 0:
+            log.info(
+                "%d ranks, %d tensors, %s in %d chunk%s, mode %s",
+                self._wire.size,
+                len(self._slots),
+                size_text(nbytes),
+                chunks,
+                "s" if chunks > 1 else "",
+                self.mode,
+            )
+
+    def _land_all(self, by: str) -> None:
+        self._updates.apply_all(by)
+        self._sending.land_all(by)
+
+    # -- steps -------------------------------------------------------------------------
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """See `Steps`."""
+        return self._names
+
+    @property
+    def are_off(self) -> bool:
+        """See `Steps`."""
+        return self._is_off
+
+    def introduce(self, deferred: Deferred) -> None:
+        """See `Steps`."""
+
+    def begin(self) -> None:
+        """See `Steps`."""
+        self._failures.check()
+        if self._by_hand is not None and self._by_hand.step_begins():
+            self._by_hand = None
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        """See `Steps`."""
+        return self._updates.step(deferred, whole_because=whole_because)
+
+    def stepped(self) -> None:
+        """See `Steps`."""
+
+    def synchronize_all(self) -> None:
+        """See `Steps`."""
+        self._updates.apply_all()
+
+    # -- life --------------------------------------------------------------------------
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module whose call is a forward pass; None when nothing else refers to it any more."""
+        return self._root()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error, which is final."""
+        return self._failures.error
+
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """That error, if it was raised nowhere yet."""
+        return None if self._failures.is_error_seen else self._failures.error
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether rounds are sent as those after them, so that they count in its figures."""
+        return self._meter.is_measuring
+
+    @property
+    def mode(self) -> str:
+        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
+        if self._is_off:
+            return "plain"
+        return "cross" if self._stepping.crosses else "backward"
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything under way, on every rank; the user's thread raises ``error`` now."""
+        self._failures.fail(error, is_raised=True)
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """As `fail`; raises ``error``, or what came before it and has brought it about."""
+        self._failures.raise_first(error)
+
+    def flush(self) -> None:
+        """Everything that was started is summed, and every step that was taken is applied."""
+        self._failures.check()
+        if self.source.phase is Phase.IDLE:
+            self._land_all("flush")
+
+    def restore(self) -> None:
+        """DDP does everything by itself from now on, on all ranks."""
+        self._failures.check()
+        self._stand_aside()
+
+    def _stand_aside(self, why: str = "") -> None:
+        """The same; between two rounds. Idempotent."""
+        if self._is_off:
+            return
+        self._land_all("flush")
+        self._is_off = True
+        ddp = self._ddp()
+        self._unhook()
+        if ddp is not None:
+            renew(ddp, 0)
+        if why and self._wire.rank == 0:
+            log.info("left to DDP from now on: %s", why)
+
+    def leave(self) -> None:
+        """This rank takes no more steps."""
+        self._failures.check()
+
+    def disown(self) -> None:
+        """In a forked child: parameters and gradients are ordinary ones, as they are now."""
+        self._is_off = True
+        self._updates.forget()
+
+    def close(self, *, release_parameters: bool = True) -> None:
+        """Takes every hook off; does not flush. Idempotent.
+
+        Parameters whose update is owed become ordinary ones, with the value they have, unless
+        ``release_parameters`` is false: then reading them raises the first error.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._unhook_modules()
+        for undo in reversed(self._undo):
+            try:
+                undo()
+            except Exception:
+                log.exception("a part of this session could not be ended")
+        if release_parameters:
+            self._updates.forget()
+        self._is_off = True
+        self._sending.forget(self.source.buckets)
+        self.source.buckets.clear()
+        self._wire.close()
+        self.observers.close()
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Figures since the first rounds: those of `bytesched.figures.Figures`."""
+        return {
+            **self._meter.figures(Traffic()),
+            "model": self._name,
+            "mode": self.mode,
+            "order": "planned",
+            "levels": 1,
+            "rank": self._wire.rank,
+            "world_size": self._wire.size,
+            **URGENCY.figures(),
+            "turns": 0,
+            "turn_wait_s": 0.0,
+            "turns_ended": 0,
+        }
+
+    def __repr__(self) -> str:
+        state = f"{self._sending!r}, {self._updates!r}"
+        if self.error is not None:
+            state = f"failed: {self.error}"
+        return f"<bytesched rank {self._wire.rank} of {self._wire.size}: {state}>"
+
+
+def _passing(
+    session: PlannedSession, bundles: Sequence[Bundle], name: str
+) -> Callable[[nn.Module], None]:
+    def passed(module: nn.Module) -> None:
+        session._gate(bundles, name, module)
+
+    return passed
+
+
+def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:
+    if device.type == "cpu":
+        return torch.futures.Future
+    return lambda: torch.futures.Future(devices=[device])

@@ -1,0 +1,245 @@
+"""DDP's reducer as the source of chunks: its communication hook, and what has to be around it.
+
+The reducer decides what is reduced, when a gradient is complete, and what a round is. Its hook
+returns a future that is complete at once, so backward waits for nothing; after its finalize, the
+gradients that everyone sees wait for their sums (proxies.pending_grads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from .buckets import Bucket, Chunk, Member
+
+__all__ = ["Listener", "Phase", "Source"]
+
+#: tensors over the memory of a gradient that nobody else sees: itself, and the storage as an object
+_ITS_OWN: Final = 2
+
+_use_count: Final = torch._C._storage_Use_Count
+
+#: rounds that DDP makes by itself: then its buckets are what they stay
+_EARLY_ROUNDS: Final = 2
+
+
+class Phase(Enum):
+    """How far a round is."""
+
+    IDLE = "no round is open"
+    OPEN = "buckets are handed out"
+    COMPLETE = "all buckets are handed out, gradients are not"
+
+
+class Listener(Protocol):
+    """What is told of chunks and rounds, in the thread of backward."""
+
+    def round_begins(self) -> None:
+        """The first bucket of a round is ready."""
+
+    def ready(self, chunks: Sequence[Chunk]) -> None:
+        """These can be summed. The reducer's lock is held: nothing may wait."""
+
+    def land(self, bucket: Bucket) -> None:
+        """Returns when the sum of ``bucket`` is there, and handed back."""
+
+    def settle(self, member: Member) -> None:
+        """Returns when the sum of ``member`` is in its gradient."""
+
+    def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
+        """Gradients are what everyone sees; with ``is_early`` they have been summed."""
+
+
+class Source:
+    """The communication hook of one reducer. It keeps no DDP alive: the reducer keeps the hook.
+
+    Args:
+        names: of parameters, by their ids.
+        holds_gradients: DDP's ``gradient_as_bucket_view``.
+        is_static: DDP's ``static_graph``.
+        may_be_unused: parameters may stay out of a round.
+        cut: see `Bucket`.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        world_size: int,
+        names: Mapping[int, str],
+        *,
+        holds_gradients: bool,
+        is_static: bool,
+        may_be_unused: bool,
+        cut: Callable[[int, int], Sequence[int]],
+        future: Callable[[], torch.futures.Future[torch.Tensor]],
+    ) -> None:
+        self._listener = listener
+        self._world_size = world_size
+        self._names = names
+        self._holds_gradients = holds_gradients
+        self._is_static = is_static
+        #: whether DDP may leave a gradient alone, which shows by its version
+        self._may_be_left = (may_be_unused or is_static) and not holds_gradients
+        self._cut = cut
+        self._future = future
+        self.phase = Phase.IDLE
+        #: rounds of which every bucket was handed out
+        self.rounds = 0
+        #: those of the last layout, and of the open round
+        self.buckets: list[Bucket] = []
+        self._opened: list[Bucket] = []
+        #: parameters whose gradients lay in buckets before this backward pass; see `_divide`
+        self._in_buckets: set[int] = set()
+
+    @property
+    def is_early(self) -> bool:
+        """Whether DDP may still change its buckets."""
+        return self.rounds < _EARLY_ROUNDS
+
+    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        number, buffer = bucket.index(), bucket.buffer()
+        is_backward = torch._C._current_graph_task_id() != -1
+        if number == 0:
+            self.phase = Phase.OPEN
+            self._opened = []
+            self._listener.round_begins()
+        self._divide(buffer, bucket)
+        here = self._known(number, bucket, buffer)
+        here.is_under_way = True
+        self._opened.append(here)
+        self._listener.ready(here.chunks)
+        if bucket.is_last():
+            self._complete(is_backward)
+        future = self._future()
+        future.set_result(buffer)
+        return future
+
+    def _known(self, number: int, bucket: Any, buffer: torch.Tensor) -> Bucket:
+        """The bucket ``number``, anew if its memory is not what it was."""
+        if number < len(self.buckets):
+            if self.buckets[number].is_of(buffer):
+                return self.buckets[number]
+            del self.buckets[number:]
+        first = sum(len(other.chunks) for other in self.buckets)
+        parameters: list[nn.Parameter] = bucket.parameters()
+        self.buckets.append(
+            Bucket(
+                self._listener,
+                buffer,
+                parameters,
+                bucket.gradients(),
+                self._names,
+                holds_gradients=self._holds_gradients,
+                cut=self._cut,
+                first=first,
+            )
+        )
+        return self.buckets[-1]
+
+    def _divide(self, buffer: torch.Tensor, bucket: Any) -> None:
+        """As the reducer does where it has no hook.
+
+        What it copies into the bucket it multiplies, what lies there already it divides: the same
+        bits only where the number of ranks is a power of two.
+        """
+        if not self._in_buckets:
+            buffer.mul_(1 / self._world_size)
+            return
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if id(parameter) in self._in_buckets:
+                view.div_(self._world_size)
+            else:
+                view.mul_(1 / self._world_size)
+
+    def backward_begins(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A backward pass begins; nothing is under way.
+
+        Args:
+            parameters: those of the model.
+        """
+        self.phase = Phase.IDLE
+        if not self._holds_gradients or not self._world_size & (self._world_size - 1):
+            return
+        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
+        self._in_buckets = {
+            id(parameter)
+            for parameter in parameters
+            if (grad := parameter.grad) is not None
+            and (
+                grad.untyped_storage().data_ptr() in storages
+                or (self.is_early and grad.untyped_storage().nbytes() > grad.nbytes)
+            )
+        }
+
+    def _complete(self, is_backward: bool) -> None:
+        """The last bucket of a round was handed out, and is under way."""
+        is_early = self.is_early
+        self.rounds += 1
+        opened, self._opened = self._opened, []
+        if not is_backward:
+            # A rank that has joined answers the others, outside of backward.
+            self._land(opened)
+            self.phase = Phase.IDLE
+            return
+        if is_early and self._is_static:
+            # DDP may finalize at once, before any callback.
+            self._land(opened)
+        self.phase = Phase.COMPLETE
+        # DDP queues its finalize when this hook has returned: in between, and behind it.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: self._before_finalize(opened, is_early=is_early))
+
+    def _before_finalize(self, buckets: list[Bucket], *, is_early: bool) -> None:
+        if is_early:
+            self._land(buckets)
+        versions = self._versions(buckets) if self._may_be_left else {}
+        Variable._execution_engine.queue_callback(
+            lambda: self._after_finalize(buckets, versions, is_early=is_early)
+        )
+
+    def _after_finalize(
+        self, buckets: list[Bucket], versions: Mapping[int, int], *, is_early: bool
+    ) -> None:
+        if not is_early:
+            for bucket in buckets:
+                if not self._hand_out(bucket, versions):
+                    self._listener.land(bucket)
+        self.phase = Phase.IDLE
+        self._listener.round_ends(buckets, is_early=is_early)
+
+    def _hand_out(self, bucket: Bucket, versions: Mapping[int, int]) -> bool:
+        """Gradients wait from now on; False if others see their memory, and cannot wait."""
+        can_wait = not (bucket.holds_gradients and bucket.is_seen)
+        for member in bucket.members:
+            grad = member.parameter.grad
+            if grad is None or versions.get(id(member.parameter)) == grad._version:
+                # No rank has used it.
+                continue
+            if bucket.holds_gradients:
+                if grad.data_ptr() != member.view.data_ptr():
+                    continue
+            elif _use_count(grad.untyped_storage()._cdata) > _ITS_OWN:
+                can_wait = False
+            if type(grad) is not torch.Tensor or grad.requires_grad:
+                can_wait = False
+            member.hand_out(grad)
+        return can_wait
+
+    def _land(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self._listener.land(bucket)
+
+    @staticmethod
+    def _versions(buckets: Sequence[Bucket]) -> dict[int, int]:
+        """Of all gradients, before DDP writes those that some rank has used."""
+        return {
+            id(member.parameter): member.parameter.grad._version
+            for bucket in buckets
+            for member in bucket.members
+            if member.parameter.grad is not None
+        }

@@ -1,0 +1,246 @@
+"""Updates that ``step()`` leaves to whoever uses a parameter first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Final
+
+import torch
+
+from bytesched.errors import PluginError, SchedulerTimeout
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
+from ..proxies.compiling import waiting
+from ..proxies.pending import hold_all, release_held
+from ..proxies.pending_grads import PendingGrad
+from ..proxies.spans import span
+from ..update.deferred import Deferred
+from ..update.frozen import snapshot
+from ..update.stepping import why_now
+from .buckets import Chunk, Member
+from .bundles import Bundle, BundleState, Debt, Slot, bundled
+from .sending import Sending
+
+__all__ = ["Updates"]
+
+_FREE: Final = BundleState.FREE
+
+
+class Updates:
+    """The steps of all optimizers of one model.
+
+    Args:
+        timeout_s: how long a thread waits for another one that makes an update.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sending: Sending,
+        failures: Failures,
+        meter: Meter,
+        *,
+        rank: int,
+        timeout_s: float,
+    ) -> None:
+        self._slots = {id(slot.parameter): slot for slot in slots}
+        self._sending = sending
+        self._failures = failures
+        self._meter = meter
+        self._rank = rank
+        self._timeout_s = timeout_s
+        #: held while an update is awaited and made
+        self._lock = threading.RLock()
+        self._is_running = False
+        self.bundles: list[Bundle] = []
+        #: what a use of each parameter calls while it is pending, by the parameter's id
+        self._uses: dict[int, Any] = {}
+        self.bundle(range(len(slots)))
+
+    def bundle(self, order: Sequence[int]) -> None:
+        """Other bundles, in this order of first use; nothing may be owed."""
+        slots = list(self._slots.values())
+        self.bundles = bundled(slots, order)
+        self._uses = {
+            id(slot.parameter): partial(self.apply, slot.bundle, slot.name) for slot in slots
+        }
+
+    # -- step --------------------------------------------------------------------------
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+        """See `Steps.step`."""
+        optimizer = deferred.optimizer
+        whole_because = whole_because or why_now(optimizer)
+        if not deferred.cross or whole_because or self._all_is_here(optimizer):
+            self._bring(optimizer)
+            self._meter.stepped(0, whole_because)
+            return None
+        deferred.guard()
+        eager, debts = self._sort(deferred)
+        self._owe(debts)
+        return eager
+
+    def _all_is_here(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nothing of what ``optimizer`` steps over is on its way any more."""
+        chunks = {
+            chunk: None
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(grad := parameter.grad) is PendingGrad
+            for chunk in _member_of(grad).chunks
+        }
+        return not self._sending.outstanding_bytes(chunks)
+
+    def _bring(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients and parameters of ``optimizer`` are here, and ordinary tensors."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is not None and slot.bundle.state is not _FREE:
+                    self.apply(slot.bundle, "step")
+                if type(grad := parameter.grad) is PendingGrad:
+                    grad.sum_.settle()
+
+    def _sort(self, deferred: Deferred) -> tuple[list[dict[str, Any]], list[Debt]]:
+        """The groups, with what is stepped right now, and what is owed."""
+        optimizer = deferred.optimizer
+        eager: list[dict[str, Any]] = []
+        debts: list[Debt] = []
+        #: a group may name a parameter twice
+        seen: set[int] = set()
+        by = deferred.now()
+        for group in optimizer.param_groups:
+            now = []
+            owed: dict[Bundle, list[Slot]] = {}
+            for parameter in group["params"]:
+                key = id(parameter)
+                slot = self._slots.get(key)
+                grad = parameter.grad
+                if slot is not None and slot.bundle.state is not _FREE:
+                    self.apply(slot.bundle, "step")
+                if slot is not None and type(grad) is PendingGrad and key not in seen:
+                    member = _member_of(grad)
+                    if member.parameter is parameter:
+                        if slot.take(member):
+                            deferred.know(slot)
+                        member.taken = True
+                        seen.add(key)
+                        owed.setdefault(slot.bundle, []).append(slot)
+                        continue
+                if grad is not None:
+                    now.append(parameter)
+            eager.append({**group, "params": now})
+            if owed:
+                taken = snapshot(group)
+                debts += [Debt(by, taken, slots) for slots in owed.values()]
+        return eager, debts
+
+    def _owe(self, debts: list[Debt]) -> None:
+        # As the updates would: a graph that has saved the old values raises.
+        parameters = [slot.parameter for debt in debts for slot in debt.slots]
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+        chunks: dict[Chunk, None] = {}
+        for debt in debts:
+            bundle = debt.slots[0].bundle
+            for slot in debt.slots:
+                assert slot.member is not None
+                for chunk in slot.member.chunks:
+                    bundle.chunks[chunk] = chunks[chunk] = None
+            bundle.debts.append(debt)
+            bundle.state = BundleState.OWED
+        hold_all([(parameter, self._uses[id(parameter)]) for parameter in parameters])
+        self._meter.stepped(self._sending.outstanding_bytes(chunks))
+
+    # -- use ---------------------------------------------------------------------------
+
+    def apply(self, bundle: Bundle, by: str) -> None:
+        """Returns when nothing is owed for ``bundle``, and its parameters are ordinary ones."""
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise SchedulerTimeout(
+                f"{by} has waited {self._timeout_s:g} s for an update that another thread makes",
+                rank=self._rank,
+            )
+        try:
+            if self._is_running and bundle.state is not _FREE:
+                raise PluginError(
+                    f"{by} is used on rank {self._rank} by what runs inside an update: a "
+                    "signal handler, or an optimizer that does not update each parameter on its "
+                    "own. Do not vouch for its class by bytesched.separable, or set "
+                    "cross_barrier = False"
+                )
+            if bundle.state is BundleState.OWED:
+                self._failures.check()
+                with waiting():
+                    self._sending.wait(bundle.chunks, by)
+                    self._update(bundle)
+            release_held([slot.parameter for slot in bundle.slots])
+        finally:
+            self._lock.release()
+
+    def _update(self, bundle: Bundle) -> None:
+        began_ns = perf_counter_ns()
+        bundle.state = BundleState.RUNNING
+        self._is_running = True
+        try:
+            with span("bytesched::update"):
+                for by, groups in _calls(bundle.debts):
+                    by.update(groups)
+        except BaseException as error:
+            # What was updated and what was not is not known any more.
+            self._failures.fail(error, is_raised=True)
+            bundle.state = BundleState.OWED
+            raise
+        finally:
+            self._is_running = False
+        bundle.debts.clear()
+        bundle.chunks.clear()
+        bundle.state = BundleState.FREE
+        self._meter.updated(bundle.slots[0].name, 1, began_ns)
+
+    def apply_all(self, by: str = "flush") -> None:
+        """Nothing is owed any more."""
+        for bundle in self.bundles:
+            if bundle.state is not _FREE:
+                self.apply(bundle, by)
+
+    def settle(self, member: Member) -> None:
+        """The gradient of ``member`` is read: its sum is there, and no update is owed."""
+        slot = self._slots.get(id(member.parameter))
+        if slot is not None and slot.bundle.state is not _FREE:
+            self.apply(slot.bundle, f"{member.name}.grad")
+
+    @property
+    def owed(self) -> int:
+        """How many bundles wait for their update."""
+        return sum(bundle.state is not _FREE for bundle in self.bundles)
+
+    def forget(self) -> None:
+        """Nothing is owed any more, and nothing of it is made: parameters are as they are."""
+        for bundle in self.bundles:
+            bundle.debts.clear()
+            bundle.chunks.clear()
+            bundle.state = BundleState.FREE
+            release_held([slot.parameter for slot in bundle.slots])
+
+    def __repr__(self) -> str:
+        return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
+
+
+def _member_of(grad: PendingGrad) -> Member:
+    member: Any = grad.sum_
+    return member  # type: ignore[no-any-return]
+
+
+def _calls(
+    debts: Sequence[Debt],
+) -> list[tuple[Any, list[tuple[dict[str, Any], list[Slot]]]]]:
+    """What is to be called for ``debts``: each step by itself, with all of its groups."""
+    calls: dict[int, tuple[Any, list[tuple[dict[str, Any], list[Slot]]]]] = {}
+    for debt in debts:
+        calls.setdefault(id(debt.by), (debt.by, []))[1].append((debt.hyperparameters, debt.slots))
+    return list(calls.values())

@@ -1,0 +1,92 @@
+"""What carries chunks: started in one order on all ranks, and waited for at gates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from bytesched.errors import SchedulerTimeout
+
+from ..routes.groups.group import Group
+
+__all__ = ["HOST", "GroupWire", "Wire"]
+
+#: where there are no streams
+HOST: Final = 0
+
+
+class Wire(Protocol):
+    """Sums over ranks."""
+
+    rank: int
+    size: int
+    timeout_s: float
+    #: "gloo" or "nccl"
+    name: str
+
+    def start(self, tensor: torch.Tensor) -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
+
+    def wait(self, work: Any, task: str) -> None:
+        """What the calling thread does from now on, or queues, comes after the end of ``work``.
+
+        Raises `TransportError` with the name ``task``.
+        """
+
+    def stream(self) -> int:
+        """The stream on which the calling thread queues kernels."""
+
+    def leave_note(self, text: str) -> None:
+        """Says why this rank stops, for the others to show beside their own error."""
+
+    def abort(self) -> None:
+        """What is under way ends in errors here and on the other ranks. Idempotent, any thread."""
+
+    def close(self) -> None:
+        """Lets go of everything; nothing must be under way."""
+
+
+class GroupWire:
+    """Process groups of our own.
+
+    Args:
+        data: what sums travel on.
+        others: what is closed with it.
+        device: where gradients are.
+    """
+
+    def __init__(self, data: Group, others: Sequence[Group], device: torch.device) -> None:
+        self.rank = data.rank
+        self.size = data.size
+        self.timeout_s = data.timeout_s
+        self.name: str = data.backend.name()
+        self._data = data
+        self._groups = [data, *others]
+        self._device = device
+        self.start = data.all_reduce
+
+    def wait(self, work: Any, task: str) -> None:
+        self._data.wait(work, task=task)
+
+    def stream(self) -> int:
+        if self._device.type != "cuda":
+            return HOST
+        handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return handle
+
+    def timeout(self, message: str) -> SchedulerTimeout:
+        """The error of a wait that outlived its deadline."""
+        return SchedulerTimeout(message + self._data.note(), rank=self.rank)
+
+    def leave_note(self, text: str) -> None:
+        self._data.leave_note(text)
+
+    def abort(self) -> None:
+        for group in self._groups:
+            group.abort()
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()

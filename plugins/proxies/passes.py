@@ -1,0 +1,88 @@
+"""The entry of every backward pass of the process, whatever its graph.
+
+Autograd adds to gradients and reads weights where no Python looks: nothing may be under way then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from bytesched.errors import PluginError
+
+__all__ = ["Watcher", "watch_passes"]
+
+
+class Watcher(Protocol):
+    """What is told of backward passes."""
+
+    def backward_begins(self) -> None:
+        """A backward pass is about to begin, not inside of another one. The calling thread."""
+
+    def backward_failed(self, error: BaseException) -> BaseException:
+        """It was ended by ``error``; returns what is raised in its place, or ``error`` itself."""
+
+
+#: none of them is kept alive
+_watchers: tuple[ref[Watcher], ...] = ()
+
+
+def watch_passes(watcher: Watcher) -> Callable[[], None]:
+    """Tells ``watcher`` of every backward pass; returns what ends that.
+
+    Raises `PluginError` for a torch whose backward passes have no common entry.
+    """
+    global _watchers
+    _guard()
+    watching = ref(watcher)
+    _watchers = (*(other for other in _watchers if other() is not None), watching)
+
+    def end() -> None:
+        global _watchers
+        _watchers = tuple(other for other in _watchers if other is not watching)
+
+    return end
+
+
+def _guard() -> None:
+    """Puts the watch in front of torch's own entry, once and for good."""
+    entry = getattr(torch.autograd.graph, _NAME, None)
+    if entry is None or not hasattr(torch.autograd, _NAME):
+        raise PluginError(
+            f"torch {torch.__version__} has no {_NAME}, through which backward passes go: set "
+            "BYTESCHED_ENABLED=0, or use a version between 2.4 and 2.15"
+        )
+    if getattr(entry, "is_watched", False):
+        return
+    for module in (torch.autograd.graph, torch.autograd):
+        setattr(module, _NAME, _watched(getattr(module, _NAME)))
+
+
+_NAME = "_engine_run_backward"
+
+
+def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Inside of another pass, everything from before that one has come.
+        if not _watchers or torch._C._current_graph_task_id() != -1:
+            return run(*args, **kwargs)
+        watchers = [watcher for one in _watchers if (watcher := one()) is not None]
+        for watcher in watchers:
+            watcher.backward_begins()
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            raised = error
+            for watcher in watchers:
+                raised = watcher.backward_failed(raised)
+            if raised is error:
+                raise
+            raise raised from error
+
+    call.is_watched = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,93 @@
+"""Gradients whose sums have not come, in the memory that the framework gave them.
+
+A gradient becomes pending by its class, and an ordinary tensor again by its first read. Whoever
+refers to it, under whatever name, waits with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from .metadata import METADATA, tensors_in
+from .pending import PendingParameter, synchronize_now
+
+__all__ = ["LooksPlain", "PendingGrad", "Sum", "make_plain"]
+
+
+class LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
+    """A class that is equal to Tensor, so that gradients take the fast paths they would take.
+
+    ``clip_grad_norm_`` looks at types, and the kernels behind it round differently on a GPU.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is torch.Tensor
+
+    #: Not that of Tensor: torch looks for a type in a list where it chooses a kernel, and in a set
+    #: where it asks each class among the arguments once (torch.overrides).
+    __hash__ = type.__hash__
+
+
+class Sum(Protocol):
+    """What a pending gradient waits for."""
+
+    def settle(self) -> None:
+        """Returns when the sum is in the gradient, which is an ordinary tensor from then on."""
+
+    def zeroes(self) -> bool:
+        """The gradient is about to be zeroed; whether that needs no wait.
+
+        If so, the gradient is an ordinary tensor from now on, and the sum goes elsewhere.
+        """
+
+
+class PendingGrad(torch.Tensor, metaclass=LooksPlain):
+    """A gradient that is being summed; the first read of its values waits."""
+
+    #: what it waits for
+    sum_: Sum
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        is_zeroing = func in _ZEROING
+        for tensor in tensors_in((args, kwargs)):
+            kind = type(tensor)
+            if kind is PendingGrad:
+                if not (is_zeroing and tensor.sum_.zeroes()):
+                    tensor.sum_.settle()
+            elif kind is PendingParameter:
+                synchronize_now(tensor)
+        # They are ordinary tensors now.
+        return func(*args, **kwargs)
+
+    # These ask no class.
+
+    def as_subclass(self, cls: Any) -> Any:
+        self.sum_.settle()
+        return self.as_subclass(cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        self.sum_.settle()
+        return self.set_(*args, **kwargs)
+
+
+def make_plain(grad: PendingGrad) -> None:
+    """Makes ``grad`` an ordinary tensor, for all who refer to it."""
+    del grad.sum_
+    grad.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+_ZEROING: Final = frozenset({torch.Tensor.zero_, torch._foreach_zero_})

@@ -1,0 +1,86 @@
+"""What ranks do over NCCL that share one device; each is a case of `nccl_ranks`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_comparing import DEVICE, Compared, compare_on_cuda
+from rank_worker import resolve
+from training import STEPS, Job, adamw
+
+from bytesched.bench.gpu_ranks import nccl_variables
+from bytesched.plugins.bench.workloads.gpu import gpu_workload
+
+
+def on_one_device(variables: dict[str, str], case: tuple[str, str], args: tuple[Any, ...]) -> Any:
+    """What the case returns, in a rank whose default process group is NCCL's."""
+    if dist.get_backend() != "nccl":
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        os.environ.update(
+            variables,
+            **nccl_variables(rank),
+            LOCAL_RANK="0",
+            # Other keys of the store than those of the group before.
+            TORCHELASTIC_RESTART_COUNT="1",
+            # The rank is stopped between cases, for as long as they are apart.
+            TORCH_NCCL_ENABLE_MONITORING="0",
+        )
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl", timeout=timedelta(seconds=100))
+    return resolve(case)(*args)
+
+
+def collectives(elements: int) -> list[str]:
+    """Those that are wrong, of blocks of so many elements."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = torch.arange(elements * size, dtype=torch.float32, device=DEVICE)
+    block = slice(rank * elements, (rank + 1) * elements)
+    total = size * every + sum(range(size))
+    wrong = []
+
+    summed = every + rank
+    dist.all_reduce(summed)
+    if not torch.equal(summed, total):
+        wrong.append("all-reduce")
+
+    scattered = torch.empty(elements, device=DEVICE)
+    dist.reduce_scatter_tensor(scattered, every + rank)
+    if not torch.equal(scattered, total[block]):
+        wrong.append("reduce-scatter")
+
+    gathered = torch.empty_like(every)
+    dist.all_gather_into_tensor(gathered, every[block].clone())
+    if not torch.equal(gathered, every):
+        wrong.append("all-gather")
+    return wrong
+
+
+def trained(job: Job, model: str) -> None:
+    """A small model of the bench's."""
+    workload = gpu_workload(model, 0, DEVICE, job.rank, is_small=True)
+    module = job.ddp(workload.make())
+    optimizer = adamw(module)
+    job.wrap(optimizer, module)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        loss = module(*workload.batches[step % len(workload.batches)])
+        loss.backward()
+        optimizer.step()
+        job.record(f"loss {step}", loss)
+    job.record_state(module, optimizer)
+
+
+def compare_over_nccl(
+    script: tuple[str, str], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+) -> Compared:
+    """`compare_on_cuda` with kernels that give the same bits each time, where there are such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return compare_on_cuda(script, args, options)
+    finally:
+        torch.use_deterministic_algorithms(False)
