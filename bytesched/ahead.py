@@ -16,7 +16,7 @@ from typing import Final
 from bytesched.admission import Foreseen
 from bytesched.core import SchedulerCore
 from bytesched.order import Following, Leading
-from bytesched.policy import Policy, Prophet, named_policy
+from bytesched.policy import Prophet, named_policy
 from bytesched.task import CommTask
 
 __all__ = ["ChunkTimes", "Link", "exposed_s", "gate_times", "plan_order"]
@@ -64,19 +64,15 @@ def plan_order(
     *,
     policy: str = "priority",
     credit_bytes: int = 1,
-    spread_s: float = 0.0,
 ) -> list[int]:
     """Indices of ``chunks`` in the order in which they are issued.
 
     Args:
         policy: one of `bytesched.policy.policy_names`.
         credit_bytes: how far ahead of the link it is decided; with 1 each time that it is free.
-        spread_s: of ready times between rounds. A chunk goes in front of others that are ready
-            earlier only if they are on the link for longer than that: when it is late, they wait.
     """
     carrier, chosen = _Carrier(link), named_policy(policy)
-    queue = _Wary(chosen, chunks, link, spread_s) if spread_s else Leading(chosen)
-    core = SchedulerCore(queue, credit_bytes=credit_bytes)
+    core = SchedulerCore(Leading(chosen), credit_bytes=credit_bytes)
     if isinstance(chosen, Prophet):
         core.use_admission(Foreseen(len(chunks), lambda: carrier.now_s))
         for _ in range(_LEARNED_ROUNDS):
@@ -120,40 +116,6 @@ def exposed_s(
     """How long the forward pass waits at gates in all; arguments as for `gate_times`."""
     passed_s = gate_times(order, chunks, link, gates)
     return passed_s[-1] - _forward_s(chunks) - sum(gates[:-1]) if passed_s else 0.0
-
-
-class _Wary(Leading):
-    """The policy's choice, unless it holds back what is ready earlier for too little."""
-
-    def __init__(self, policy: Policy, chunks: Sequence[ChunkTimes], link: Link, spread_s: float):
-        super().__init__(policy)
-        self._spread_s = spread_s
-        self._ready_s = [chunk.ready_s for chunk in chunks]
-        self._alone_s = [link.alone_s(chunk.nbytes) for chunk in chunks]
-
-    def add(self, task: CommTask) -> None:
-        # No heap: in the order of readiness.
-        self._heap.append((self._policy.key(task), self._sequence, task))
-        self._sequence += 1
-
-    def pop(self) -> CommTask | None:
-        task = self.peek()
-        self._heap = [each for each in self._heap if each[2] is not task]
-        return task
-
-    def peek(self) -> CommTask | None:
-        if not self._heap:
-            return None
-        chosen, gain_s = min(self._heap)[2], 0.0
-        for _, _, task in self._heap:
-            if self._ready_s[task.index] >= self._ready_s[chosen.index]:
-                break
-            gain_s += self._alone_s[task.index]
-            if gain_s > self._spread_s:
-                return chosen
-        # Holds nothing back: the first, or of those that are ready with it the most urgent.
-        first_s = self._ready_s[self._heap[0][2].index]
-        return min(each for each in self._heap if self._ready_s[each[2].index] == first_s)[2]
 
 
 @dataclass(slots=True)

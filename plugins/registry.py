@@ -256,6 +256,7 @@ def _end(session: Wrapped) -> None:
             session.flush()
     except Exception:
         log.exception("the last step of a model that is gone could not be applied")
+        make_exit_fail()
     _close(session)
 
 

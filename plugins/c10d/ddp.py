@@ -186,6 +186,8 @@ def begin(
             # From here on they train together, so none of them may be left behind.
             entry.agree([], config.timeout_s)
         except BaseException:
+            if isinstance(session, PlannedSession):
+                session.give_back()
             session.close()
             raise
     return session

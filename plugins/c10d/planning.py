@@ -82,7 +82,8 @@ def attach_planned(
     )
     with joining(base, f"session{entry.number}", config) as ranks:
         data = ranks.open("data", kind)
-        others = [] if kind == "gloo" else [ranks.open("control")]
+        control = data if kind == "gloo" else ranks.open("control")
+        others = []
         buffers = None
         if ddp.modules_buffers and _has_own_broadcast(ddp):
             buffers = ranks.open("buffers")
@@ -92,19 +93,20 @@ def attach_planned(
     if not why_not_renewed(ddp) and (chunk_bytes or kind == "gloo"):
         renew(ddp, chunk_bytes or _GLOO_BYTES)
     partition_bytes = chunk_bytes or ddp.bucket_bytes_cap
-    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes))
+    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
     session = PlannedSession(
         model,
         ddp,
         slots,
         config,
-        GroupWire(data, others, device),
+        GroupWire(data, control, others, device),
         observers,
         cut=partial(ends_of, chunk_bytes=chunk_bytes),
         setting=setting,
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
+        half_attached.callback(session.give_back)
         session.watch_reductions(partial(is_within, frozenset(dist.get_process_group_ranks(base))))
         if buffers is not None:
             session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))

@@ -55,13 +55,20 @@ class Failures:
         # This rank has broken its connections for it: of those, only a timeout would be told.
         raise first.with_traceback(None) from first.__cause__
 
-    def fail(self, error: BaseException, *, is_raised: bool = False) -> None:
+    def fail(
+        self,
+        error: BaseException,
+        *,
+        is_raised: bool = False,
+        cause: BaseException | None = None,
+    ) -> None:
         """The first error is kept and raised wherever the user's thread waits. Any thread.
 
         It ends everything under way, so that the other ranks learn about it now.
 
         Args:
             is_raised: the user's thread raises it now, so that the end of the process need not.
+            cause: what the other ranks are told, if it is another error.
         """
         with self.lock:
             self.is_error_seen = self.is_error_seen or is_raised
@@ -71,7 +78,7 @@ class Failures:
             self._failed()
         # Without the lock: a store that does not answer may take its time.
         if not isinstance(error, PeerLost) or error.peers:
-            self._peers.leave_note(in_one_line(error))
+            self._peers.leave_note(in_one_line(cause or error))
         self._peers.abort()
 
     def _failed(self) -> None:

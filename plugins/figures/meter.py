@@ -70,7 +70,8 @@ class Meter:
         self._steps = 0
         #: time spent in the gradient hooks
         self.hook_ns = 0
-        self._rounds = 0
+        #: rounds after the warm-up
+        self.rounds = 0
         #: a round has been settled
         self.is_measuring = False
         self._measure()
@@ -127,7 +128,7 @@ class Meter:
     def backward_ends(self) -> None:
         """A round is complete."""
         if self._nbytes:
-            self._rounds += 1
+            self.rounds += 1
         if self._observers.are_any and self._backward_ns:
             now_ns = perf_counter_ns()
             self._observers.on_span("backward", "backward", self._backward_ns, now_ns)
@@ -245,7 +246,7 @@ class Meter:
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._credit_bytes,
             "scheduler_cpu_us_per_chunk": traffic.cpu_ns / 1e3 / max(traffic.chunks, 1),
-            "hook_us_per_parameter": self.hook_ns / 1e3 / max(self._rounds * self._parameters, 1),
+            "hook_us_per_parameter": self.hook_ns / 1e3 / max(self.rounds * self._parameters, 1),
             "update_ms": self._update_ns / _MS / iterations,
         }
         for name, ns in self._wait_ns.most_common(_WORST):

@@ -15,7 +15,7 @@ from ..update.surroundings import unseen
 
 __all__ = ["Bucket", "Chunk", "Member", "Sums"]
 
-_use_count: Any = torch._C._storage_Use_Count
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class Chunk:

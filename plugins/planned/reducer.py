@@ -18,7 +18,7 @@ __all__ = ["hook", "reduced_by", "renew", "why_not_renewed"]
 
 def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that ``ddp`` reduces: those that did require a gradient when it was made."""
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    buckets: Any = ddp.reducer._get_zeros_like_grad_buckets()
     return [parameter for bucket in buckets for parameter in bucket.parameters()]
 
 
@@ -60,11 +60,13 @@ def _capped(ddp: Any, bucket_bytes: int) -> Iterator[None]:
         for name in ("bucket_bytes_cap", "_bucket_config")
         if hasattr(ddp, name)
     }
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES
+    # What the rebuilt buckets begin with.
+    defaults: Any = dist
+    first = defaults._DEFAULT_FIRST_BUCKET_BYTES
     try:
         if bucket_bytes:
             ddp.bucket_bytes_cap = bucket_bytes
-            dist._DEFAULT_FIRST_BUCKET_BYTES = min(first, bucket_bytes)
+            defaults._DEFAULT_FIRST_BUCKET_BYTES = min(first, bucket_bytes)
             if "_bucket_config" in kept:
                 ddp._bucket_config = type(kept["_bucket_config"])(
                     bucket_bytes_cap=bucket_bytes,
@@ -73,7 +75,7 @@ def _capped(ddp: Any, bucket_bytes: int) -> Iterator[None]:
                 )
         yield
     finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = first
+        defaults._DEFAULT_FIRST_BUCKET_BYTES = first
         for name, value in kept.items():
             setattr(ddp, name, value)
 
@@ -104,7 +106,8 @@ def hook(
             reducer without one.
     """
     # Not by DDP's own method, whose list goes with copies and pickles of the module.
-    dist._register_comm_hook(ddp.reducer, None, source)
+    c10d: Any = dist
+    c10d._register_comm_hook(ddp.reducer, None, source)
     weak_ddp = weakref.ref(ddp)
     for name in _REGISTERING:
         vars(ddp)[name] = _Registering(name, weak_ddp, stand_aside)

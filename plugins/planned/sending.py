@@ -10,6 +10,7 @@ from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.spans import span
 from .buckets import Bucket, Chunk
+from .planning import Planning
 from .wire import HOST, Wire
 
 __all__ = ["Sending"]
@@ -18,13 +19,12 @@ __all__ = ["Sending"]
 class Sending:
     """What one session has under way."""
 
-    def __init__(self, wire: Wire, failures: Failures, meter: Meter) -> None:
+    def __init__(self, wire: Wire, failures: Failures, meter: Meter, planning: Planning) -> None:
         self._wire = wire
         self._failures = failures
         self._meter = meter
-        #: indices of all chunks as they are issued; None: as they become ready
-        self.order: Sequence[int] | None = None
-        #: how many of them have been issued in this round
+        self._planning = planning
+        #: how many chunks of the plan have been issued in this round
         self._position = 0
         #: by index, those that are ready and not issued
         self._held_back: dict[int, Chunk] = {}
@@ -36,25 +36,30 @@ class Sending:
         self._position = 0
         self._held_back.clear()
 
-    def ready(self, chunks: Sequence[Chunk]) -> None:
-        """Issues what is next and ready. In a hook of the reducer: nothing waits here."""
+    def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
+        """Issues what is next and ready. In a hook of the reducer: nothing waits here.
+
+        Args:
+            is_last: no other chunks follow in this round.
+        """
         self.buckets.append(chunks[0].bucket)
-        for chunk in chunks:
-            chunk.work, chunk.landed_on = None, None
-        order = self.order
-        if order is None:
-            for chunk in chunks:
-                chunk.work = self._wire.start(chunk.sent)
-            return
         held_back = self._held_back
         for chunk in chunks:
+            chunk.work, chunk.landed_on = None, None
             held_back[chunk.index] = chunk
-        while self._position < len(order):
-            following = held_back.pop(order[self._position], None)
-            if following is None:
-                return
-            following.work = self._wire.start(following.sent)
-            self._position += 1
+            self._planning.ready(chunk)
+        order = self._planning.order
+        if order is None:
+            following = list(held_back.values())
+            held_back.clear()
+        else:
+            following = []
+            while self._position < len(order) and order[self._position] in held_back:
+                following.append(held_back.pop(order[self._position]))
+                self._position += 1
+        for number, chunk in enumerate(following, 1):
+            chunk.work = self._wire.start(chunk.sent)
+            self._planning.issued(chunk, is_last=is_last and number == len(following))
 
     def wait(self, chunks: Iterable[Chunk], by: str) -> None:
         """What the calling thread does next comes after the sums of ``chunks``.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
-from bytesched.errors import PluginError
+from bytesched.errors import PluginError, TransportError, UnusedParameterError
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 from bytesched.urgency import URGENCY
@@ -27,11 +27,13 @@ from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from ..proxies.passes import watch_passes
 from ..proxies.pending_grads import PendingGrad
 from ..routes.carrier import Traffic
+from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .buckets import Bucket, Chunk, Member
 from .bundles import Bundle, BundleState, Slot
-from .reducer import hook, renew
+from .planning import Planning, first_gates
+from .reducer import hook, reduced_by, renew
 from .sending import Sending
 from .source import Phase, Source
 from .updates import Updates
@@ -72,11 +74,19 @@ class PlannedSession:
         self._slots = slots
         self._parameters = [slot.parameter for slot in slots]
         self._names = {id(slot.parameter): slot.name for slot in slots}
+        self._by_name = {slot.name: slot.parameter for slot in slots}
         self._setting = setting
         self.observers = observers
         self._failures = Failures(wire)
-        self._meter = Meter(observers, len(slots))
-        self._sending = Sending(wire, self._failures, self._meter)
+        self._planning = Planning(
+            wire,
+            observers,
+            policy=config.policy,
+            credit_bytes=config.credit_bytes,
+            gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
+        )
+        self._meter = Meter(observers, len(slots), self._busy_ns)
+        self._sending = Sending(wire, self._failures, self._meter, self._planning)
         self._updates = Updates(
             slots,
             self._sending,
@@ -100,6 +110,8 @@ class PlannedSession:
         self._first_use: FirstUse | None = FirstUse(root, self._parameters)
         #: what looks at the first steps for gradients that the script reduces itself
         self._by_hand: ByHand | None = None
+        #: an exception has ended a backward pass in the middle of a round
+        self._is_interrupted = False
         self._closed = self._is_off = False
         self._unhook: Callable[[], None]
         self._undo: list[Callable[[], None]] = []
@@ -164,11 +176,31 @@ class PlannedSession:
             return
         if torch.is_grad_enabled():
             self._failures.check()
+            if self.source.phase is Phase.OPEN:
+                self._complain_if_incomplete()
+            if self.source.is_early:
+                refuse_stage(module)
             if self._first_use is not None:
                 self._first_use.begin()
             self._meter.forward_begins()
         elif not module.training:
             self.synchronize_all()
+
+    def _complain_if_incomplete(self) -> None:
+        """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
+        ddp = self._ddp()
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        here = {id(member.parameter) for member in self.source.members()}
+        names = [self._names[id(p)] for p in reduced_by(ddp) if id(p) not in here]
+        missing = [name for name in names if self._by_name[name].grad is None] or names
+        error = UnusedParameterError(
+            f"{len(missing)} parameters got no gradient on rank {self._wire.rank}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. If that may happen, "
+            "say find_unused_parameters=True to DistributedDataParallel"
+        )
+        self._failures.fail(error, is_raised=True)
+        raise error
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._first_use is not None:
@@ -188,7 +220,11 @@ class PlannedSession:
     def _build_gates(self, first_use: FirstUse) -> None:
         """In front of the modules that are really called, once the first rounds have shown them."""
         first_use.close()
-        self._updates.bundle(first_use.order())
+        order = first_use.order()
+        self._updates.bundle(order)
+        self._planning.gate_of = first_gates(
+            {id(self._parameters[index]): place for place, index in enumerate(order)}
+        )
         slots = {id(slot.parameter): slot for slot in self._slots}
         for module, name, parameters in first_use.gates(lambda parameter: True):
             behind = {slots[id(parameter)].bundle: None for parameter in parameters}
@@ -239,20 +275,30 @@ class PlannedSession:
             f"an exception ended the last backward() on rank {self._wire.rank} when some of its "
             "gradients had been sent already; unwrap, and wrap again to go on"
         )
-        self._failures.fail(ended, is_raised=True)
+        self._is_interrupted = True
+        self._failures.fail(ended, is_raised=True, cause=error)
         return error
 
     def round_begins(self) -> None:
         """See `Listener`."""
+        # A rank that has joined, and begins no backward pass, has not waited for it.
+        self._planning.landed()
         self._sending.round_begins()
         if not self.source.is_early:
+            self._planning.round_begins()
             self._meter.round_begins(is_settled=True)
 
-    def ready(self, chunks: Sequence[Chunk]) -> None:
+    def layout_changes(self) -> None:
+        """See `Listener`."""
+        self._planning.forget()
+
+    def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
         """See `Listener`."""
         self._failures.check()
         try:
-            self._sending.ready(chunks)
+            self._sending.ready(chunks, is_last=is_last)
+            if is_last and not self.source.is_early:
+                self._planning.round_ends()
         except RuntimeError as error:
             self._failures.check()
             raise PluginError(f"{chunks[0].name!r} could not be sent: {error}") from error
@@ -292,18 +338,27 @@ class PlannedSession:
         self._meter.active(nbytes, chunks, self._setting)
         if self._wire.rank == 0:
             log.info(
-                "%d ranks, %d tensors, %s in %d chunk%s, mode %s",
+                "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s",
                 self._wire.size,
                 len(self._slots),
                 size_text(nbytes),
                 chunks,
                 "s" if chunks > 1 else "",
+                self._setting.policy,
                 self.mode,
             )
 
     def _land_all(self, by: str) -> None:
         self._updates.apply_all(by)
         self._sending.land_all(by)
+        try:
+            self._planning.landed()
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def _busy_ns(self) -> int:
+        """For how long something has been under way, as far as rounds were measured."""
+        return self._planning.busy_ns * self._meter.rounds
 
     # -- steps -------------------------------------------------------------------------
 
@@ -355,6 +410,11 @@ class PlannedSession:
         return None if self._failures.is_error_seen else self._failures.error
 
     @property
+    def rounds_finished(self) -> int:
+        """How many rounds have been complete."""
+        return self.source.rounds
+
+    @property
     def is_measuring(self) -> bool:
         """Whether rounds are sent as those after them, so that they count in its figures."""
         return self._meter.is_measuring
@@ -376,12 +436,18 @@ class PlannedSession:
 
     def flush(self) -> None:
         """Everything that was started is summed, and every step that was taken is applied."""
+        if self._is_interrupted:
+            # What was taken was applied before that pass began.
+            return
         self._failures.check()
         if self.source.phase is Phase.IDLE:
             self._land_all("flush")
 
     def restore(self) -> None:
         """DDP does everything by itself from now on, on all ranks."""
+        if self._is_interrupted:
+            self.give_back()
+            return
         self._failures.check()
         self._stand_aside()
 
@@ -390,13 +456,16 @@ class PlannedSession:
         if self._is_off:
             return
         self._land_all("flush")
-        self._is_off = True
-        ddp = self._ddp()
-        self._unhook()
-        if ddp is not None:
-            renew(ddp, 0)
+        self.give_back()
         if why and self._wire.rank == 0:
             log.info("left to DDP from now on: %s", why)
+
+    def give_back(self) -> None:
+        """DDP has a reducer without our hook; nothing may be under way."""
+        self._is_off = True
+        self._unhook()
+        if (ddp := self._ddp()) is not None:
+            renew(ddp, 0)
 
     def leave(self) -> None:
         """This rank takes no more steps."""

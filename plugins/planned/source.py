@@ -7,7 +7,7 @@ gradients that everyone sees wait for their sums (proxies.pending_grads).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, Protocol
 
@@ -42,8 +42,15 @@ class Listener(Protocol):
     def round_begins(self) -> None:
         """The first bucket of a round is ready."""
 
-    def ready(self, chunks: Sequence[Chunk]) -> None:
-        """These can be summed. The reducer's lock is held: nothing may wait."""
+    def layout_changes(self) -> None:
+        """The reducer has other buckets, or other memory for them."""
+
+    def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
+        """These can be summed. The reducer's lock is held: nothing may wait.
+
+        Args:
+            is_last: they are those of the last bucket of the round.
+        """
 
     def land(self, bucket: Bucket) -> None:
         """Returns when the sum of ``bucket`` is there, and handed back."""
@@ -112,12 +119,18 @@ class Source:
         here = self._known(number, bucket, buffer)
         here.is_under_way = True
         self._opened.append(here)
-        self._listener.ready(here.chunks)
-        if bucket.is_last():
+        is_last = bucket.is_last()
+        self._listener.ready(here.chunks, is_last=is_last)
+        if is_last:
             self._complete(is_backward)
         future = self._future()
         future.set_result(buffer)
         return future
+
+    def members(self) -> Iterator[Member]:
+        """Those of the buckets that the open round has handed out."""
+        for bucket in self._opened:
+            yield from bucket.members
 
     def _known(self, number: int, bucket: Any, buffer: torch.Tensor) -> Bucket:
         """The bucket ``number``, anew if its memory is not what it was."""
@@ -125,6 +138,7 @@ class Source:
             if self.buckets[number].is_of(buffer):
                 return self.buckets[number]
             del self.buckets[number:]
+        self._listener.layout_changes()
         first = sum(len(other.chunks) for other in self.buckets)
         parameters: list[nn.Parameter] = bucket.parameters()
         self.buckets.append(

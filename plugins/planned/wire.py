@@ -29,6 +29,9 @@ class Wire(Protocol):
     def start(self, tensor: torch.Tensor) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
 
+    def start_largest(self, numbers: torch.Tensor) -> Any:
+        """Begins to make ``numbers``, on the host, the largest of all ranks; returns the work."""
+
     def wait(self, work: Any, task: str) -> None:
         """What the calling thread does from now on, or queues, comes after the end of ``work``.
 
@@ -53,19 +56,26 @@ class GroupWire:
 
     Args:
         data: what sums travel on.
-        others: what is closed with it.
+        control: of Gloo, what numbers of the host travel on; the same, if that is of Gloo.
+        others: what is closed with them.
         device: where gradients are.
     """
 
-    def __init__(self, data: Group, others: Sequence[Group], device: torch.device) -> None:
+    def __init__(
+        self, data: Group, control: Group, others: Sequence[Group], device: torch.device
+    ) -> None:
         self.rank = data.rank
         self.size = data.size
         self.timeout_s = data.timeout_s
         self.name: str = data.backend.name()
         self._data = data
-        self._groups = [data, *others]
+        self._control = control
+        self._groups = [*dict.fromkeys((data, control, *others))]
         self._device = device
         self.start = data.all_reduce
+
+    def start_largest(self, numbers: torch.Tensor) -> Any:
+        return self._control.largest(numbers)
 
     def wait(self, work: Any, task: str) -> None:
         self._data.wait(work, task=task)

@@ -64,11 +64,10 @@ class PendingGrad(torch.Tensor, metaclass=LooksPlain):
                 return func(*args, **kwargs)
         is_zeroing = func in _ZEROING
         for tensor in tensors_in((args, kwargs)):
-            kind = type(tensor)
-            if kind is PendingGrad:
+            if type(tensor) is PendingGrad:
                 if not (is_zeroing and tensor.sum_.zeroes()):
                     tensor.sum_.settle()
-            elif kind is PendingParameter:
+            elif type(tensor) is PendingParameter:
                 synchronize_now(tensor)
         # They are ordinary tensors now.
         return func(*args, **kwargs)

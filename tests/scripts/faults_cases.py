@@ -125,6 +125,7 @@ class Script:
         self.at = at
         self.fault_step = fault_step
         self.step = 0
+        self.is_stepping = False
         #: every rank waits for every update
         self.flushes = False
         self.model = net(buffers=buffers)
@@ -146,7 +147,9 @@ class Script:
         self._reached("before_backward")
         loss.backward()
         self._reached("after_backward")
+        self.is_stepping = True
         self.optimizer.step()
+        self.is_stepping = False
         self._reached("after_step")
         if self.flushes:
             bytesched.flush()
@@ -178,7 +181,7 @@ class Script:
         real = functional.sgd
 
         def watched(*args: Any, **kwargs: Any) -> None:
-            if threading.current_thread() is not threading.main_thread():
+            if not self.is_stepping:
                 self.at("in_update")
             real(*args, **kwargs)
 

@@ -198,6 +198,7 @@ def stays_alive(who: int, moment: str, timeout_s: float) -> None:
             if reached == "after_step":
                 signals().set("victim is past step")
             if reached == moment:
+                signals().set("victim is past step")
                 raise ValueError("boom")
         elif moment == "in_backward" and reached == "before_backward":
             signals().wait("victim is past backward")

@@ -87,6 +87,12 @@ class Group:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
         return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
 
+    def largest(self, tensor: torch.Tensor) -> Any:
+        """Begins to make ``tensor`` the largest of all ranks, in place; returns the work."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return _unguarded(self.backend, "allreduce")(self.backend, [tensor], options)
+
     def reduce_scatter(self, part: torch.Tensor, row: torch.Tensor) -> Any:
         """Begins to sum ``row``, of which this rank gets its ``part``; returns the work."""
         method = _unguarded(self.backend, "_reduce_scatter_base")
@@ -117,10 +123,8 @@ class Group:
 
     def _largest(self, numbers: Sequence[int], *, task: str) -> list[int]:
         """The largest of all ranks, for each of ``numbers``; collective."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.wait(self.backend.allreduce([tensor], options), task=task)
+        self.wait(self.largest(tensor), task=task)
         return [int(number) for number in tensor.tolist()]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], *, root: int = 0, task: str) -> None:

@@ -122,10 +122,17 @@ def test_one_rank_dies_in_wrap(scenario: Scenario, runs: Runs) -> None:
     check_told_of(other, {"PeerLost"})
 
 
-@each(
-    *on_each_rank("skips-a-layer", cases.skips_a_layer, FAULT_STEP, NO_TIMEOUT_S),
-    *on_each_rank("skips-a-layer-in-warm-up", cases.skips_a_layer, 0, NO_TIMEOUT_S)[1:],
-)
+@each(*on_each_rank("skips-a-layer-at-first", cases.skips_a_layer, 0, NO_TIMEOUT_S)[1:])
+def test_one_rank_skips_a_layer_before_any_bucket_is_full(scenario: Scenario, runs: Runs) -> None:
+    """DDP says so, with the numbers of parameters."""
+    culprit, other = culprit_and_other(scenario, runs.of(scenario))
+    assert culprit.told.get("error") == "RuntimeError", culprit.stderr
+    assert "Expected to have finished reduction" in culprit.told["message"]
+    check_told_of(other, {"PeerLost"})
+    assert "Expected to have finished reduction" in other.told["message"]
+
+
+@each(*on_each_rank("skips-a-layer", cases.skips_a_layer, FAULT_STEP, NO_TIMEOUT_S))
 def test_one_rank_skips_a_layer(scenario: Scenario, runs: Runs) -> None:
     culprit, other = culprit_and_other(scenario, runs.of(scenario))
     assert culprit.told.get("error") == "UnusedParameterError", culprit.stderr

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out import parameters, plan_of
+from laid_out import parameters
 
 from bytesched.plugins.engine import by_hand
 from bytesched.plugins.engine.by_hand import ByHand
-from bytesched.plugins.layout.slots import Slot
 from bytesched.values import size_text
 
 #: process groups: of the ranks that have averaged gradients, and of others
@@ -26,11 +25,11 @@ class Script:
 
     def __init__(self) -> None:
         self.watches: list[Callable[[Any, int], None]] = []
-        self.slots: list[Slot] = plan_of(parameters((FIRST,), (SECOND,))).slots
-        for slot in self.slots:
-            slot.make_lazy(lambda: None)
-            slot.parameter.grad = slot.lazy
-            slot.is_read = True
+        self.parameters = parameters((FIRST,), (SECOND,))
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        #: those whose gradient the script may have a copy of
+        self.read = {id(parameter) for parameter in self.parameters}
 
     def watch(self, watch: Callable[[Any, int], None]) -> Callable[[], None]:
         """In place of `entries.watch_reductions`: no process group is needed."""
@@ -38,7 +37,12 @@ class Script:
         return self.watches.clear
 
     def watched(self, *, speaks: bool = True) -> ByHand:
-        return ByHand(self.slots, lambda group: group is SAME, speaks=speaks)
+        return ByHand(
+            self.parameters,
+            lambda parameter: id(parameter) in self.read,
+            lambda group: group is SAME,
+            speaks=speaks,
+        )
 
     def reduces(self, elements: int, group: object = SAME) -> None:
         for watch in self.watches:
@@ -164,18 +168,16 @@ def test_all_gradients_are_known_by_their_size_whole_or_in_pieces(
 def test_a_parameter_without_a_gradient_may_be_left_out_or_filled_with_zeros(
     script: Script, caplog: pytest.LogCaptureFixture, reduced: int, said: bool
 ) -> None:
-    script.slots[1].parameter.grad = None
+    script.parameters[1].grad = None
     script.steps(script.watched(), [reduced, reduced])
     assert bool(caplog.messages) == said
 
 
-@pytest.mark.parametrize(("how", "said"), [("unread", False), ("read", True), ("replaced", True)])
+@pytest.mark.parametrize("is_read", [False, True])
 def test_what_the_script_has_not_read_it_cannot_have_reduced(
-    script: Script, caplog: pytest.LogCaptureFixture, how: str, said: bool
+    script: Script, caplog: pytest.LogCaptureFixture, is_read: bool
 ) -> None:
-    first = script.slots[0]
-    first.is_read = how == "read"
-    if how == "replaced":
-        first.parameter.grad = torch.zeros(FIRST)
+    if not is_read:
+        script.read.remove(id(script.parameters[0]))
     script.steps(script.watched(), [ALL, ALL])
-    assert bool(caplog.messages) == said
+    assert bool(caplog.messages) == is_read

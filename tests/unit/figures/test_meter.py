@@ -54,7 +54,7 @@ def test_rounds_before_the_first_settled_one_do_not_count() -> None:
     ours.stepped(0)
     train(ours, 2, 0, is_settled=False)
     ours.causes.read("weight", waited_ns=10)
-    ours.waited("weight.grad", Moment(perf_counter_ns(), 0), None)
+    ours.waited("weight.grad", Moment(perf_counter_ns(), 0))
     assert ours.figures(Traffic())["comm_ms"] == ours.figures(Traffic())["iterations"] == 0
     ours.round_begins(is_settled=True)
     busy_ns[0] += 8 * MS
@@ -75,7 +75,7 @@ def test_a_wait_is_exposed_while_something_is_on_the_wire() -> None:
     began = ours.moment()
     busy_ns[0] = 10 * MS
     # It waited for 20 ms, in half of which the wire was idle.
-    ours.waited("fc", Moment(began.at_ns - 20 * MS, began.busy_ns), None)
+    ours.waited("fc", Moment(began.at_ns - 20 * MS, began.busy_ns))
     busy_ns[0] = 40 * MS
     figures = ours.figures(Traffic())
     assert (figures["exposed_comm_ms"], figures["comm_ms"]) == (10.0, 40.0)
@@ -87,7 +87,7 @@ def test_what_arrives_before_step_is_called_hidden_only_if_it_is() -> None:
     ours = train(meter(busy_ns), 1, 0)
     busy_ns[0] = 10 * MS
     assert "is hidden behind backward" in str(ours.figures(Traffic())["reason"])
-    ours.waited("fc", Moment(perf_counter_ns() - 20 * MS, 0), None)
+    ours.waited("fc", Moment(perf_counter_ns() - 20 * MS, 0))
     assert ours.figures(Traffic())["reason"] == "the rest had arrived before step()"
 
 
@@ -97,7 +97,7 @@ def test_who_waits_for_next_to_nothing_is_not_blamed() -> None:
     busy_ns[0] = 100 * MS
     for waited_ms, reason in ((3, "is hidden behind backward"), (4, "reads all gradients")):
         began = ours.moment()
-        ours.waited("weight", Moment(began.at_ns - waited_ms * MS, began.busy_ns - 50 * MS), None)
+        ours.waited("weight", Moment(began.at_ns - waited_ms * MS, began.busy_ns - 50 * MS))
         ours.causes.read("weight", waited_ms * MS)
         assert reason in str(ours.figures(Traffic())["reason"])
 

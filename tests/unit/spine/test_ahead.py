@@ -68,16 +68,11 @@ def training(seed: int, layers: int, slices: int) -> tuple[list[ChunkTimes], Lin
 
 
 @settings(max_examples=100)
-@given(
-    chunk_lists, links, st.sampled_from(policy_names()), st.integers(1, 30), st.floats(0.0, 20.0)
-)
+@given(chunk_lists, links, st.sampled_from(policy_names()), st.integers(1, 30))
 def test_a_plan_is_an_order_of_all_chunks_and_always_the_same(
-    chunks: list[ChunkTimes], link: Link, policy: str, credit_bytes: int, spread_s: float
+    chunks: list[ChunkTimes], link: Link, policy: str, credit_bytes: int
 ) -> None:
-    plans = [
-        plan_order(chunks, link, policy=policy, credit_bytes=credit_bytes, spread_s=spread_s)
-        for _ in range(2)
-    ]
+    plans = [plan_order(chunks, link, policy=policy, credit_bytes=credit_bytes) for _ in range(2)]
     assert sorted(plans[0]) == list(range(len(chunks)))
     assert plans[0] == plans[1]
 
@@ -103,7 +98,7 @@ def test_what_happens_at_one_moment_is_known_before_it_is_decided() -> None:
 def test_fifo_is_the_order_of_readiness(
     chunks: list[ChunkTimes], link: Link, credit_bytes: int
 ) -> None:
-    plan = plan_order(chunks, link, policy="fifo", credit_bytes=credit_bytes, spread_s=0.5)
+    plan = plan_order(chunks, link, policy="fifo", credit_bytes=credit_bytes)
     assert plan == by_readiness(chunks)
 
 
@@ -117,22 +112,22 @@ def test_with_the_least_credit_a_plan_is_what_a_greedy_link_sends(
 
 
 @settings(max_examples=100)
-@given(st.data(), links, st.sampled_from([1, 8]), st.sampled_from([0.0, 2.0]))
+@given(st.data(), links, st.sampled_from([1, 8]))
 def test_how_chunks_are_numbered_decides_only_between_equals(
-    data: st.DataObject, link: Link, credit_bytes: int, spread_s: float
+    data: st.DataObject, link: Link, credit_bytes: int
 ) -> None:
     chunks = data.draw(chunk_lists)
     mixed = data.draw(st.permutations(chunks))
     plans = [
         [
             (one[index].ready_s, one[index].gate)
-            for index in plan_order(one, link, credit_bytes=credit_bytes, spread_s=spread_s)
+            for index in plan_order(one, link, credit_bytes=credit_bytes)
         ]
         for one in ([replace(chunk, nbytes=3) for chunk in chunks] for chunks in (chunks, mixed))
     ]
     assert plans[0] == plans[1]
     equals = [ChunkTimes(3, 1.0, 4)] * 5
-    assert plan_order(equals, link, credit_bytes=credit_bytes, spread_s=spread_s) == [0, 1, 2, 3, 4]
+    assert plan_order(equals, link, credit_bytes=credit_bytes) == [0, 1, 2, 3, 4]
 
 
 def test_credit_says_how_far_ahead_of_the_link_it_is_decided() -> None:
@@ -164,43 +159,6 @@ def test_prophet_changes_nothing_where_a_link_has_no_constant(
     link = Link(seconds_per_byte, 0.0)
     plan = plan_order(chunks, link, policy="prophet", credit_bytes=credit_bytes)
     assert plan == plan_order(chunks, link, credit_bytes=credit_bytes)
-
-
-# -- late heads ------------------------------------------------------------------------
-
-
-@settings(max_examples=100)
-@given(chunk_lists, links, st.integers(1, 30))
-def test_with_a_large_spread_a_plan_holds_nothing_back(
-    chunks: list[ChunkTimes], link: Link, credit_bytes: int
-) -> None:
-    plan = plan_order(chunks, link, credit_bytes=credit_bytes, spread_s=1e9)
-    times = [chunks[index].ready_s for index in plan]
-    assert times == sorted(times)
-    if len({chunk.ready_s for chunk in chunks}) == len(chunks):
-        assert plan == by_readiness(chunks)
-
-
-def test_a_chunk_is_held_back_for_more_than_the_spread() -> None:
-    # Two of 2 s each wait for the link when the most urgent one becomes ready.
-    chunks = [ChunkTimes(9, 0.0, 3), *(ChunkTimes(2, 1.0 + at, 2) for at in range(2))]
-    chunks.append(ChunkTimes(2, 5.0, 0))
-    assert plan_order(chunks, SLOW, spread_s=3.9) == [0, 3, 1, 2]
-    assert plan_order(chunks, SLOW, spread_s=4.0) == [0, 1, 2, 3]
-    # What becomes ready with it is not held back.
-    chunks[1:3] = [replace(chunk, ready_s=5.0) for chunk in chunks[1:3]]
-    assert plan_order(chunks, SLOW, spread_s=4.0) == [0, 3, 1, 2]
-
-
-@settings(max_examples=100)
-@given(chunk_lists, links, st.integers(1, 30), st.floats(0.001, 8.0))
-def test_no_chunk_is_held_back_for_less(
-    chunks: list[ChunkTimes], link: Link, credit_bytes: int, spread_s: float
-) -> None:
-    plan = plan_order(chunks, link, credit_bytes=credit_bytes, spread_s=spread_s)
-    for place, index in enumerate(plan):
-        held = [i for i in plan[place:] if chunks[i].ready_s < chunks[index].ready_s]
-        assert not held or sum(link.alone_s(chunks[i].nbytes) for i in held) > spread_s
 
 
 # -- replays ---------------------------------------------------------------------------

@@ -1,0 +1,307 @@
+"""The plan of a session: measured rounds, the order made from them, and the ranks' agreement on it.
+
+What ranks tell each other goes with the last bucket of a round, as one more operation, and is read
+when the next backward pass begins: nobody waits for it. Every rank does the same in the same round,
+as all of them count the same rounds of DDP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+from math import inf, isfinite
+from time import perf_counter_ns
+from typing import Any, Final
+
+import torch
+
+from bytesched.ahead import ChunkTimes, Link, plan_order
+from bytesched.observe import Observers
+
+from .buckets import Chunk
+from .wire import Wire
+
+__all__ = ["Planning", "Stage", "first_gates"]
+
+#: rounds of a layout that are measured; each is followed by one in which nothing is
+_MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
+#: the share of an iteration in which the link may stand idle for the next chunk of a plan
+_MOST_IDLE: Final = 0.02
+#: Gloo starts operations in order, so many at a time
+_CONCURRENT: Final = 2
+_S: Final = 1e9
+
+
+class Stage(Enum):
+    """How far the ranks are with their plan."""
+
+    NEW = "the buckets are new"
+    COMPARING = "the ranks compare their buckets"
+    ALIKE = "buckets are alike"
+    DIFFERENT = "buckets differ: chunks are sent as they become ready"
+    MEASURING = "a round is measured"
+    MEASURED = "a round has been measured"
+    TELLING = "the ranks tell each other what they measured"
+    PLANNED = "a plan has been made"
+    AGREEING = "the ranks compare their plans"
+
+
+_MEASURING: Final = (Stage.NEW, Stage.MEASURING)
+
+
+class _Round:
+    """What is measured of one round, in nanoseconds of this host's clock.
+
+    Args:
+        common_ns: a moment before it that all ranks have in common.
+    """
+
+    def __init__(self, common_ns: int) -> None:
+        self.common_ns = common_ns
+        self.ready_ns: dict[int, int] = {}
+        self.issued_ns: dict[int, int] = {}
+        self.ended_ns: dict[int, int] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the end of everything is known."""
+        return bool(self.issued_ns) and self.ended_ns.keys() == self.issued_ns.keys()
+
+    def busy_ns(self) -> int:
+        """For how long something was under way."""
+        busy_ns = last_ns = 0
+        for issued_ns, ended_ns in self._spans():
+            busy_ns += max(0, ended_ns - max(issued_ns, last_ns))
+            last_ns = max(last_ns, ended_ns)
+        return busy_ns
+
+    def idle_ns(self) -> int:
+        """For how long nothing was, although a chunk was ready and held back."""
+        spans = self._spans()
+        idle_ns = 0
+        for (_, ended_ns), (issued_ns, _) in pairwise(spans):
+            held_ns = [
+                ready_ns
+                for chunk, ready_ns in self.ready_ns.items()
+                if ready_ns < issued_ns <= self.issued_ns[chunk]
+            ]
+            if held_ns:
+                idle_ns += max(0, issued_ns - max(ended_ns, min(held_ns)))
+        return idle_ns
+
+    def _spans(self) -> list[tuple[int, int]]:
+        return sorted((at_ns, self.ended_ns[chunk]) for chunk, at_ns in self.issued_ns.items())
+
+
+class Planning:
+    """Makes the order of issue from measured rounds.
+
+    Args:
+        policy: which ready chunk goes first.
+        credit_bytes: how far ahead of the link that is decided; 0: each time that it is free.
+        gate_of: the first gate that needs a chunk, by its position in the forward pass.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        observers: Observers,
+        *,
+        policy: str,
+        credit_bytes: int,
+        gate_of: Callable[[Chunk], int],
+    ) -> None:
+        self._wire = wire
+        self._observers = observers
+        self._policy = policy
+        self._credit_bytes = credit_bytes
+        self.gate_of = gate_of
+        self.stage = Stage.NEW
+        #: indices of chunks as they are issued; None: as they become ready
+        self.order: Sequence[int] | None = None
+        self._planned: list[int] = []
+        #: rounds since the buckets were found alike
+        self._rounds = 0
+        self._chunks: dict[int, Chunk] = {}
+        #: what is measured at the moment
+        self._measured: _Round | None = None
+        #: when the last sum of the round before was here, which all ranks have in common
+        self._common_ns: list[int] = []
+        self._round_began_ns = 0
+        self._iteration_ns = 0
+        #: what the ranks tell each other, and the work
+        self._told: torch.Tensor | None = None
+        self._telling: Any = None
+        #: for how long something is under way in a round
+        self.busy_ns = 0
+
+    def forget(self) -> None:
+        """The buckets are others from now on."""
+        self.stage, self.order, self._rounds = Stage.NEW, None, 0
+        self._chunks.clear()
+        self._measured = None
+
+    # -- a round -----------------------------------------------------------------------
+
+    def round_begins(self) -> None:
+        """The first chunk of a round is ready."""
+        now_ns = perf_counter_ns()
+        self._iteration_ns = now_ns - self._round_began_ns
+        self._round_began_ns = now_ns
+        if self.stage is Stage.NEW:
+            # For figures alone: nothing tells yet when other ranks begin.
+            self._measured = _Round(now_ns)
+        elif self.stage is Stage.ALIKE:
+            self._rounds += 1
+            if self._rounds in _MEASURED and self._common_ns:
+                self._measured, self.stage = _Round(self._common_ns[0]), Stage.MEASURING
+
+    def ready(self, chunk: Chunk) -> None:
+        """``chunk`` can be issued."""
+        if self._measured is not None and self.stage in _MEASURING:
+            self._measured.ready_ns[chunk.index] = perf_counter_ns()
+
+    def issued(self, chunk: Chunk, *, is_last: bool) -> None:
+        """``chunk`` was issued, as the last one of its round or not."""
+        self._chunks[chunk.index] = chunk
+        measured = self._measured if self.stage in _MEASURING else None
+        if measured is None and not is_last and not self._observers.are_any:
+            return
+        if self._wire.name != "gloo":
+            return
+        now_ns = perf_counter_ns()
+        if measured is not None:
+            measured.issued_ns[chunk.index] = now_ns
+        ended = partial(self._ended, chunk.index, chunk.name, chunk.sent.nbytes, now_ns, measured)
+        if is_last and self.stage is not Stage.MEASURING:
+            self._common_ns = []
+            ended = partial(ended, self._common_ns)
+        chunk.work.get_future().add_done_callback(ended)
+
+    def _ended(
+        self,
+        index: int,
+        name: str,
+        nbytes: int,
+        issued_ns: int,
+        measured: _Round | None,
+        *rest: Any,
+    ) -> None:
+        """The sum of a chunk is here. A thread of the carrier."""
+        now_ns = perf_counter_ns()
+        if measured is not None:
+            measured.ended_ns[index] = now_ns
+        for common_ns in rest[:-1]:
+            common_ns.append(now_ns)
+        if self._observers.are_any:
+            args = {"bytes": nbytes, "chunk": index}
+            self._observers.on_span("send", name, issued_ns, now_ns, args)
+
+    def round_ends(self) -> None:
+        """All chunks of a round have been issued: what there is to tell goes behind them."""
+        if self.stage is Stage.NEW:
+            self._tell(_digest(self._layout()))
+            self.stage = Stage.COMPARING
+        elif self.stage is Stage.MEASURING:
+            self.stage = Stage.MEASURED
+        elif self.stage is Stage.MEASURED:
+            self._tell(self._times())
+            self.stage = Stage.TELLING
+        elif self.stage is Stage.PLANNED:
+            self._tell(_digest(str(self._planned)))
+            self.stage = Stage.AGREEING
+
+    def _tell(self, numbers: Sequence[float]) -> None:
+        self._told = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._telling = self._wire.start_largest(self._told)
+
+    def landed(self) -> None:
+        """Nothing is under way: what the ranks told each other is here, too."""
+        if self._measured is not None and self._measured.is_complete:
+            self.busy_ns = self._measured.busy_ns()
+        if self._telling is None or self._told is None:
+            return
+        self._wire.wait(self._telling, "what ranks tell each other")
+        told, self._told, self._telling = self._told.tolist(), None, None
+        if self.stage is Stage.COMPARING:
+            self._measured = None
+            is_alike = told[0] == -told[1] and self._policy != "fifo"
+            self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
+        elif self.stage is Stage.TELLING:
+            self._plan(told)
+        elif self.stage is Stage.AGREEING:
+            self.stage = Stage.ALIKE
+            if told[0] == -told[1]:
+                self.order = self._planned
+
+    # -- the plan ----------------------------------------------------------------------
+
+    def _layout(self) -> str:
+        sizes = [(index, chunk.sent.numel()) for index, chunk in sorted(self._chunks.items())]
+        return f"{sizes} {self._policy} {self._credit_bytes} {torch.__version__}"
+
+    def _times(self) -> list[float]:
+        """What this rank tells of the measured round; the largest numbers of all count."""
+        measured, self._measured = self._measured, None
+        chunks = sorted(self._chunks)
+        gates = [-float(self.gate_of(self._chunks[index])) for index in chunks]
+        if measured is None or not measured.is_complete:
+            return [*(inf for _ in chunks), *gates, inf, 0.0]
+        nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
+        return [
+            *((measured.ready_ns[index] - measured.common_ns) / _S for index in chunks),
+            *gates,
+            measured.busy_ns() / _S / nbytes,
+            measured.idle_ns() / max(1, self._iteration_ns),
+        ]
+
+    def _plan(self, told: Sequence[float]) -> None:
+        """A plan from what all ranks have told; none where one of them had nothing to tell."""
+        count = len(self._chunks)
+        ready_s, gates, (seconds_per_byte, idle) = told[:count], told[count:-2], told[-2:]
+        if not all(map(isfinite, ready_s)) or not isfinite(seconds_per_byte):
+            self.stage = Stage.ALIKE
+            return
+        if self.order is not None and idle > _MOST_IDLE:
+            # A chunk comes later than the plan has it, again and again.
+            self.stage, self.order = Stage.ALIKE, None
+            return
+        indices = sorted(self._chunks)
+        chunks = [
+            ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
+            for index, ready, gate in zip(indices, ready_s, gates, strict=True)
+        ]
+        order = plan_order(
+            chunks,
+            Link(seconds_per_byte, 0.0, _CONCURRENT),
+            policy=self._policy,
+            credit_bytes=max(1, self._credit_bytes),
+        )
+        self._planned = [indices[position] for position in order]
+        self.stage = Stage.PLANNED
+
+    def __repr__(self) -> str:
+        order = "as ready" if self.order is None else "as planned"
+        return f"<Planning: {self.stage.value}; chunks are sent {order}>"
+
+
+def _digest(text: str) -> list[float]:
+    """A number and its negative, which are exact: all ranks have one text if the largest agree."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
+    return [float(number), -float(number)]
+
+
+def first_gates(positions: Mapping[int, int]) -> Callable[[Chunk], int]:
+    """The first gate that needs a chunk, from the position of each parameter, by its id."""
+
+    def gate_of(chunk: Chunk) -> int:
+        return min(
+            positions.get(id(member.parameter), len(positions))
+            for member in chunk.bucket.members
+            if chunk in member.chunks
+        )
+
+    return gate_of
