@@ -99,9 +99,22 @@ def why_kept(ddp: DistributedDataParallel) -> str:
         return "a communication hook is registered on the DDP module"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "DDP delays the all-reduce of some parameters"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "DDP skips the all-reduce of unused parameters"
+    if getattr(ddp, "lazy_bucket_allocation", False):
+        return "DDP allocates its buckets anew in every backward pass"
+    if _has_builtin_hook(ddp):
+        return "a built-in communication hook is registered on the DDP module"
     if not hasattr(ddp, "_remove_autograd_hooks"):
         return f"DDP of torch {torch.__version__} cannot give up its gradient hooks"
     return ""
+
+
+def _has_builtin_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a hook was registered that leaves its name in DDP's log alone."""
+    logger: Any = ddp.logger
+    data = {} if logger is None else logger._get_ddp_logging_data().strs_map
+    return bool(data.get("comm_hook"))
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -18,7 +18,7 @@ from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
 from ..planned.cutting import ends_of
-from ..planned.reducer import reduced_by, renew, why_not_renewed
+from ..planned.reducer import reduced_by, why_not_renewed
 from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
@@ -26,6 +26,7 @@ from ..warmup.agree import settings
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import is_within, joining
+from .shell import finalize_outstanding, finalizes_by_hand
 
 __all__ = ["attach_planned", "why_not_planned"]
 
@@ -89,10 +90,11 @@ def attach_planned(
             buffers = ranks.open("buffers")
             others.append(buffers)
         observers = ranks.observers()
-    chunk_bytes = config.partition_bytes
-    if not why_not_renewed(ddp) and (chunk_bytes or kind == "gloo"):
-        renew(ddp, chunk_bytes or _GLOO_BYTES)
-    partition_bytes = chunk_bytes or ddp.bucket_bytes_cap
+    chunk_bytes, bucket_bytes = config.partition_bytes, 0
+    if not why_not_renewed(ddp):
+        bucket_bytes = chunk_bytes or (_GLOO_BYTES if kind == "gloo" else 0)
+    is_finalized_ahead = finalizes_by_hand(ddp) and finalize_outstanding(ddp)
+    partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
     setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
     session = PlannedSession(
         model,
@@ -103,6 +105,8 @@ def attach_planned(
         observers,
         cut=partial(ends_of, chunk_bytes=chunk_bytes),
         setting=setting,
+        bucket_bytes=bucket_bytes,
+        is_finalized_ahead=is_finalized_ahead,
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
 
-__all__ = ["finalizes_by_hand", "take_over"]
+__all__ = ["finalize_outstanding", "finalizes_by_hand", "take_over"]
 
 
 def take_over(
@@ -26,7 +26,7 @@ def take_over(
     ddp = weak_ddp()
     assert ddp is not None
     if finalizes_by_hand(ddp):
-        _finalize_outstanding(ddp)
+        finalize_outstanding(ddp)
     ddp._remove_autograd_hooks()
     if ddp.static_graph:
         ddp._static_graph_delay_allreduce_enqueued = True
@@ -60,12 +60,14 @@ def finalizes_by_hand(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
 
 
-def _finalize_outstanding(ddp: Any) -> None:
-    """Ends a backward pass of DDP's own that the script was about to finalize."""
+def finalize_outstanding(ddp: Any) -> bool:
+    """Ends a backward pass of DDP's own that the script was about to finalize; whether it was."""
     try:
         ddp._check_reducer_finalized()
     except RuntimeError:
         ddp.finalize_backward()
+        return True
+    return False
 
 
 class _FinalizeNothing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
@@ -13,9 +13,11 @@ from ..layout.memory import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 
-__all__ = ["Bucket", "Chunk", "Member", "Sums"]
+__all__ = ["ALONE", "Bucket", "Chunk", "Member", "Sums"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+#: of a tensor that nothing else is over
+ALONE: Final = _use_count(torch.ones(1, device="cpu").untyped_storage()._cdata)
 
 
 class Chunk:
@@ -143,12 +145,13 @@ class Bucket:
             # As the reducer has it; its own view is contiguous, whatever the parameter is.
             laid_out = shaped(buffer[begin:stop], parameter)
             self.members.append(Member(self, parameter, laid_out, inside, name))
-        #: how many tensors are over its memory while nobody else sees it
-        self._use_count = _use_count(buffer.untyped_storage()._cdata)
+        #: how many tensors are over its memory while nobody else sees it: the buffer, two views of
+        #: the reducer for each parameter, of which one is its gradient's, and what is made here
+        self._use_count = ALONE + 3 * len(self.members) + len(self.chunks)
 
     @property
     def is_seen(self) -> bool:
-        """Whether others have tensors over its memory that are no gradients."""
+        """Whether others have tensors over its memory that are no gradients, after finalize."""
         return _use_count(self.buffer.untyped_storage()._cdata) > self._use_count
 
     def is_of(self, buffer: torch.Tensor) -> bool:

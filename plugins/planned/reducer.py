@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +31,8 @@ def why_not_renewed(ddp: DistributedDataParallel) -> str:
     return ""
 
 
-def renew(ddp: DistributedDataParallel, bucket_bytes: int) -> None:
-    """Gives ``ddp`` a new reducer with buckets up to ``bucket_bytes``, and without a hook.
+def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None = None) -> None:
+    """Gives ``ddp`` a new reducer with buckets up to ``bucket_bytes``, and the hook ``source``.
 
     On all ranks between the same two rounds; nothing may be under way.
 
@@ -44,6 +46,12 @@ def renew(ddp: DistributedDataParallel, bucket_bytes: int) -> None:
         names = shell._build_debug_param_to_name_mapping(parameters)
         shell._remove_autograd_hooks()
         shell._ddp_init_helper(parameters, expect_sparse, names, shell.static_graph)
+    shell._has_rebuilt_buckets = False
+    if source is not None:
+        _register(ddp, source)
+    if getattr(shell, "require_manual_backward_finalization", False):
+        # The reducer is new and has not been told.
+        shell.require_manual_backward_finalization = True
     if shell.static_graph:
         # As DDP does for the reducer of a copy.
         shell._static_graph_delay_allreduce_enqueued = False
@@ -68,7 +76,8 @@ def _capped(ddp: Any, bucket_bytes: int) -> Iterator[None]:
             ddp.bucket_bytes_cap = bucket_bytes
             defaults._DEFAULT_FIRST_BUCKET_BYTES = min(first, bucket_bytes)
             if "_bucket_config" in kept:
-                ddp._bucket_config = type(kept["_bucket_config"])(
+                ddp._bucket_config = dataclasses.replace(
+                    kept["_bucket_config"],
                     bucket_bytes_cap=bucket_bytes,
                     per_bucket_bytes_caps=(),
                     first_bucket_bytes_cap=bucket_bytes,
@@ -96,6 +105,12 @@ def _requiring_gradients(module: nn.Module, ids: set[int]) -> Iterator[None]:
             parameter.requires_grad_(not parameter.requires_grad)
 
 
+def _register(ddp: DistributedDataParallel, source: Source) -> None:
+    # Not by DDP's own method, whose list goes with copies and pickles of the module.
+    c10d: Any = dist
+    c10d._register_comm_hook(ddp.reducer, None, source)
+
+
 def hook(
     ddp: DistributedDataParallel, source: Source, stand_aside: Callable[[], None]
 ) -> Callable[[], None]:
@@ -105,20 +120,47 @@ def hook(
         stand_aside: called before the script registers a hook of its own; then ``ddp`` has a
             reducer without one.
     """
-    # Not by DDP's own method, whose list goes with copies and pickles of the module.
-    c10d: Any = dist
-    c10d._register_comm_hook(ddp.reducer, None, source)
+    _register(ddp, source)
     weak_ddp = weakref.ref(ddp)
+    _sources[ddp] = source
+    _watch_finalizing()
     for name in _REGISTERING:
         vars(ddp)[name] = _Registering(name, weak_ddp, stand_aside)
 
     def undo() -> None:
         ddp = weak_ddp()
+        if ddp is None:
+            return
+        _sources.pop(ddp, None)
         for name in _REGISTERING:
-            if ddp is not None:
-                vars(ddp).pop(name, None)
+            vars(ddp).pop(name, None)
 
     return undo
+
+
+#: the hooks of all reducers that have one of ours
+_sources: weakref.WeakKeyDictionary[DistributedDataParallel, Source] = weakref.WeakKeyDictionary()
+
+
+def _watch_finalizing() -> None:
+    """Once and for good: a script may finalize a backward pass itself, from torch 2.15 on."""
+    kind: Any = DistributedDataParallel
+    finalize = getattr(kind, "finalize_backward", None)
+    if finalize is None or hasattr(finalize, "__wrapped__"):
+        return
+
+    @functools.wraps(finalize)
+    def finalize_backward(ddp: DistributedDataParallel) -> Any:
+        source = _sources.get(ddp)
+        if source is None:
+            return finalize(ddp)
+        if source.is_finalized_ahead:
+            source.is_finalized_ahead = False
+            return None
+        with source.finalizing():
+            return finalize(ddp)
+
+    kind.finalize_backward = finalize_backward
 
 
 #: methods of DDP by which a script registers a hook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +54,8 @@ class PlannedSession:
         slots: all of its parameters, in registration order.
         cut: the elements after which a chunk of a bucket ends; see `Bucket`.
         setting: the sizes in use, for figures.
+        bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: it keeps its own.
+        is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class PlannedSession:
         *,
         cut: Callable[[int, int], Sequence[int]],
         setting: Setting,
+        bucket_bytes: int = 0,
+        is_finalized_ahead: bool = False,
     ) -> None:
         self._root = weakref.ref(root)
         self._ddp = weakref.ref(ddp)
@@ -102,10 +107,14 @@ class PlannedSession:
             self._names,
             holds_gradients=ddp.gradient_as_bucket_view,
             is_static=ddp.static_graph,
+            is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
             may_be_unused=ddp.find_unused_parameters,
             cut=cut,
             future=_future_of(device),
+            is_manual=partial(_is_manual, self._ddp),
         )
+        self.source.is_finalized_ahead = is_finalized_ahead
+        self._bucket_bytes = bucket_bytes
         self._stepping = Stepping(self, self._meter)
         self._first_use: FirstUse | None = FirstUse(root, self._parameters)
         #: what looks at the first steps for gradients that the script reduces itself
@@ -133,7 +142,8 @@ class PlannedSession:
         before = StayingHook(self._before_forward, self._inside_compiled)
         self._hooks.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
-        self._hooks.append(root.register_forward_hook(after, always_call=True).remove)
+        self._forward_hook = root.register_forward_hook(after, always_call=True)
+        self._hooks.append(self._forward_hook.remove)
         self._undo.append(self._stepping.close)
 
     def add_optimizer(
@@ -180,11 +190,34 @@ class PlannedSession:
                 self._complain_if_incomplete()
             if self.source.is_early:
                 refuse_stage(module)
+            self._refuse_effective_join()
+            if self._bucket_bytes:
+                self._renew()
             if self._first_use is not None:
                 self._first_use.begin()
             self._meter.forward_begins()
         elif not module.training:
             self.synchronize_all()
+
+    def _renew(self) -> None:
+        """Gives DDP other buckets: here no backward pass of it is under way, or about to begin."""
+        ddp, bucket_bytes = self._ddp(), self._bucket_bytes
+        if ddp is not None and self.source.phase is Phase.IDLE:
+            self._bucket_bytes = 0
+            self._land_all("forward")
+            renew(ddp, bucket_bytes, self.source)
+
+    def _refuse_effective_join(self) -> None:
+        """DDP divides by the ranks that have not joined only where it has no hook."""
+        join: Any = getattr(self._ddp(), "_join_config", None)
+        if join is not None and join.enable and not self._divides_by_all():
+            raise PluginError(
+                "join(divide_by_initial_world_size=False) is not supported: gradients would be "
+                "divided by the number of all ranks; leave it True, or unwrap the optimizer first"
+            )
+
+    def _divides_by_all(self) -> bool:
+        return bool(getattr(self._ddp(), "_divide_by_initial_world_size", True))
 
     def _complain_if_incomplete(self) -> None:
         """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
@@ -220,6 +253,9 @@ class PlannedSession:
     def _build_gates(self, first_use: FirstUse) -> None:
         """In front of the modules that are really called, once the first rounds have shown them."""
         first_use.close()
+        if not self.observers:
+            # Without bytesched its pickle could not be loaded.
+            self._forward_hook.remove()
         order = first_use.order()
         self._updates.bundle(order)
         self._planning.gate_of = first_gates(
@@ -349,12 +385,14 @@ class PlannedSession:
             )
 
     def _land_all(self, by: str) -> None:
-        self._updates.apply_all(by)
-        self._sending.land_all(by)
-        try:
-            self._planning.landed()
-        except TransportError as error:
-            self._failures.raise_first(error)
+        # Another thread may begin a backward pass, or flush.
+        with self._updates.lock:
+            self._updates.apply_all(by)
+            self._sending.land_all(by)
+            try:
+                self._planning.landed()
+            except TransportError as error:
+                self._failures.raise_first(error)
 
     def _busy_ns(self) -> int:
         """For how long something has been under way, as far as rounds were measured."""
@@ -529,6 +567,10 @@ def _passing(
         session._gate(bundles, name, module)
 
     return passed
+
+
+def _is_manual(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    return bool(getattr(weak_ddp(), "require_manual_backward_finalization", False))
 
 
 def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:

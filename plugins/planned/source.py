@@ -8,6 +8,7 @@ gradients that everyone sees wait for their sums (proxies.pending_grads).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final, Protocol
 
@@ -15,12 +16,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from .buckets import Bucket, Chunk, Member
+from .buckets import ALONE, Bucket, Chunk, Member
 
 __all__ = ["Listener", "Phase", "Source"]
-
-#: tensors over the memory of a gradient that nobody else sees: itself, and the storage as an object
-_ITS_OWN: Final = 2
 
 _use_count: Final = torch._C._storage_Use_Count
 
@@ -69,8 +67,11 @@ class Source:
         names: of parameters, by their ids.
         holds_gradients: DDP's ``gradient_as_bucket_view``.
         is_static: DDP's ``static_graph``.
+        is_batched: DDP's ``batched_grad_copy``.
         may_be_unused: parameters may stay out of a round.
         cut: see `Bucket`.
+        future: makes one.
+        is_manual: whether the script calls DDP's ``finalize_backward`` at the moment.
     """
 
     def __init__(
@@ -81,19 +82,28 @@ class Source:
         *,
         holds_gradients: bool,
         is_static: bool,
+        is_batched: bool,
         may_be_unused: bool,
         cut: Callable[[int, int], Sequence[int]],
         future: Callable[[], torch.futures.Future[torch.Tensor]],
+        is_manual: Callable[[], bool],
     ) -> None:
         self._listener = listener
         self._world_size = world_size
         self._names = names
         self._holds_gradients = holds_gradients
         self._is_static = is_static
+        self._is_batched = is_batched
         #: whether DDP may leave a gradient alone, which shows by its version
         self._may_be_left = (may_be_unused or is_static) and not holds_gradients
         self._cut = cut
         self._future = future
+        self._is_manual = is_manual
+        #: a round that the script is to finalize
+        self._unfinalized: list[Bucket] = []
+        #: the script is about to finalize a backward pass that was finalized when it wrapped
+        self.is_finalized_ahead = False
+        self._is_unfinalized_early = False
         self.phase = Phase.IDLE
         #: rounds of which every bucket was handed out
         self.rounds = 0
@@ -112,6 +122,7 @@ class Source:
         number, buffer = bucket.index(), bucket.buffer()
         is_backward = torch._C._current_graph_task_id() != -1
         if number == 0:
+            self.is_finalized_ahead = False
             self.phase = Phase.OPEN
             self._opened = []
             self._listener.round_begins()
@@ -158,9 +169,13 @@ class Source:
     def _divide(self, buffer: torch.Tensor, bucket: Any) -> None:
         """As the reducer does where it has no hook.
 
-        What it copies into the bucket it multiplies, what lies there already it divides: the same
-        bits only where the number of ranks is a power of two.
+        What it copies in one call for the whole bucket it divides there; what it copies one by one
+        it multiplies, and what lies in the bucket already it divides. The same bits only where the
+        number of ranks is a power of two.
         """
+        if self._is_batched:
+            buffer.div_(self._world_size)
+            return
         if not self._in_buckets:
             buffer.mul_(1 / self._world_size)
             return
@@ -204,9 +219,24 @@ class Source:
             # DDP may finalize at once, before any callback.
             self._land(opened)
         self.phase = Phase.COMPLETE
+        if self._is_manual():
+            self._unfinalized, self._is_unfinalized_early = opened, is_early
+            return
         # DDP queues its finalize when this hook has returned: in between, and behind it.
         queue = Variable._execution_engine.queue_callback
         queue(lambda: self._before_finalize(opened, is_early=is_early))
+
+    @contextmanager
+    def finalizing(self) -> Iterator[None]:
+        """Around a call of DDP's ``finalize_backward``."""
+        buckets, self._unfinalized = self._unfinalized, []
+        is_early = self._is_unfinalized_early
+        if is_early:
+            self._land(buckets)
+        versions = self._versions(buckets) if self._may_be_left else {}
+        yield
+        if buckets:
+            self._after_finalize(buckets, versions, is_early=is_early)
 
     def _before_finalize(self, buckets: list[Bucket], *, is_early: bool) -> None:
         if is_early:
@@ -237,7 +267,7 @@ class Source:
             if bucket.holds_gradients:
                 if grad.data_ptr() != member.view.data_ptr():
                     continue
-            elif _use_count(grad.untyped_storage()._cdata) > _ITS_OWN:
+            elif _use_count(grad.untyped_storage()._cdata) > ALONE:
                 can_wait = False
             if type(grad) is not torch.Tensor or grad.requires_grad:
                 can_wait = False

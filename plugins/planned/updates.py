@@ -54,7 +54,7 @@ class Updates:
         self._rank = rank
         self._timeout_s = timeout_s
         #: held while an update is awaited and made
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._is_running = False
         self.bundles: list[Bundle] = []
         #: what a use of each parameter calls while it is pending, by the parameter's id
@@ -160,7 +160,7 @@ class Updates:
 
     def apply(self, bundle: Bundle, by: str) -> None:
         """Returns when nothing is owed for ``bundle``, and its parameters are ordinary ones."""
-        if not self._lock.acquire(timeout=self._timeout_s):
+        if not self.lock.acquire(timeout=self._timeout_s):
             raise SchedulerTimeout(
                 f"{by} has waited {self._timeout_s:g} s for an update that another thread makes",
                 rank=self._rank,
@@ -180,7 +180,7 @@ class Updates:
                     self._update(bundle)
             release_held([slot.parameter for slot in bundle.slots])
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _update(self, bundle: Bundle) -> None:
         began_ns = perf_counter_ns()

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import STEPS, Job, adamw, mlp, sgd, train
 
-from bytesched.errors import PluginError
 from bytesched.plugins.bench.memory import reset_peak as resident_bytes
 from bytesched.plugins.c10d.shell import take_over
 
@@ -172,7 +171,7 @@ def finalized_unasked() -> str:
         inputs.register_hook(lambda _: model.finalize_backward())
         try:
             model(inputs).square().mean().backward()
-        except PluginError as error:
+        except RuntimeError as error:
             return str(error)
     return ""
 

@@ -25,13 +25,17 @@ pytestmark = pytest.mark.skipif(
     scripts.finalized_first,
     scripts.copied_and_saved,
     scripts.finalized_once_unwrapped,
-    scripts.lazy_buckets,
-    scripts.lazy_views,
     scripts.views_of_dropped_buckets,
-    scripts.lazy_and_finalized,
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
+
+
+@named(scripts.lazy_buckets, scripts.lazy_views, scripts.lazy_and_finalized)
+def test_buckets_that_are_allocated_in_backward_stay_plain(
+    two_ranks: Ranks, script: Callable[..., None]
+) -> None:
+    check(two_ranks, script, mode="plain")
 
 
 @pytest.mark.parametrize("wrapped_from", [0, 3])
@@ -44,7 +48,7 @@ def test_a_step_inside_backward(
 
 def test_finalizing_inside_backward_unasked_is_an_error(two_ranks: Ranks) -> None:
     for message in two_ranks.run(scripts.finalized_unasked):
-        assert "when backward has returned" in message
+        assert "before all DDP buckets were ready" in message
 
 
 def test_ddps_copy_of_the_gradients_is_freed(two_ranks: Ranks) -> None:

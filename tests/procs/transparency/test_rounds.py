@@ -1,0 +1,182 @@
+"""What DDP decides stays DDP's: rounds, whose gradients, settings that change, to the last bit.
+
+Also where a sum does not begin before somebody waits for it: what reads without waiting then reads
+this rank's own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import scripts_rounds as scripts
+from comparing import Figures, check
+from ranks import Ranks, address_of
+
+Script = Callable[..., None]
+
+#: Far below a layer, and few enough to be quick.
+SIZES: dict[str, Any] = {"partition_bytes": 1024, "credit_bytes": 2048}
+#: Each bucket of DDP's at once: three ranks' sums depend on where a chunk begins.
+WHOLE: dict[str, Any] = {"partition_bytes": 0, "credit_bytes": 0}
+
+
+def cases(*given: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """A test for each script and its arguments."""
+    ids = ["-".join([script.__name__, *map(str, args)]) for script, *args in given]
+    return pytest.mark.parametrize(("script", "args"), [(s, a) for s, *a in given], ids=ids)
+
+
+views = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
+hold = pytest.mark.parametrize("hold", [False, True], ids=["early", "held"])
+
+
+def equal(
+    ranks: Ranks,
+    script: Script,
+    views: bool,
+    args: list[Any],
+    *,
+    hold: bool,
+    mode: str = "cross",
+    sizes: dict[str, Any] = SIZES,
+) -> list[Figures]:
+    """Each rank's figures."""
+    if hold:
+        return check(ranks, scripts.held, address_of(script), views, *args, mode=mode, **sizes)
+    return check(ranks, script, views, *args, mode=mode, **sizes)
+
+
+ROUNDS = [
+    (scripts.called_around,),
+    (scripts.probed_everywhere,),
+    (scripts.probed_before_the_step,),
+    (scripts.attacked,),
+    (scripts.probed_on_one_rank, False),
+    (scripts.forward_called, False),
+    (scripts.forward_called, True),
+    (scripts.forward_called_each_time,),
+    (scripts.forward_for_a_look,),
+    (scripts.two_backwards,),
+    (scripts.several_forwards,),
+    (scripts.accumulated, "no_sync"),
+    (scripts.accumulated, "each"),
+    (scripts.closure,),
+    (scripts.exception_caught,),
+]
+WHOSE = [
+    (scripts.frozen_at_wrap,),
+    (scripts.thawed_before_wrap,),
+    (scripts.frozen_by_turns,),
+    (scripts.shared_encoder, False),
+    (scripts.shared_encoder, True),
+    (scripts.shared_and_stepped_by_both,),
+    (scripts.nested,),
+    (scripts.rewrapped, False),
+    (scripts.rewrapped, True),
+    (scripts.ignored,),
+    (scripts.own_group,),
+]
+BESIDE = [
+    (scripts.regularised_beside, "to None"),
+    (scripts.regularised_beside, "to zero"),
+    (scripts.submodule_beside,),
+    (scripts.built_before_and_run_after,),
+    (scripts.grad_taken_beside,),
+]
+SETTINGS = [
+    (scripts.unwrapped_and_wrapped,),
+    (scripts.wrapped_in_the_middle, "to None"),
+    (scripts.wrapped_in_the_middle, "to zero"),
+    (scripts.grouped_and_scheduled,),
+]
+GRADIENTS = [
+    (scripts.plain_loop, "to None"),
+    (scripts.plain_loop, "to zero"),
+    (scripts.plain_loop, "by the model"),
+    (scripts.plain_loop, "never"),
+    (scripts.zeroed_after_the_step, "to None"),
+    (scripts.zeroed_after_the_step, "to zero"),
+    (scripts.gradients_kept, "to None"),
+    (scripts.gradients_kept, "to zero"),
+    (scripts.gradients_read, False),
+    (scripts.gradients_read, True),
+    (scripts.gradients_changed,),
+    (scripts.gradients_dropped,),
+    (scripts.clipped,),
+    (scripts.scaled,),
+]
+MODELS = [
+    (scripts.unused, "to None"),
+    (scripts.unused, "to zero"),
+    (scripts.static,),
+    (scripts.static_and_unused, "to None"),
+    (scripts.static_and_unused, "to zero"),
+    (scripts.checkpointed, False, False),
+    (scripts.checkpointed, True, False),
+    (scripts.checkpointed, True, True),
+    (scripts.tied,),
+    (scripts.tied_by_data,),
+    (scripts.mixed_dtypes,),
+    (scripts.autocast,),
+    (scripts.normalised,),
+    (scripts.evaluated,),
+    (scripts.copied_each_step,),
+    (scripts.ddp_copied_each_step,),
+    (scripts.saved_each_step,),
+]
+CROSSING = [*ROUNDS, *WHOSE, *BESIDE, *SETTINGS, *GRADIENTS, *MODELS]
+HOOKS = [
+    (scripts.hook_registered, "python", 0),
+    (scripts.hook_registered, "python", 4),
+    (scripts.hook_registered, "builtin", 4),
+]
+
+
+@hold
+@views
+@cases(*CROSSING)
+def test_script(two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool) -> None:
+    equal(two_ranks, script, views, args, hold=hold)
+
+
+@hold
+@views
+@cases(*HOOKS)
+def test_hook_of_the_script(
+    two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool
+) -> None:
+    """DDP calls it: the session stands aside."""
+    equal(two_ranks, script, views, args, hold=hold, mode="plain")
+
+
+@views
+def test_probe_on_one_rank_and_a_barrier(two_ranks: Ranks, views: bool) -> None:
+    """Not held: the other rank would not begin what this one waits for."""
+    equal(two_ranks, scripts.probed_on_one_rank, views, [True], hold=False)
+
+
+@views
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_join(two_ranks: Ranks, views: bool, finds_unused: bool) -> None:
+    """Not held: who has joined waits at once."""
+    equal(two_ranks, scripts.joined, views, [finds_unused, True], hold=False)
+
+
+@views
+def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
+    equal(two_ranks, scripts.sparse, views, [], hold=False, mode="plain")
+
+
+@pytest.mark.parametrize("when", ["before", "after", "inside"])
+def test_compiled(two_ranks: Ranks, when: str) -> None:
+    mode = "cross" if when == "inside" else "backward"
+    equal(two_ranks, scripts.compiled, False, [when], hold=False, mode=mode)
+
+
+@views
+@cases(*CROSSING)
+def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
+    """Buckets of DDP's own size have sums with its bits, where these depend on the cut, too."""
+    equal(three_ranks, script, views, args, hold=True, sizes=WHOLE)
