@@ -56,10 +56,10 @@ class _Round:
     """What is measured of one round, in nanoseconds of this host's clock.
 
     Args:
-        common_ns: a moment before it that all ranks have in common.
+        common_ns: a moment before it that all ranks have in common, if it is known.
     """
 
-    def __init__(self, common_ns: int) -> None:
+    def __init__(self, common_ns: int | None) -> None:
         self.common_ns = common_ns
         self.ready_ns: dict[int, int] = {}
         self.issued_ns: dict[int, int] = {}
@@ -156,8 +156,10 @@ class Planning:
             self._measured = _Round(now_ns)
         elif self.stage is Stage.ALIKE:
             self._rounds += 1
-            if self._rounds in _MEASURED and self._common_ns:
-                self._measured, self.stage = _Round(self._common_ns[0]), Stage.MEASURING
+            if self._rounds in _MEASURED:
+                # Whatever this rank knows: the others go on with it.
+                common_ns = self._common_ns[0] if self._common_ns else None
+                self._measured, self.stage = _Round(common_ns), Stage.MEASURING
 
     def ready(self, chunk: Chunk) -> None:
         """``chunk`` can be issued."""
@@ -248,11 +250,12 @@ class Planning:
         measured, self._measured = self._measured, None
         chunks = sorted(self._chunks)
         gates = [-float(self.gate_of(self._chunks[index])) for index in chunks]
-        if measured is None or not measured.is_complete:
+        common_ns = None if measured is None else measured.common_ns
+        if measured is None or common_ns is None or not measured.is_complete:
             return [*(inf for _ in chunks), *gates, inf, 0.0]
         nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
         return [
-            *((measured.ready_ns[index] - measured.common_ns) / _S for index in chunks),
+            *((measured.ready_ns[index] - common_ns) / _S for index in chunks),
             *gates,
             measured.busy_ns() / _S / nbytes,
             measured.idle_ns() / max(1, self._iteration_ns),

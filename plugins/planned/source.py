@@ -127,7 +127,8 @@ class Source:
             self._opened = []
             self._listener.round_begins()
         self._divide(buffer, bucket)
-        here = self._known(number, bucket, buffer)
+        # A rank that has joined answers with zeros, in other memory.
+        here = self._known(number, bucket, buffer) if is_backward else self._made(bucket)
         here.is_under_way = True
         self._opened.append(here)
         is_last = bucket.is_last()
@@ -150,21 +151,21 @@ class Source:
                 return self.buckets[number]
             del self.buckets[number:]
         self._listener.layout_changes()
-        first = sum(len(other.chunks) for other in self.buckets)
-        parameters: list[nn.Parameter] = bucket.parameters()
-        self.buckets.append(
-            Bucket(
-                self._listener,
-                buffer,
-                parameters,
-                bucket.gradients(),
-                self._names,
-                holds_gradients=self._holds_gradients,
-                cut=self._cut,
-                first=first,
-            )
-        )
+        self.buckets.append(self._made(bucket))
         return self.buckets[-1]
+
+    def _made(self, bucket: Any) -> Bucket:
+        parameters: list[nn.Parameter] = bucket.parameters()
+        return Bucket(
+            self._listener,
+            bucket.buffer(),
+            parameters,
+            bucket.gradients(),
+            self._names,
+            holds_gradients=self._holds_gradients,
+            cut=self._cut,
+            first=sum(len(other.chunks) for other in self._opened),
+        )
 
     def _divide(self, buffer: torch.Tensor, bucket: Any) -> None:
         """As the reducer does where it has no hook.

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_cuda import CUDA, Clock, after
+from fake_cuda import CUDA, Clock
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -163,13 +164,21 @@ class Access(NamedTuple):
 
     begin: int
     end: int
-    place: Clock
+    #: the stream, and what was queued there by then
+    stream: str
+    queued: int
     by: str
     is_write: bool
     #: it has copied what was not summed
-    is_unsummed: bool = False
+    is_unsummed: bool
+
+    def is_before(self, place: Clock) -> bool:
+        """Whether something orders what has this place after it."""
+        return place[self.stream] >= self.queued
 
 
+#: a stream for each sum
+_sums = count(1)
 #: they read shapes alone
 _SHAPES = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
 #: nothing of what they write into is read
@@ -215,7 +224,6 @@ class Order(TorchDispatchMode):
         #: whether DDP is copying what nobody reads before it is summed
         self.may_copy: list[Callable[[], bool]] = []
         self._is_off = False
-        self._sums = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -259,7 +267,7 @@ class Order(TorchDispatchMode):
     ) -> set[int]:
         """One operation; returns the addresses of all memory that it is given."""
         known: set[int] = set()
-        place = CUDA.current().queue()
+        place, stream = CUDA.current().queue(), CUDA.current().name
         written: list[Tensor] = []
         is_unsummed = False
         for number, (parameter, is_written) in enumerate(parameters):
@@ -270,30 +278,31 @@ class Order(TorchDispatchMode):
             if is_written and (name in _OVERWRITING or parameter == "out"):
                 continue
             for tensor in tensors:
-                is_unsummed |= self._access(tensor, place, name, is_write=False)
+                is_unsummed |= self._access(tensor, place, stream, name, is_write=False)
         for tensor in written:
-            self._access(tensor, place, name, is_write=True, is_unsummed=is_unsummed)
+            self._access(tensor, place, stream, name, is_write=True, is_unsummed=is_unsummed)
         return known
 
     def _made(self, name: str, made: Any, known: set[int]) -> None:
         """New memory has no past."""
+        stream = CUDA.current()
         for tensor in tensors_in(made):
             if _memory(tensor)[0] not in known:
                 self._accesses.pop(_memory(tensor)[0], None)
-                self._access(tensor, CUDA.current().clock.copy(), name, is_write=True)
+                self._access(tensor, stream.clock, stream.name, name, is_write=True)
 
     def starts(self, tensor: Tensor) -> Clock:
         """A sum begins on a stream of its own, after what is queued here; returns its place."""
-        self._sums += 1
-        place = CUDA.current().queue()
-        place[f"sum {self._sums}"] += 1
-        self._access(tensor, place, f"sum {self._sums}", is_write=True, reads=True)
+        place, name = CUDA.current().queue(), f"sum {next(_sums)}"
+        place[name] = 1
+        self._access(tensor, place, name, name, is_write=True, reads=True)
         return place
 
     def _access(
         self,
         tensor: Tensor,
         place: Clock,
+        stream: str,
         by: str,
         *,
         is_write: bool,
@@ -312,7 +321,7 @@ class Order(TorchDispatchMode):
         for other in before:
             if other.begin >= end or begin >= other.end:
                 continue
-            is_after = after(place, other.place)
+            is_after = other.is_before(place)
             reads_unsummed = other.is_unsummed and (reads or not is_write)
             if is_after and not reads_unsummed or not (is_write or other.is_write):
                 continue
@@ -327,9 +336,9 @@ class Order(TorchDispatchMode):
             for other in before
             if not (begin <= other.begin and other.end <= end)
             or (other.is_write and not is_write)
-            or not after(place, other.place)
+            or not other.is_before(place)
         ]
-        before.append(Access(begin, end, place, by, is_write, is_unsummed))
+        before.append(Access(begin, end, stream, place[stream], by, is_write, is_unsummed))
         return copies
 
     def _is_owed(self, slot: Slot, by: str, where: tuple[int, int, int], *, is_write: bool) -> None:

@@ -7,8 +7,8 @@ ordered before it. Each wait, taken out, is found by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ from fake_wire import FakeWire, Order, Run, alone, inputs, mlp
 from torch import Tensor, nn
 
 from bytesched.plugins.planned import session, source, updates
-from bytesched.plugins.planned.buckets import Bucket, Member
+from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
 from bytesched.plugins.planned.sending import Sending
 from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.planned.updates import Updates
+from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
 
 Script = Callable[[Run], object]
 
@@ -176,44 +177,35 @@ class Case:
     script: Script
     #: ``gradient_as_bucket_view``
     view: bool = False
-    make: Callable[[], nn.Module] = mlp
-    #: "gloo" or "nccl"
-    wire: str = "gloo"
     #: of the chunks, once there are two rounds; None: as they become ready
     plan: Callable[[int], list[int]] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    #: "gloo" or "nccl"
+    wire: str = "gloo"
+    make: Callable[[], nn.Module] = mlp
 
     def run(self) -> list[str]:
         """What is wrong with it, in words."""
-        order = Order()
-        options: dict[str, Any] = {"make": self.make, "ddp": {"gradient_as_bucket_view": self.view}}
-        options |= self.options
-        run = Run(FakeWire(self.wire, order=order), order, **options)
-        plain = Run(**options)
+        order, options = Order(), {"gradient_as_bucket_view": self.view}
+        run = Run(FakeWire(self.wire, order=order), order, make=self.make, ddp=options)
         if self.plan is not None:
             run.plan_when_settled(self.plan)
-        found = []
+        plain = Run(make=self.make, ddp=options)
         try:
             with order.watching():
                 self.script(run)
             self.script(plain)
             found = run.differences(plain)
-            if not order.found and not found:
-                assert run.crossed, "nothing was crossed: that proves nothing"
         except Exception as error:  # noqa: BLE001 - which one is what is asked
             found = [f"{type(error).__name__}: {error}"]
         finally:
+            self.crossed = run.crossed
             run.close()
         return [*order.found, *found]
 
 
-def forth(count: int) -> list[int]:
-    return list(range(count))
-
-
 def back(count: int) -> list[int]:
     """All of them wait for the last hook."""
-    return forth(count)[::-1]
+    return list(range(count))[::-1]
 
 
 def by_turns(count: int) -> list[int]:
@@ -221,7 +213,9 @@ def by_turns(count: int) -> list[int]:
     return [*range(1, count, 2), *range(0, count, 2)]
 
 
-PLANS = {"as ready": None, "forth": forth, "back": back, "by turns": by_turns}
+PLANS = {"as ready": None, "back": back, "by turns": by_turns}
+#: they read all gradients in front of ``step()``
+READING = {read_before_the_step, a_regulariser_between, aliased}
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -230,4 +224,151 @@ PLANS = {"as ready": None, "forth": forth, "back": back, "by turns": by_turns}
 def test_a_script_has_the_numbers_of_a_plain_run_and_an_order(
     script: Script, view: bool, plan: str
 ) -> None:
-    assert Case(script, view, plan=PLANS[plan]).run() == []
+    case = Case(script, view, PLANS[plan])
+    assert case.run() == []
+    assert bool(case.crossed) == (script not in READING)
+
+
+# -- waits that are taken out ----------------------------------------------------------
+
+
+class Kernel(nn.Linear):
+    """A layer that is computed where no tensor is asked for its class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.functional.linear(input, self.weight, self.bias)
+
+
+def kernels() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(Kernel(8, 16), nn.Tanh(), Kernel(16, 4))
+
+
+def read_elsewhere(run: Run) -> None:
+    """Gradients are read on a stream that comes after the one of training, and the other way."""
+    here, there = CUDA.current(), FakeStream()
+    for _ in range(4):
+        run.train()
+        run.model(inputs(0))
+        there.wait_stream(here)
+        with CUDA.on(there):
+            run.see(*gradients(run))
+        here.wait_stream(there)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def made_plain(member: Member) -> bool:
+    grad = None if member.pending is None else member.pending()
+    if type(grad) is PendingGrad:
+        make_plain(grad)
+    return True
+
+
+def not_landed(of_session: PlannedSession) -> None:
+    of_session.source.backward_begins([slot.parameter for slot in of_session._slots])
+
+
+def handed_back_without_its_sum(bucket: Bucket) -> None:
+    bucket.is_under_way = False
+    for member in bucket.members:
+        made_plain(member)
+        member.pending = None
+
+
+def still_landed(sending: Sending, chunks: Sequence[Chunk], *, is_last: bool) -> None:
+    landed_on = [chunk.landed_on for chunk in chunks]
+    READY(sending, chunks, is_last=is_last)
+    for chunk, stream in zip(chunks, landed_on, strict=True):
+        chunk.landed_on = stream
+
+
+READY = Sending.ready
+
+#: of what, its name, what is there in its place, a case that needs it, and what is found without
+WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
+    "an update, for its sums": (
+        *(Sending, "wait", nothing, Case(usual)),
+        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
+    ),
+    "a later round, for all of the last one": (
+        *(PlannedSession, "backward_begins", not_landed, Case(written_again_without_a_step)),
+        r"copy_ on stream \d+ writes .*0\.weight in its bucket.*, and waits for no end of sum",
+    ),
+    "a pass through another graph": (
+        *(PlannedSession, "backward_begins", not_landed, Case(a_regulariser_between)),
+        r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad",
+    ),
+    "a pass through another graph, in the bucket": (
+        *(PlannedSession, "backward_begins", not_landed, Case(a_regulariser_between, view=True)),
+        r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad.*, and waits for no end of sum",
+    ),
+    "gradients that everyone sees": (
+        *(Member, "hand_out", nothing, Case(usual)),
+        r"reads .*0\.weight\.grad, a copy of what is not summed",
+    ),
+    "a read of a gradient": (
+        *(Member, "settle", made_plain, Case(read_before_the_step)),
+        r"clone on stream \d+ reads .*0\.weight\.grad, a copy of what is not summed",
+    ),
+    "zeroing, for an update that reads the bucket": (
+        *(Updates, "settle", nothing, Case(zeroed, view=True)),
+        r"zero_ on stream \d+ writes .*0\.weight in its bucket, which an update is to read",
+    ),
+    "zeroing of what no update has taken": (
+        *(Member, "zeroes", made_plain, Case(zeroed_without_a_step, view=True)),
+        r"zero_ on stream \d+ writes .*0\.weight in its bucket, and waits for no end of sum",
+    ),
+    "the first rounds, in backward": (
+        *(PlannedSession, "land", nothing, Case(usual)),
+        r"reads .*0\.weight\.grad, a copy of what is not summed",
+    ),
+    "a use of a parameter": (
+        *(updates, "hold_all", nothing, Case(weights_by_hand)),
+        r"reads .*0\.weight, which waits for its update",
+    ),
+    "a call of a module": (
+        *(session, "gate", lambda *_: nothing, Case(usual, make=kernels)),
+        r"reads .*0\.weight, which waits for its update",
+    ),
+    "kept gradients, for their sums": (
+        *(Bucket, "hand_back", handed_back_without_its_sum, Case(kept)),
+        r"clone on stream \d+ reads something, a copy of what is not summed",
+    ),
+    "gradients that others see": (
+        *(source, "_use_count", lambda _: 0, Case(aliased)),
+        r"clone on stream \d+ reads .*0\.weight\.grad, a copy of what is not summed",
+    ),
+    "buckets that others see": (
+        *(Bucket, "is_seen", False, Case(aliased, view=True)),
+        r"clone on stream \d+ reads .*0\.weight in its bucket, and waits for no end of sum",
+    ),
+    "every stream by itself": (
+        *(FakeWire, "stream", lambda _: 7, Case(read_elsewhere, wire="nccl")),
+        r"_foreach_copy_ on stream \d+ reads .*0\.weight in its bucket, and waits for no end",
+    ),
+    "every round by itself": (
+        *(Sending, "ready", still_landed, Case(usual)),
+        r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
+    ),
+    "the place in the plan, for the round": (
+        *(Sending, "round_begins", nothing, Case(usual, plan=by_turns)),
+        r"it was never issued \(task module\.\d",
+    ),
+    "buckets that have moved": (
+        *(Bucket, "is_of", lambda *_: True, Case(usual)),
+        r"0\.weight differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_that_is_taken_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, instead, case, expected = WAITS[name]
+    assert case.run() == []
+    monkeypatch.setattr(owner, attribute, instead)
+    found = case.run()
+    assert any(re.search(expected, one) for one in found), found[:5]
