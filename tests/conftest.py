@@ -38,7 +38,10 @@ NEEDS = {
     Path("procs/integrations"): "trainers",
 }
 #: files of single tests that any process may take
-SCATTERED = tuple(map(Path, ("procs/transparency/test_transparency.py", "procs/examples")))
+SCATTERED = tuple(
+    Path("procs") / name
+    for name in ("transparency/test_transparency.py", "transparency/test_rounds.py", "examples")
+)
 
 pytest_plugins = ["builds", "rank_pools"]
 

@@ -30,8 +30,9 @@ from .shell import finalize_outstanding, finalizes_by_hand
 
 __all__ = ["attach_planned", "why_not_planned"]
 
-#: of buckets on Gloo, where the script and the settings say nothing
-_GLOO_BYTES: Final = 1 << 20
+#: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
+_BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
+_CHUNK_BYTES: Final = {"gloo": 1 << 19}
 
 
 def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str:
@@ -90,9 +91,10 @@ def attach_planned(
             buffers = ranks.open("buffers")
             others.append(buffers)
         observers = ranks.observers()
-    chunk_bytes, bucket_bytes = config.partition_bytes, 0
+    chunk_bytes = config.partition_bytes or _CHUNK_BYTES.get(kind, 0)
+    bucket_bytes = 0
     if not why_not_renewed(ddp):
-        bucket_bytes = chunk_bytes or (_GLOO_BYTES if kind == "gloo" else 0)
+        bucket_bytes = config.partition_bytes or _BUCKET_BYTES.get(kind, 0)
     is_finalized_ahead = finalizes_by_hand(ddp) and finalize_outstanding(ddp)
     partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
     setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)

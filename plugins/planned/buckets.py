@@ -13,17 +13,25 @@ from ..layout.memory import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 
-__all__ = ["ALONE", "Bucket", "Chunk", "Member", "Sums"]
+__all__ = ["ALONE", "Bucket", "Chunk", "Member", "Sums", "uses"]
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+def uses(tensor: torch.Tensor) -> int:
+    """How many tensors are over the memory of ``tensor``, and the storage as an object."""
+    storage: Any = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+_LONELY: Final = torch.ones(1, device="cpu")
 #: of a tensor that nothing else is over
-ALONE: Final = _use_count(torch.ones(1, device="cpu").untyped_storage()._cdata)
+ALONE: Final = uses(_LONELY)
 
 
 class Chunk:
     """A part of a bucket that is summed in one operation."""
 
-    __slots__ = ("bucket", "index", "landed_on", "name", "sent", "work")
+    __slots__ = ("bucket", "index", "is_watched", "landed_on", "name", "ready", "sent", "work")
 
     def __init__(self, bucket: Bucket, index: int, sent: torch.Tensor, name: str) -> None:
         self.bucket = bucket
@@ -34,6 +42,10 @@ class Chunk:
         self.sent = sent
         #: of this round; None before it is issued
         self.work: Any = None
+        #: someone is told of its end, by what holds its memory until then
+        self.is_watched = False
+        #: where it became ready, on a device: what issues it elsewhere waits for that
+        self.ready: Any = None
         #: the stream that has waited for it last, 0 on the CPU; None: none yet
         self.landed_on: int | None = None
 
@@ -152,11 +164,18 @@ class Bucket:
     @property
     def is_seen(self) -> bool:
         """Whether others have tensors over its memory that are no gradients, after finalize."""
-        return _use_count(self.buffer.untyped_storage()._cdata) > self._use_count
+        watched = sum(chunk.is_watched for chunk in self.chunks)
+        return uses(self.buffer) > self._use_count + watched
 
     def is_of(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` is its memory."""
         return buffer.data_ptr() == self.address and buffer.numel() == self.buffer.numel()
+
+    def is_like(self, other: Bucket) -> bool:
+        """Whether ``other`` has the same parameters in the same order."""
+        return [id(member.parameter) for member in self.members] == [
+            id(member.parameter) for member in other.members
+        ]
 
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""

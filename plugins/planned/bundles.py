@@ -15,8 +15,8 @@ from .buckets import Chunk, Member
 
 __all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
-#: An optimizer call costs 0.2 to 0.5 ms, so a model has about a dozen.
-_COUNT: Final = 12
+#: An optimizer call costs 0.2 to 0.5 ms, so a model has about two dozen.
+_COUNT: Final = 24
 #: the share of the first bundle in that of each other: forward begins with it
 _FIRST_SHARE: Final = 0.25
 
@@ -78,9 +78,6 @@ class Bundle:
     debts: list[Debt] = field(default_factory=list)
     #: what its debts need
     chunks: dict[Chunk, None] = field(default_factory=dict)
-    #: the stream of the last update, and what other streams wait for
-    updated_on: int = 0
-    updated: Any = None
 
     def __repr__(self) -> str:
         first = self.slots[0].name if self.slots else "nothing"

@@ -8,10 +8,11 @@ as all of them count the same rounds of DDP.
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from itertools import pairwise
 from math import inf, isfinite
 from time import perf_counter_ns
 from typing import Any, Final
@@ -22,17 +23,21 @@ from bytesched.ahead import ChunkTimes, Link, plan_order
 from bytesched.observe import Observers
 
 from .buckets import Chunk
+from .clocks import Clock
 from .wire import Wire
 
 __all__ = ["Planning", "Stage", "first_gates"]
 
 #: rounds of a layout that are measured; each is followed by one in which nothing is
 _MEASURED: Final = (1, 5, 13, 29, 61, 125, 253, 509)
-#: the share of an iteration in which the link may stand idle for the next chunk of a plan
-_MOST_IDLE: Final = 0.02
+#: measured iterations of a plan that have to be slower than without it
+_PATIENCE: Final = 2
 #: Gloo starts operations in order, so many at a time
 _CONCURRENT: Final = 2
 _S: Final = 1e9
+
+
+log = logging.getLogger("bytesched")
 
 
 class Stage(Enum):
@@ -53,15 +58,17 @@ _MEASURING: Final = (Stage.NEW, Stage.MEASURING)
 
 
 class _Round:
-    """What is measured of one round, in nanoseconds of this host's clock.
+    """What is measured of one round.
 
     Args:
-        common_ns: a moment before it that all ranks have in common, if it is known.
+        common: a moment before it that all ranks have in common, if it is known.
     """
 
-    def __init__(self, common_ns: int | None) -> None:
-        self.common_ns = common_ns
-        self.ready_ns: dict[int, int] = {}
+    def __init__(self, common: Any) -> None:
+        self.common = common
+        #: moments of the clock, by chunk
+        self.ready: dict[int, Any] = {}
+        #: of the host, in nanoseconds
         self.issued_ns: dict[int, int] = {}
         self.ended_ns: dict[int, int] = {}
 
@@ -78,20 +85,6 @@ class _Round:
             last_ns = max(last_ns, ended_ns)
         return busy_ns
 
-    def idle_ns(self) -> int:
-        """For how long nothing was, although a chunk was ready and held back."""
-        spans = self._spans()
-        idle_ns = 0
-        for (_, ended_ns), (issued_ns, _) in pairwise(spans):
-            held_ns = [
-                ready_ns
-                for chunk, ready_ns in self.ready_ns.items()
-                if ready_ns < issued_ns <= self.issued_ns[chunk]
-            ]
-            if held_ns:
-                idle_ns += max(0, issued_ns - max(ended_ns, min(held_ns)))
-        return idle_ns
-
     def _spans(self) -> list[tuple[int, int]]:
         return sorted((at_ns, self.ended_ns[chunk]) for chunk, at_ns in self.issued_ns.items())
 
@@ -103,6 +96,7 @@ class Planning:
         policy: which ready chunk goes first.
         credit_bytes: how far ahead of the link that is decided; 0: each time that it is free.
         gate_of: the first gate that needs a chunk, by its position in the forward pass.
+        clock: of what sums chunks.
     """
 
     def __init__(
@@ -113,8 +107,10 @@ class Planning:
         policy: str,
         credit_bytes: int,
         gate_of: Callable[[Chunk], int],
+        clock: Clock,
     ) -> None:
         self._wire = wire
+        self._clock = clock
         self._observers = observers
         self._policy = policy
         self._credit_bytes = credit_bytes
@@ -129,12 +125,19 @@ class Planning:
         #: what is measured at the moment
         self._measured: _Round | None = None
         #: when the last sum of the round before was here, which all ranks have in common
-        self._common_ns: list[int] = []
+        self._common: list[Any] = []
+        self._last: Chunk | None = None
+        #: of the carrier, where ends of chunks are not seen
+        self._seconds_per_byte: float | None = None
         self._round_began_ns = 0
         self._iteration_ns = 0
         #: what the ranks tell each other, and the work
         self._told: torch.Tensor | None = None
         self._telling: Any = None
+        #: the latest iteration in which chunks were sent as they became ready, of the slowest rank
+        self._as_ready_s = inf
+        #: the latest ones in which they were sent as planned
+        self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
         #: for how long something is under way in a round
         self.busy_ns = 0
 
@@ -153,54 +156,59 @@ class Planning:
         self._round_began_ns = now_ns
         if self.stage is Stage.NEW:
             # For figures alone: nothing tells yet when other ranks begin.
-            self._measured = _Round(now_ns)
+            self._measured = _Round(None)
         elif self.stage is Stage.ALIKE:
             self._rounds += 1
             if self._rounds in _MEASURED:
                 # Whatever this rank knows: the others go on with it.
-                common_ns = self._common_ns[0] if self._common_ns else None
-                self._measured, self.stage = _Round(common_ns), Stage.MEASURING
+                common = self._common[0] if self._common else None
+                self._measured, self.stage = _Round(common), Stage.MEASURING
 
     def ready(self, chunk: Chunk) -> None:
         """``chunk`` can be issued."""
         if self._measured is not None and self.stage in _MEASURING:
-            self._measured.ready_ns[chunk.index] = perf_counter_ns()
+            self._measured.ready[chunk.index] = self._clock.moment()
 
     def issued(self, chunk: Chunk, *, is_last: bool) -> None:
         """``chunk`` was issued, as the last one of its round or not."""
         self._chunks[chunk.index] = chunk
         measured = self._measured if self.stage in _MEASURING else None
-        if measured is None and not is_last and not self._observers.are_any:
-            return
-        if self._wire.name != "gloo":
+        is_common = is_last and self.stage is not Stage.MEASURING
+        if is_common:
+            self._common, self._last = [], chunk
+        if self._wire.has_streams or not (measured or is_common or self._observers.are_any):
             return
         now_ns = perf_counter_ns()
         if measured is not None:
             measured.issued_ns[chunk.index] = now_ns
-        ended = partial(self._ended, chunk.index, chunk.name, chunk.sent.nbytes, now_ns, measured)
-        if is_last and self.stage is not Stage.MEASURING:
-            self._common_ns = []
-            ended = partial(ended, self._common_ns)
-        chunk.work.get_future().add_done_callback(ended)
+        common = self._common if is_common else None
+        chunk.is_watched = True
+        chunk.work.get_future().add_done_callback(
+            partial(self._ended, chunk, now_ns, measured, common)
+        )
+
+    def waited(self, chunk: Chunk) -> None:
+        """What the current stream queues from now on comes after the sum of ``chunk``."""
+        if chunk is self._last and not self._common:
+            self._common.append(self._clock.moment())
 
     def _ended(
         self,
-        index: int,
-        name: str,
-        nbytes: int,
+        chunk: Chunk,
         issued_ns: int,
         measured: _Round | None,
-        *rest: Any,
+        common: list[Any] | None,
+        future: object,
     ) -> None:
-        """The sum of a chunk is here. A thread of the carrier."""
+        """The sum of ``chunk`` is here. A thread of the carrier."""
         now_ns = perf_counter_ns()
         if measured is not None:
-            measured.ended_ns[index] = now_ns
-        for common_ns in rest[:-1]:
-            common_ns.append(now_ns)
+            measured.ended_ns[chunk.index] = now_ns
+        if common is not None:
+            common.append(now_ns)
         if self._observers.are_any:
-            args = {"bytes": nbytes, "chunk": index}
-            self._observers.on_span("send", name, issued_ns, now_ns, args)
+            args = {"bytes": chunk.sent.nbytes, "chunk": chunk.index}
+            self._observers.on_span("send", chunk.name, issued_ns, now_ns, args)
 
     def round_ends(self) -> None:
         """All chunks of a round have been issued: what there is to tell goes behind them."""
@@ -232,6 +240,8 @@ class Planning:
             self._measured = None
             is_alike = told[0] == -told[1] and self._policy != "fifo"
             self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
+            if is_alike:
+                self._seconds_per_byte = self._clock.seconds_per_byte(self._wire)
         elif self.stage is Stage.TELLING:
             self._plan(told)
         elif self.stage is Stage.AGREEING:
@@ -250,27 +260,43 @@ class Planning:
         measured, self._measured = self._measured, None
         chunks = sorted(self._chunks)
         gates = [-float(self.gate_of(self._chunks[index])) for index in chunks]
-        common_ns = None if measured is None else measured.common_ns
-        if measured is None or common_ns is None or not measured.is_complete:
+        if measured is None or measured.common is None or measured.ready.keys() != set(chunks):
             return [*(inf for _ in chunks), *gates, inf, 0.0]
-        nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
+        seconds_per_byte = self._seconds_per_byte
+        if seconds_per_byte is None:
+            nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
+            is_complete = measured.is_complete
+            seconds_per_byte = measured.busy_ns() / _S / nbytes if is_complete else inf
+        seconds = self._clock.seconds
         return [
-            *((measured.ready_ns[index] - common_ns) / _S for index in chunks),
+            *(seconds(measured.common, measured.ready[index]) for index in chunks),
             *gates,
-            measured.busy_ns() / _S / nbytes,
-            measured.idle_ns() / max(1, self._iteration_ns),
+            seconds_per_byte,
+            self._iteration_ns / _S,
         ]
 
     def _plan(self, told: Sequence[float]) -> None:
         """A plan from what all ranks have told; none where one of them had nothing to tell."""
         count = len(self._chunks)
-        ready_s, gates, (seconds_per_byte, idle) = told[:count], told[count:-2], told[-2:]
+        ready_s, gates, (seconds_per_byte, iteration_s) = told[:count], told[count:-2], told[-2:]
+        self.stage = Stage.ALIKE
         if not all(map(isfinite, ready_s)) or not isfinite(seconds_per_byte):
-            self.stage = Stage.ALIKE
             return
-        if self.order is not None and idle > _MOST_IDLE:
-            # A chunk comes later than the plan has it, again and again.
-            self.stage, self.order = Stage.ALIKE, None
+        log.debug(
+            "an iteration of %.1f ms, the last chunk ready after %.1f ms, %.1f MB/s, %s",
+            1e3 * iteration_s,
+            1e3 * max(ready_s),
+            1e-6 / max(seconds_per_byte, 1e-12),
+            "as ready" if self.order is None else "as planned",
+        )
+        if self.order is None:
+            self._as_ready_s = iteration_s
+            self._as_planned_s.clear()
+        else:
+            self._as_planned_s.append(iteration_s)
+        if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
+            # Chunks come later than the plan has them: it keeps others waiting for nothing.
+            self.order = None
             return
         indices = sorted(self._chunks)
         chunks = [
@@ -279,7 +305,7 @@ class Planning:
         ]
         order = plan_order(
             chunks,
-            Link(seconds_per_byte, 0.0, _CONCURRENT),
+            Link(seconds_per_byte, 0.0, 1 if self._wire.has_streams else _CONCURRENT),
             policy=self._policy,
             credit_bytes=max(1, self._credit_bytes),
         )

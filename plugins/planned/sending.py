@@ -11,6 +11,7 @@ from ..figures.meter import Meter
 from ..proxies.spans import span
 from .buckets import Bucket, Chunk
 from .planning import Planning
+from .streams import Streams
 from .wire import HOST, Wire
 
 __all__ = ["Sending"]
@@ -24,6 +25,7 @@ class Sending:
         self._failures = failures
         self._meter = meter
         self._planning = planning
+        self._streams = Streams()
         #: how many chunks of the plan have been issued in this round
         self._position = 0
         #: by index, those that are ready and not issued
@@ -45,7 +47,7 @@ class Sending:
         self.buckets.append(chunks[0].bucket)
         held_back = self._held_back
         for chunk in chunks:
-            chunk.work, chunk.landed_on = None, None
+            chunk.work, chunk.landed_on, chunk.is_watched = None, None, False
             held_back[chunk.index] = chunk
             self._planning.ready(chunk)
         order = self._planning.order
@@ -57,6 +59,8 @@ class Sending:
             while self._position < len(order) and order[self._position] in held_back:
                 following.append(held_back.pop(order[self._position]))
                 self._position += 1
+        if self._wire.has_streams:
+            self._streams.hand_over(chunks, following)
         for number, chunk in enumerate(following, 1):
             chunk.work = self._wire.start(chunk.sent)
             self._planning.issued(chunk, is_last=is_last and number == len(following))
@@ -83,7 +87,23 @@ class Sending:
                 chunk.landed_on = stream
                 if stream == HOST:
                     chunk.work = None
+                else:
+                    self._planning.waited(chunk)
         self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a wait is only queued, on a stream of a device."""
+        return self._wire.has_streams
+
+    def updated(self) -> None:
+        """Parameters were updated by the calling thread, or on its stream."""
+        if self._wire.has_streams:
+            self._streams.updated()
+
+    def have_come(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether a wait for ``chunks`` would return at once. On the host."""
+        return all(chunk.landed_on is not None or chunk.work.is_completed() for chunk in chunks)
 
     def land(self, bucket: Bucket, by: str) -> None:
         """Returns when the sum of ``bucket`` is there, and handed back."""

@@ -33,6 +33,7 @@ from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .buckets import Bucket, Chunk, Member
 from .bundles import Bundle, BundleState, Slot
+from .clocks import DeviceClock, HostClock
 from .planning import Planning, first_gates
 from .reducer import hook, reduced_by, renew
 from .sending import Sending
@@ -54,7 +55,7 @@ class PlannedSession:
         slots: all of its parameters, in registration order.
         cut: the elements after which a chunk of a bucket ends; see `Bucket`.
         setting: the sizes in use, for figures.
-        bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: it keeps its own.
+        bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
     """
 
@@ -83,12 +84,14 @@ class PlannedSession:
         self._setting = setting
         self.observers = observers
         self._failures = Failures(wire)
+        device = slots[0].parameter.device
         self._planning = Planning(
             wire,
             observers,
             policy=config.policy,
             credit_bytes=config.credit_bytes,
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
+            clock=DeviceClock(device) if wire.has_streams else HostClock(),
         )
         self._meter = Meter(observers, len(slots), self._busy_ns)
         self._sending = Sending(wire, self._failures, self._meter, self._planning)
@@ -100,7 +103,6 @@ class PlannedSession:
             rank=wire.rank,
             timeout_s=config.timeout_s,
         )
-        device = slots[0].parameter.device
         self.source = Source(
             self,
             wire.size,
@@ -346,6 +348,10 @@ class PlannedSession:
     def settle(self, member: Member) -> None:
         """See `Sums`."""
         by = f"{member.name}.grad"
+        if member.bucket.holds_gradients:
+            # All of them become ordinary ones, over the memory that owed updates are to read.
+            for other in member.bucket.members:
+                self._updates.settle(other)
         self._sending.land(member.bucket, by)
         self._updates.settle(member)
         self._meter.causes.read(member.name, 0)

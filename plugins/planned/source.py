@@ -16,11 +16,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from .buckets import ALONE, Bucket, Chunk, Member
+from .buckets import ALONE, Bucket, Chunk, Member, uses
 
 __all__ = ["Listener", "Phase", "Source"]
-
-_use_count: Final = torch._C._storage_Use_Count
 
 #: rounds that DDP makes by itself: then its buckets are what they stay
 _EARLY_ROUNDS: Final = 2
@@ -127,8 +125,7 @@ class Source:
             self._opened = []
             self._listener.round_begins()
         self._divide(buffer, bucket)
-        # A rank that has joined answers with zeros, in other memory.
-        here = self._known(number, bucket, buffer) if is_backward else self._made(bucket)
+        here = self._known(number, bucket, is_answer=not is_backward)
         here.is_under_way = True
         self._opened.append(here)
         is_last = bucket.is_last()
@@ -144,15 +141,26 @@ class Source:
         for bucket in self._opened:
             yield from bucket.members
 
-    def _known(self, number: int, bucket: Any, buffer: torch.Tensor) -> Bucket:
-        """The bucket ``number``, anew if its memory is not what it was."""
-        if number < len(self.buckets):
-            if self.buckets[number].is_of(buffer):
-                return self.buckets[number]
+    def _known(self, number: int, bucket: Any, *, is_answer: bool) -> Bucket:
+        """The bucket ``number``, anew if its memory is not what it was.
+
+        The layout is another one where parameters are, and not where memory is: so that it changes
+        in the same round on all ranks.
+
+        Args:
+            is_answer: of a rank that has joined: zeros, in other memory each time.
+        """
+        known = self.buckets[number] if number < len(self.buckets) else None
+        if known is not None and known.is_of(bucket.buffer()):
+            return known
+        here = self._made(bucket)
+        is_alike = known is not None and known.is_like(here)
+        if not is_alike:
             del self.buckets[number:]
-        self._listener.layout_changes()
-        self.buckets.append(self._made(bucket))
-        return self.buckets[-1]
+            self._listener.layout_changes()
+        if not (is_alike and is_answer):
+            self.buckets[number : number + 1] = [here]
+        return here
 
     def _made(self, bucket: Any) -> Bucket:
         parameters: list[nn.Parameter] = bucket.parameters()
@@ -202,7 +210,7 @@ class Source:
             if (grad := parameter.grad) is not None
             and (
                 grad.untyped_storage().data_ptr() in storages
-                or (self.is_early and grad.untyped_storage().nbytes() > grad.nbytes)
+                or (self.rounds <= _EARLY_ROUNDS and grad.untyped_storage().nbytes() > grad.nbytes)
             )
         }
 
@@ -268,7 +276,7 @@ class Source:
             if bucket.holds_gradients:
                 if grad.data_ptr() != member.view.data_ptr():
                     continue
-            elif _use_count(grad.untyped_storage()._cdata) > ALONE:
+            elif uses(grad) > ALONE:
                 can_wait = False
             if type(grad) is not torch.Tensor or grad.requires_grad:
                 can_wait = False

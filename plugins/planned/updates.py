@@ -176,11 +176,26 @@ class Updates:
             if bundle.state is BundleState.OWED:
                 self._failures.check()
                 with waiting():
+                    self._update_others(bundle)
                     self._sending.wait(bundle.chunks, by)
                     self._update(bundle)
             release_held([slot.parameter for slot in bundle.slots])
         finally:
             self.lock.release()
+
+    def _update_others(self, bundle: Bundle) -> None:
+        """While the sums of ``bundle`` are on their way: what is owed elsewhere, and has come."""
+        if self._sending.has_streams:
+            # A device waits, and the host does not.
+            return
+        for other in self.bundles:
+            if other is bundle or other.state is not BundleState.OWED:
+                continue
+            if self._sending.have_come(bundle.chunks):
+                return
+            if self._sending.have_come(other.chunks):
+                self._sending.wait(other.chunks, "step")
+                self._update(other)
 
     def _update(self, bundle: Bundle) -> None:
         began_ns = perf_counter_ns()
@@ -197,6 +212,7 @@ class Updates:
             raise
         finally:
             self._is_running = False
+        self._sending.updated()
         bundle.debts.clear()
         bundle.chunks.clear()
         bundle.state = BundleState.FREE

@@ -23,8 +23,8 @@ class Wire(Protocol):
     rank: int
     size: int
     timeout_s: float
-    #: "gloo" or "nccl"
-    name: str
+    #: a wait is only queued, on a stream of a device
+    has_streams: bool
 
     def start(self, tensor: torch.Tensor) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
@@ -67,7 +67,7 @@ class GroupWire:
         self.rank = data.rank
         self.size = data.size
         self.timeout_s = data.timeout_s
-        self.name: str = data.backend.name()
+        self.has_streams = device.type == "cuda"
         self._data = data
         self._control = control
         self._groups = [*dict.fromkeys((data, control, *others))]

@@ -57,9 +57,7 @@ def registered_last_first(job: Job) -> None:
 
 def sends(policy: str, folder: str) -> list[tuple[int, str]]:
     """What the leader sent in a step whose peer came late: (chunk, first parameter), in order."""
-    job = Job(
-        wrapped=True, module_alone=True, policy=policy, partition_bytes=256, credit_bytes=256
-    )
+    job = Job(wrapped=True, module_alone=True, policy=policy, partition_bytes=256, credit_bytes=256)
     peer = Peer(job, reader=0)
     model = job.ddp(LastFirst())
     optimizer = job.wrap(sgd(model), model, timeline=folder)

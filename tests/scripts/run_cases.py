@@ -526,6 +526,104 @@ def wrap_fails_on_one_rank(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def around_ddp_everywhere(job: Job) -> None:
+    """Squares of each rank's own gradients, and inputs made worse by passes around DDP."""
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    for step in range(2 * STEPS):
+        x = job.inputs(step)
+        for _ in range(2):
+            x = x.detach().requires_grad_()
+            model.module(x).square().mean().backward()
+            assert x.grad is not None
+            x = x + 0.1 * x.grad.sign()
+        train(job, model, optimizer, first_step=step, steps=1)
+        optimizer.zero_grad()
+        model.module(x.detach()).square().mean().backward()
+        job.record("squares", [p.grad.square().sum() for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def around_ddp_on_one_rank(job: Job) -> None:
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+
+    def probe(step: int) -> None:
+        if step % 4 == 3 and job.rank == 0:
+            x = job.inputs(100 + step).requires_grad_()
+            model.module(x)[0, 0].backward()
+            job.record("saliency", x.grad)
+            model.zero_grad()
+        if step > STEPS:
+            job.barrier()
+
+    train(job, model, optimizer, steps=2 * STEPS, after_step=probe)
+    job.record_state(model, optimizer)
+
+
+def frozen_when_wrapped(job: Job) -> None:
+    """A layer that DDP averages is thawed when the others have been trained for a while."""
+    module = mlp()
+    model = job.ddp(module, find_unused_parameters=True)
+    module[2].requires_grad_(False)
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    module[2].requires_grad_(True)
+    train(job, model, optimizer, first_step=STEPS)
+    job.record_state(model, optimizer)
+
+
+def shared_encoder(job: Job) -> None:
+    """Two DDPs over one encoder; only the first one's optimizer has it."""
+    encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    models = [job.ddp(nn.Sequential(encoder, nn.Linear(8, width))) for width in (1, 4)]
+    optimizers = [adamw(models[0]), adamw(models[1].module[1])]
+    for step in range(2 * STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(job, model, optimizer, first_step=step, steps=1)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        job.record_state(model, optimizer)
+
+
+def put_into_a_new_ddp(job: Job) -> None:
+    """After a checkpoint was loaded; the old one is still there."""
+    module = mlp()
+    for turn in range(2):
+        model = job.ddp(module)
+        model.module.load_state_dict(copy.deepcopy(module.state_dict()))
+        optimizer = adamw(model)
+        train(job, model, optimizer, first_step=turn * STEPS)
+    job.record_state(model, optimizer)
+
+
+def forward_called_by_name(job: Job) -> None:
+    """In turn with a call of the model, and inside no_sync() for the first of two passes."""
+    model = job.ddp(mlp())
+    optimizer = sgd(model)
+    for step in range(4 * STEPS):
+        call = model if step % 3 == 0 else model.forward
+        with contextlib.nullcontext() if step % 2 else model.no_sync():
+            loss = call(job.inputs(step)).square().mean()
+            loss.backward()
+        job.record("loss", loss)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.record_state(model, optimizer)
+
+
+def hook_registered_later(job: Job) -> None:
+    """When the model is wrapped already: from then on DDP compresses."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = job.ddp(mlp())
+    optimizer = adamw(model)
+    train(job, model, optimizer)
+    model.register_comm_hook(None, fp16_compress_hook)
+    train(job, model, optimizer, first_step=STEPS)
+    job.record_state(model, optimizer)
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -567,6 +665,13 @@ CASES: dict[str, Case] = {
         one_rank_has_other_settings,
         one_rank_leaves_it,
         wrap_fails_on_one_rank,
+        around_ddp_everywhere,
+        around_ddp_on_one_rank,
+        frozen_when_wrapped,
+        shared_encoder,
+        put_into_a_new_ddp,
+        forward_called_by_name,
+        hook_registered_later,
     )
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -87,6 +88,12 @@ def held(job: Job, script: tuple[str, str], *args: Any) -> None:
     """``script`` over such a wire."""
     with holding():
         resolve(script)(job, *args)
+
+
+def in_buckets_of_ours(job: Job, script: tuple[str, str], *args: Any) -> None:
+    """The same, where the script leaves the size of buckets open."""
+    with mock.patch.object(sys.modules[__name__], "BUCKET_MB", None):
+        held(job, script, *args)
 
 
 def layers(count: int = 4) -> Layers:
@@ -577,7 +584,8 @@ def hook_registered(job: Job, views: bool, kind: str, first: int) -> None:
 
     looped(job, model, optimizer, steps=first)
     if kind == "builtin":
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        c10d: Any = dist
+        model._register_builtin_comm_hook(c10d.BuiltinCommHookType.FP16_COMPRESS)
     else:
         model.register_comm_hook(None, hook)
     looped(job, model, optimizer, first_step=first)
@@ -612,9 +620,11 @@ def grouped_and_scheduled(job: Job, views: bool) -> None:
     """Two groups, a schedule, and a setting that changes after each step."""
     model = ddp(job, layers(), views)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.1}], lr=0.01
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[::2]},
+        {"params": parameters[1::2], "weight_decay": 0.1},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     job.wrap(optimizer, model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
 
@@ -685,7 +695,8 @@ def gradients_read(job: Job, views: bool, after: bool) -> None:
         if step % 2:
             job.record("norms", [p.grad.double().norm() for p in model.parameters()])
 
-    looped(job, model, optimizer, **{"after_step" if after else "before_step": read})
+    look: dict[str, Any] = {"after_step" if after else "before_step": read}
+    looped(job, model, optimizer, **look)
     job.record_state(model, optimizer)
 
 
@@ -704,6 +715,22 @@ def gradients_changed(job: Job, views: bool) -> None:
                 parameter.grad = None
 
     looped(job, model, optimizer, before_step=change)
+    job.record_state(model, optimizer)
+
+
+def gradients_changed_after_the_step(job: Job, views: bool) -> None:
+    """One is read, whose bucket comes; others of that bucket are written, before any update."""
+    model = ddp(job, layers(), views)
+    optimizer = job.wrap(adamw(model), model)
+
+    def change(step: int) -> None:
+        weight, bias = model.module[step % 5 * 2].parameters()
+        job.record("read", bias.grad.sum())
+        weight.grad.mul_(3.0)
+        model.module[(step + 1) % 5 * 2].bias.grad.zero_()
+
+    zero_grad = partial(optimizer.zero_grad, set_to_none=False)
+    looped(job, model, optimizer, after_step=change, zero_grad=zero_grad)
     job.record_state(model, optimizer)
 
 
@@ -872,6 +899,7 @@ class Mixed(nn.Module):
         self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
 
     def forward(self, x: Tensor) -> Any:
+        part: Any
         for part in self.parts:
             x = part(x.to(part.weight.dtype)).tanh()
         return x.float()
@@ -968,14 +996,21 @@ def saved_each_step(job: Job, views: bool) -> None:
 # -- ranks that end earlier ----------------------------------------------------------------
 
 
-def joined(job: Job, views: bool, finds_unused: bool, divides_by_all: bool) -> None:
-    """A later rank has more batches; those that have joined answer it."""
-    model = ddp(job, layers(), views, find_unused_parameters=finds_unused)
+def joined(job: Job, views: bool, finds_unused: bool, first: int) -> None:
+    """The first rank has ``first`` batches, each one after it three more; all go on together."""
+    module = Branching() if finds_unused else layers()
+    model = ddp(job, module, views, find_unused_parameters=finds_unused)
     optimizer = job.wrap(adamw(model), model)
-    with model.join(divide_by_initial_world_size=divides_by_all):
-        looped(job, model, optimizer, steps=6 + 3 * job.rank)
+
+    def called(step: int) -> Callable[[Tensor], Tensor]:
+        if isinstance(module, Branching):
+            module.turn = (step // 2 + step % 2 * job.rank) % 3
+        return model  # type: ignore[no-any-return]
+
+    with model.join():
+        looped(job, model, optimizer, steps=first + 3 * job.rank, called=called)
     job.record_state(model, optimizer)
-    looped(job, model, optimizer, first_step=50)
+    looped(job, model, optimizer, first_step=50, called=called)
     job.record_state(model, optimizer)
 
 

@@ -45,11 +45,10 @@ __all__ = ["FakeWire", "Order", "Run", "alone", "inputs", "mlp", "sgd"]
 class FakeWork:
     """A sum that is under way until it is finished."""
 
-    def __init__(self, make: Callable[[], None], clock: Clock, number: int) -> None:
+    def __init__(self, make: Callable[[], None], clock: Clock | None = None) -> None:
         self._make = make
         #: its place
-        self.clock = clock
-        self.number = number
+        self.clock = Clock() if clock is None else clock
         self.is_over = False
         self._callbacks: list[Callable[[Any], None]] = []
 
@@ -75,26 +74,26 @@ class FakeWire:
     """See `bytesched.plugins.planned.wire.Wire`: all other ranks have the same gradients.
 
     Args:
-        name: "gloo", where a wait stops the host, or "nccl", where it holds a stream back.
+        has_streams: a wait holds the current stream back, and not the host.
         ranks: the wires of all ranks, to which this one is added; alone if None.
     """
 
     def __init__(
         self,
-        name: str = "gloo",
+        has_streams: bool = False,
         *,
         order: Order | None = None,
         ranks: list[FakeWire] | None = None,
         size: int = 2,
     ) -> None:
-        self.name = name
+        self.has_streams = has_streams
         self.size = size
         self.timeout_s = 100.0
         self._order = order
         self._ranks = [] if ranks is None else ranks
         self.rank = len(self._ranks)
         self._ranks.append(self)
-        #: what was started, in order
+        #: what was started, in order, and its works
         self.started: list[Tensor] = []
         self.works: list[FakeWork] = []
         #: what this rank tells the others, operation by operation
@@ -106,9 +105,8 @@ class FakeWire:
 
     def start(self, tensor: Tensor) -> FakeWork:
         self.started.append(tensor)
-        self.works.append(FakeWork(partial(self._sum, tensor), Clock(), len(self.works)))
-        if self._order is not None:
-            self.works[-1].clock = self._order.starts(tensor)
+        clock = None if self._order is None else self._order.starts(tensor)
+        self.works.append(FakeWork(partial(self._sum, tensor), clock))
         return self.works[-1]
 
     def _sum(self, tensor: Tensor) -> None:
@@ -125,7 +123,7 @@ class FakeWire:
                 tables = [torch.tensor(rank.told[place]).to(numbers) for rank in self._ranks]
                 numbers.copy_(torch.stack(tables).amax(0))
 
-        return FakeWork(largest, Clock(), -1)
+        return FakeWork(largest)
 
     def wait(self, work: FakeWork, task: str) -> None:
         if self.error is not None:
@@ -133,10 +131,10 @@ class FakeWire:
         if not isinstance(work, FakeWork):
             raise SchedulerTimeout("it was never issued", task=task, rank=self.rank)
         work.finish()
-        if self.name == "gloo":
-            CUDA.host |= work.clock
-        else:
+        if self.has_streams:
             CUDA.current().clock |= work.clock
+        else:
+            CUDA.host |= work.clock
 
     def let(self, count: int | None = None) -> None:
         """The first ``count`` of what was started are over, or all."""
@@ -144,7 +142,7 @@ class FakeWire:
             work.finish()
 
     def stream(self) -> int:
-        return HOST if self.name == "gloo" else CUDA.current().cuda_stream
+        return CUDA.current().cuda_stream if self.has_streams else HOST
 
     def leave_note(self, text: str) -> None:
         self.notes.append(text)
@@ -329,7 +327,8 @@ class Order(TorchDispatchMode):
                 copies = True
                 continue
             how = "a copy of what is not summed, by" if is_after else "and waits for no end of"
-            self._find(by, begin, end, f"{how} {other.by}", is_write=is_write)
+            where = "" if other.by.startswith("sum ") else f" on {other.stream}"
+            self._find(by, begin, end, f"{how} {other.by}{where}", is_write=is_write)
         # What is overwritten, or read again on the same stream, decides no more.
         before[:] = [
             other

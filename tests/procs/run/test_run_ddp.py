@@ -49,6 +49,13 @@ MODES = {
     "one_rank_has_other_settings": [],
     "one_rank_leaves_it": [],
     "wrap_fails_on_one_rank": [],
+    "around_ddp_everywhere": ["cross"],
+    "around_ddp_on_one_rank": ["cross"],
+    "frozen_when_wrapped": ["cross"],
+    "shared_encoder": ["cross", "cross"],
+    "put_into_a_new_ddp": ["cross"],
+    "forward_called_by_name": ["cross"],
+    "hook_registered_later": ["plain"],
 }
 #: case -> what is said, once, about a model that is left as it was
 REASONS = {

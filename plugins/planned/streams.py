@@ -1,0 +1,52 @@
+"""Streams of a device on which a model computes, and what one of them owes the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .buckets import Chunk
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """Those that were seen, in hooks, gates and steps. Nothing of ours runs on another one."""
+
+    def __init__(self) -> None:
+        #: by handle
+        self._seen: dict[int, Any] = {}
+
+    def see(self) -> Any:
+        """The current stream, which is known from now on."""
+        stream = torch.cuda.current_stream()
+        return self._seen.setdefault(stream.cuda_stream, stream)
+
+    def hand_over(self, ready: Sequence[Chunk], following: Sequence[Chunk]) -> None:
+        """``following`` are about to be issued here; ``ready`` became so here.
+
+        What became ready in another hook may have been computed on another stream.
+        """
+        stream = self.see()
+        held_back = [chunk for chunk in ready if chunk not in following]
+        if held_back:
+            event = stream.record_event()
+            for chunk in held_back:
+                chunk.ready = stream, event
+        for chunk in following:
+            if chunk.ready is not None:
+                elsewhere, event = chunk.ready
+                chunk.ready = None
+                if elsewhere is not stream:
+                    stream.wait_event(event)
+
+    def updated(self) -> None:
+        """Parameters were updated here: who reads them elsewhere comes after that."""
+        stream = self.see()
+        if len(self._seen) > 1:
+            event = stream.record_event()
+            for other in self._seen.values():
+                if other is not stream:
+                    other.wait_event(event)

@@ -1,0 +1,118 @@
+"""Which parameters are updated together, and what stands for one in an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bytesched.plugins.planned.buckets import Bucket
+from bytesched.plugins.planned.bundles import Bundle, BundleState, Slot, bundled
+
+
+def slots_of(*sizes: int) -> list[Slot]:
+    return [Slot(f"{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
+
+
+@given(st.data(), st.lists(st.integers(0, 300), min_size=1, max_size=40))
+def test_bundles_have_every_parameter_once_in_the_order_of_use(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    slots = slots_of(*sizes)
+    order = data.draw(st.permutations(range(len(sizes))))
+    bundles = bundled(slots, order)
+    assert [slot for bundle in bundles for slot in bundle.slots] == [slots[i] for i in order]
+    assert [bundle.number for bundle in bundles] == list(range(len(bundles)))
+    assert all(slot.bundle is bundle for bundle in bundles for slot in bundle.slots)
+    assert all(bundle.slots and bundle.state is BundleState.FREE for bundle in bundles)
+
+
+def test_there_are_about_a_dozen_and_the_first_is_small() -> None:
+    sizes = [sum(slot.parameter.numel() for slot in bundle.slots) for bundle in _of_a_hundred()]
+    assert 10 <= len(sizes) <= 13
+    assert sizes[0] <= max(sizes) / 2
+    assert max(sizes[1:]) <= 2 * min(sizes[1:-1])
+
+
+def _of_a_hundred() -> list[Bundle]:
+    return bundled(slots_of(*[10] * 100), range(100))
+
+
+def test_parameters_over_one_memory_are_updated_together() -> None:
+    """The optimizer has an order in which it updates them."""
+    slots = slots_of(*[10] * 20)
+    memory = slots[0].parameter.detach()
+    slots.append(Slot("tied", nn.Parameter(memory[2:])))
+    slots.append(Slot("empty", nn.Parameter(torch.zeros(0))))
+    slots.append(Slot("empty, too", nn.Parameter(torch.zeros(0))))
+    bundles = bundled(slots, range(len(slots)))
+    assert slots[20].bundle is slots[0].bundle
+    assert [slot.name for slot in bundles[0].slots] == ["0", "tied"]
+    assert len(bundles) > 5
+
+
+class Sums:
+    def settle(self, member: Any) -> None:
+        raise AssertionError("nothing waits here")
+
+
+def member_of(slot: Slot, value: float) -> Any:
+    buffer = torch.full((slot.parameter.numel(),), value)
+    view = buffer.view(slot.parameter.shape)
+    bucket = Bucket(
+        *(Sums(), buffer, [slot.parameter], [view], {}),
+        holds_gradients=False,
+        cut=lambda numel, _: [numel],
+        first=0,
+    )
+    return bucket.members[0]
+
+
+def test_an_update_sees_the_parameter_and_the_gradient_in_the_bucket() -> None:
+    [slot] = slots_of(3)
+    slot.parameter.grad = torch.full((3,), 5.0)
+    member = member_of(slot, 2.0)
+    assert slot.take(member)
+    alias = slot.alias
+    torch.optim.SGD([alias], lr=1.0).step()
+    assert slot.parameter.tolist() == [-2.0] * 3
+    assert slot.parameter.grad.tolist() == [5.0] * 3
+    assert alias._version == slot.parameter._version
+    assert not slot.take(member)
+    assert slot.alias is alias
+
+
+def test_it_sees_where_both_have_moved() -> None:
+    [slot] = slots_of(3)
+    slot.take(member_of(slot, 2.0))
+    alias, other = slot.alias, member_of(slot, 3.0)
+    assert not slot.take(other)
+    assert slot.alias is alias
+    assert alias.grad is other.view
+    slot.parameter.data = torch.ones(3)
+    assert slot.take(other)
+    assert slot.alias is not alias
+    assert slot.alias.data_ptr() == slot.parameter.data_ptr()
+    assert slot.alias.grad is other.view
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_alias_is_as_its_parameter(is_trained: bool) -> None:
+    [slot] = slots_of(2)
+    slot.parameter.requires_grad_(is_trained)
+    slot.take(member_of(slot, 1.0))
+    assert slot.alias.requires_grad is is_trained
+    assert type(slot.alias) is nn.Parameter
+
+
+def test_they_show_their_state() -> None:
+    [bundle] = bundled(slots_of(4, 4)[:1], [0])
+    assert repr(bundle) == "<Bundle 0 from '0', 1 parameters: FREE>"
+    bundle.state = BundleState.OWED
+    assert repr(bundle).endswith(": OWED>")
+    assert repr(bundle.slots[0]) == "<Slot '0'>"
+    assert repr(Bundle(1, [])) == "<Bundle 1 from 'nothing', 0 parameters: FREE>"
