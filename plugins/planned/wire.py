@@ -14,7 +14,7 @@ from ..routes.groups.group import Group
 __all__ = ["HOST", "GroupWire", "Wire"]
 
 #: where there are no streams
-HOST: Final = 0
+HOST: Final = -1
 
 
 class Wire(Protocol):

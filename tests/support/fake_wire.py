@@ -136,9 +136,9 @@ class FakeWire:
         else:
             CUDA.host |= work.clock
 
-    def let(self, count: int | None = None) -> None:
-        """The first ``count`` of what was started are over, or all."""
-        for work in self.works[:count]:
+    def let(self, *, but: int = 0) -> None:
+        """What was started is over, but for the last ones."""
+        for work in self.works[: len(self.works) - but]:
             work.finish()
 
     def stream(self) -> int:
@@ -419,6 +419,7 @@ class Run:
     optimizer_of: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd
     cross: bool = True
     policy: str = "fifo"
+    timeout_s: float = 100.0
     bucket_bytes: int = 600
     chunk_bytes: int = 300
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -438,7 +439,7 @@ class Run:
             self.model,
             self.model,
             self.slots,
-            Config(policy=self.policy),
+            Config(policy=self.policy, timeout_s=self.timeout_s),
             self.wire,
             Observers(self.observers),
             cut=partial(ends_of, chunk_bytes=self.chunk_bytes),
@@ -493,18 +494,26 @@ class Run:
     def see(self, *values: Any) -> None:
         self.seen += [value.detach().clone() for value in values]
 
-    @property
-    def is_owed(self) -> bool:
-        return any(type(slot.parameter) is PendingParameter for slot in self.slots)
+    def let(self, *, but: int = 0) -> None:
+        """What is under way has come, but for the last chunks."""
+        if self.wire is not None:
+            self.wire.let(but=but)
 
     @property
-    def is_pending(self) -> bool:
-        return any(type(slot.parameter.grad) is PendingGrad for slot in self.slots)
+    def held(self) -> list[str]:
+        """Parameters that wait."""
+        return [slot.name for slot in self.slots if type(slot.parameter) is PendingParameter]
+
+    @property
+    def pending(self) -> list[str]:
+        """Parameters whose gradients wait."""
+        return [slot.name for slot in self.slots if type(slot.parameter.grad) is PendingGrad]
 
     def differences(self, plain: Run) -> list[str]:
         """What is not as in a plain run: numbers that were seen, parameters and their state."""
         self.session.flush()
-        found = [
+        found = [f"{name} waits after a flush" for name in (*self.held, *self.pending)]
+        found += [
             f"what was seen {number}. differs"
             for number, (mine, theirs) in enumerate(zip(self.seen, plain.seen, strict=True))
             if not torch.equal(mine, theirs)
@@ -520,5 +529,4 @@ class Run:
         return found
 
     def close(self) -> None:
-        if self.wire is not None:
-            self.session.close()
+        self.session.close()

@@ -19,6 +19,7 @@ from bytesched.plugins.dependency.failures import Failures
 from bytesched.plugins.figures.meter import Meter
 from bytesched.plugins.planned.buckets import Bucket, Chunk
 from bytesched.plugins.planned.sending import Sending
+from bytesched.plugins.planned.wire import HOST
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,9 @@ class Planned:
 
     def ready(self, chunk: Chunk) -> None:
         pass
+
+    def waited(self, chunk: Chunk) -> None:
+        assert chunk.landed_on is not None
 
     def issued(self, chunk: Chunk, *, is_last: bool) -> None:
         assert chunk.work is not None
@@ -129,7 +133,7 @@ def test_a_chunk_is_waited_for_once_on_the_host() -> None:
     sent.round()
     first, second = sent.chunks
     sent.sending.wait([first], "a gate")
-    assert (first.landed_on, first.work, second.landed_on) == (0, None, None)
+    assert (first.landed_on, first.work, second.landed_on) == (HOST, None, None)
     assert sent.buckets[0].buffer.tolist() == [2.0, 1.0]
     sent.wire.error = AssertionError("it is here")
     sent.sending.wait([first], "a gate")
@@ -167,7 +171,7 @@ def test_what_is_outstanding_is_known_without_a_wait() -> None:
     sent.round()
     outstanding_bytes = sent.sending.outstanding_bytes
     assert outstanding_bytes(sent.chunks) == 12
-    sent.wire.let(1)
+    sent.wire.let(but=2)
     assert outstanding_bytes(sent.chunks) == 8
     sent.sending.wait(sent.chunks[1:2], "a gate")
     assert outstanding_bytes(sent.chunks) == 4

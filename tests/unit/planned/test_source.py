@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -244,20 +246,7 @@ def test_a_static_graph_is_landed_in_its_early_rounds() -> None:
         assert torch.equal(grad, other)
 
 
-def test_a_gradient_that_requires_one_is_landed_at_once() -> None:
-    ours = Listening(mlp())
-    ours.train(2)
-    ours.ddp.zero_grad()
-    loss = ours.ddp(inputs(0)).square().mean()
-    ours.source.backward_begins([])
-    loss.backward(create_graph=True)
-    assert not any(type(grad) is PendingGrad for grad in ours.grads)
-
-
 def test_it_keeps_no_ddp_alive() -> None:
-    import gc
-    import weakref
-
     ours = Listening(mlp())
     ours.train(3)
     source, ddp = ours.source, weakref.ref(ours.ddp)

@@ -1,0 +1,74 @@
+"""Streams on which a model computes: what is queued on one of them, and read on others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from fake_cuda import CUDA, FakeCuda, FakeStream, after, fake_cuda
+from torch import nn
+
+from bytesched.plugins.planned.buckets import Bucket, Chunk
+from bytesched.plugins.planned.streams import Streams
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda() as device:
+        yield device
+
+
+def chunks_of(count: int) -> Sequence[Chunk]:
+    parameter, buffer = nn.Parameter(torch.zeros(count)), torch.zeros(count)
+    bucket = Bucket(
+        *(object(), buffer, [parameter], [buffer], {}),  # type: ignore[arg-type]
+        holds_gradients=False,
+        cut=lambda numel, _: range(1, numel + 1),
+        first=0,
+    )
+    return bucket.chunks
+
+
+def test_a_chunk_that_was_held_back_is_issued_after_it_is_ready() -> None:
+    streams, (one, two, three) = Streams(), chunks_of(3)
+    first, second = FakeStream(), FakeStream()
+    with CUDA.on(first):
+        filled = first.queue()
+        streams.hand_over([one, two], [])
+        later = first.queue()
+    with CUDA.on(second):
+        streams.hand_over([three], [three, one])
+        issued = second.queue()
+    assert after(issued, filled)
+    # And after nothing that has come since.
+    assert not after(issued, later)
+    assert (one.ready, three.ready) == (None, None)
+    assert two.ready is not None
+
+
+def test_where_it_became_ready_nothing_is_waited_for() -> None:
+    streams, (one, two) = Streams(), chunks_of(2)
+    first, other = FakeStream(), FakeStream()
+    with CUDA.on(first):
+        streams.hand_over([one], [])
+        before = first.clock.copy()
+        streams.hand_over([two], [one, two])
+    assert first.clock == before
+    assert not other.clock
+
+
+def test_a_stream_that_was_seen_comes_after_an_update_elsewhere() -> None:
+    streams, seen, unseen = Streams(), FakeStream(), FakeStream()
+    with CUDA.on(seen):
+        streams.see()
+    with CUDA.on(FakeStream()):
+        updated = CUDA.current().queue()
+        streams.updated()
+    assert after(seen.queue(), updated)
+    assert not after(unseen.queue(), updated)
+
+
+def test_a_stream_is_known_once() -> None:
+    streams = Streams()
+    assert streams.see() is streams.see() is CUDA.default
