@@ -184,7 +184,9 @@ class Bucket:
         for member in self.members:
             if member.pending is not None and (grad := member.pending()) is not None:
                 if type(grad) is PendingGrad:
-                    make_plain(grad)
+                    # As `make_plain` does, without a call for each of them.
+                    del grad.sum_
+                    grad.__class__ = torch.Tensor  # type: ignore[assignment]
                 kept.append((grad, member.view))
             member.pending = None
         if kept and not self.holds_gradients:

@@ -15,8 +15,8 @@ from .buckets import Chunk, Member
 
 __all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
-#: An optimizer call costs 0.2 to 0.5 ms, so a model has about two dozen.
-_COUNT: Final = 24
+#: An optimizer call costs 0.2 to 0.5 ms, so a model has about a dozen.
+_COUNT: Final = 12
 #: the share of the first bundle in that of each other: forward begins with it
 _FIRST_SHARE: Final = 0.25
 
@@ -85,14 +85,18 @@ class Bundle:
         return f"<Bundle {self.number} from {first!r}, {size} parameters: {self.state.name}>"
 
 
-def bundled(slots: Sequence[Slot], order: Iterable[int]) -> list[Bundle]:
+def bundled(slots: Sequence[Slot], order: Iterable[int], least_bytes: int = 1) -> list[Bundle]:
     """The bundles of ``slots``, in the ``order`` in which a forward pass uses them.
 
     Parameters over one memory are in one bundle: their updates keep the optimizer's order.
+
+    Args:
+        least_bytes: of a bundle: what comes in one chunk is updated in one call.
     """
     ordered = [slots[index] for index in order]
     nbytes = sum(slot.parameter.nbytes for slot in ordered)
     share = max(1.0, nbytes / (_COUNT - 1 + _FIRST_SHARE))
+    first_bytes, other_bytes = max(_FIRST_SHARE * share, least_bytes), max(share, least_bytes)
     bundles: list[Bundle] = []
     by_storage: dict[int, Bundle] = {}
     room = 0.0
@@ -101,7 +105,7 @@ def bundled(slots: Sequence[Slot], order: Iterable[int]) -> list[Bundle]:
         shared = by_storage.get(storage)
         if shared is None:
             if room <= 0:
-                room = share * (1.0 if bundles else _FIRST_SHARE)
+                room = other_bytes if bundles else first_bytes
                 bundles.append(Bundle(len(bundles), []))
             shared = bundles[-1]
             by_storage[storage] = shared

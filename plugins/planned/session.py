@@ -102,6 +102,7 @@ class PlannedSession:
             self._meter,
             rank=wire.rank,
             timeout_s=config.timeout_s,
+            least_bundle_bytes=setting.partition_bytes,
         )
         self.source = Source(
             self,

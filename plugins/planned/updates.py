@@ -35,6 +35,7 @@ class Updates:
 
     Args:
         timeout_s: how long a thread waits for another one that makes an update.
+        least_bundle_bytes: see `bundled`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Updates:
         *,
         rank: int,
         timeout_s: float,
+        least_bundle_bytes: int = 1,
     ) -> None:
         self._slots = {id(slot.parameter): slot for slot in slots}
         self._sending = sending
@@ -53,6 +55,7 @@ class Updates:
         self._meter = meter
         self._rank = rank
         self._timeout_s = timeout_s
+        self._least_bundle_bytes = least_bundle_bytes
         #: held while an update is awaited and made
         self.lock = threading.RLock()
         self._is_running = False
@@ -64,7 +67,7 @@ class Updates:
     def bundle(self, order: Sequence[int]) -> None:
         """Other bundles, in this order of first use; nothing may be owed."""
         slots = list(self._slots.values())
-        self.bundles = bundled(slots, order)
+        self.bundles = bundled(slots, order, self._least_bundle_bytes)
         self._uses = {
             id(slot.parameter): partial(self.apply, slot.bundle, slot.name) for slot in slots
         }
@@ -91,7 +94,7 @@ class Updates:
             for group in optimizer.param_groups
             for parameter in group["params"]
             if type(grad := parameter.grad) is PendingGrad
-            for chunk in _member_of(grad).chunks
+            for chunk in grad.sum_.chunks
         }
         return not self._sending.outstanding_bytes(chunks)
 
@@ -123,7 +126,7 @@ class Updates:
                 if slot is not None and slot.bundle.state is not _FREE:
                     self.apply(slot.bundle, "step")
                 if slot is not None and type(grad) is PendingGrad and key not in seen:
-                    member = _member_of(grad)
+                    member = grad.sum_
                     if member.parameter is parameter:
                         if slot.take(member):
                             deferred.know(slot)
@@ -245,11 +248,6 @@ class Updates:
 
     def __repr__(self) -> str:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
-
-
-def _member_of(grad: PendingGrad) -> Member:
-    member: Any = grad.sum_
-    return member  # type: ignore[no-any-return]
 
 
 def _calls(

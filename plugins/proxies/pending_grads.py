@@ -47,8 +47,8 @@ class Sum(Protocol):
 class PendingGrad(torch.Tensor, metaclass=LooksPlain):
     """A gradient that is being summed; the first read of its values waits."""
 
-    #: what it waits for
-    sum_: Sum
+    #: what it waits for, a `Sum`
+    sum_: Any
 
     @classmethod
     def __torch_function__(

@@ -36,3 +36,15 @@ def test_a_gradient_costs_no_more_than_is_stored(two_ranks: Ranks, way: str) -> 
     assert found.total - plain <= MOST.get(way, math.inf), found.by_thread()
     worse = [str(change) for change in compared if change.is_regression]
     assert not worse, found.by_thread()
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+@pytest.mark.parametrize("layers", [18, 36, 75])
+def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> None:
+    """So many for each tensor and each chunk: of 72 to 300 tensors, in up to 100 chunks."""
+    plain = counting.counted(two_ranks, "ddp", layers)
+    found = counting.counted(two_ranks, "crossing", layers)
+    tensors = counting.TENSORS_PER_LAYER * layers
+    more = (found.total - plain.total) * tensors
+    assert more <= 20 * tensors + 60 * found.messages, (more, tensors, found.messages)

@@ -30,11 +30,12 @@ class Steps:
     def __init__(self) -> None:
         self.log: list[Any] = []
         slots = [SimpleNamespace(parameter=object(), name=name) for name in ("a", "b")]
-        self.rounds: Any = Told(self.log, "rounds", slots=slots, by_hand=None)
-        self.rounds.phase = Told(self.log, "phase")
+        phase = Told(self.log, "phase")
+        self.rounds: Any = Told(self.log, "rounds", slots=slots, by_hand=None, phase=phase)
         self.handover: Any = SimpleNamespace(off=False)
         self.progress: Any = Told(self.log, "progress")
-        self.steps = RoundSteps(self.rounds, self.handover, self.progress)
+        parts: list[Any] = [self.rounds, self.handover, self.progress]
+        self.steps: Any = RoundSteps(*parts)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_what_looks_at_the_first_steps_is_asked_until_it_is_over(
 
 
 def test_the_rest_is_up_to_the_life_of_the_moment(made: Steps) -> None:
-    deferred: Any = object()
+    deferred = object()
     made.steps.introduce(deferred)
     assert made.steps.step(deferred, whole_because="a mode") == "what step returns"
     made.rounds.phase = Told(made.log, "second life")

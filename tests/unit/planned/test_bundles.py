@@ -31,15 +31,12 @@ def test_bundles_have_every_parameter_once_in_the_order_of_use(
     assert all(bundle.slots and bundle.state is BundleState.FREE for bundle in bundles)
 
 
-def test_there_are_about_a_dozen_and_the_first_is_small() -> None:
-    sizes = [sum(slot.parameter.numel() for slot in bundle.slots) for bundle in _of_a_hundred()]
-    assert 10 <= len(sizes) <= 13
+def test_there_are_not_many_and_the_first_is_small() -> None:
+    bundles = bundled(slots_of(*[10] * 100), range(100))
+    sizes = [sum(slot.parameter.numel() for slot in bundle.slots) for bundle in bundles]
+    assert 10 <= len(sizes) <= 30
     assert sizes[0] <= max(sizes) / 2
     assert max(sizes[1:]) <= 2 * min(sizes[1:-1])
-
-
-def _of_a_hundred() -> list[Bundle]:
-    return bundled(slots_of(*[10] * 100), range(100))
 
 
 def test_parameters_over_one_memory_are_updated_together() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from access_order import Order
 from fake_cuda import CUDA, FakeStream, fake_cuda
-from fake_wire import FakeWire, Order, Run, alone, inputs, mlp
+from fake_wire import FakeWire, Run, alone, inputs, mlp
 from torch import Tensor, nn
 
 from bytesched.plugins.planned import session, source, updates

@@ -82,7 +82,8 @@ def test_without_a_size_buckets_are_those_of_ddp() -> None:
         rounds(ddp)
         caps.append((ddp.bucket_bytes_cap, seen.sizes))
     assert caps[0] == caps[1]
-    assert dist._DEFAULT_FIRST_BUCKET_BYTES == 1024 * 1024
+    defaults: Any = dist
+    assert defaults._DEFAULT_FIRST_BUCKET_BYTES == 1024 * 1024
 
 
 def test_the_hook_may_come_with_the_reducer() -> None:
@@ -158,7 +159,8 @@ def test_undone_ddp_has_its_own_methods() -> None:
     seen.undo()
     seen.undo()
     assert "register_comm_hook" not in vars(ddp)
-    assert ddp.register_comm_hook.__func__ is DistributedDataParallel.register_comm_hook
+    method: Any = ddp.register_comm_hook
+    assert method.__func__ is DistributedDataParallel.register_comm_hook
     assert aside == []
 
 

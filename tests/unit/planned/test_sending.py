@@ -204,5 +204,5 @@ def test_forgotten_chunks_keep_no_work() -> None:
 def test_a_chunk_that_no_plan_has_is_named_by_whoever_waits() -> None:
     sent = Sent(2, order=[0])
     sent.round()
-    with pytest.raises(SchedulerTimeout, match="never issued .*task p0 2/2"):
+    with pytest.raises(SchedulerTimeout, match=r"never issued .*task p0 2/2"):
         sent.sending.land_all("backward")

@@ -100,12 +100,13 @@ def test_nothing_that_watches_is_kept_alive(weight: nn.Parameter) -> None:
 
 
 def test_torch_is_patched_once(watching: Watching) -> None:
-    before = torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
+    before = _entries()
     Watching().end()
-    assert before == (
-        torch.autograd.graph._engine_run_backward,
-        torch.autograd._engine_run_backward,
-    )
+    assert _entries() == before
+
+
+def _entries() -> list[Any]:
+    return [getattr(module, passes._NAME) for module in (torch.autograd.graph, torch.autograd)]
 
 
 def test_what_a_watcher_raises_ends_the_pass_before_it_begins(

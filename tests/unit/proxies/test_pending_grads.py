@@ -19,9 +19,9 @@ from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
 class Ones:
     """A sum that is ones when it is settled."""
 
-    def __init__(self, grad: Tensor, *, is_taken: bool = False) -> None:
+    def __init__(self, grad: Any, *, is_taken: bool = False) -> None:
         self.calls = 0
-        self._grad: Any = grad
+        self._grad = grad
         self._is_taken = is_taken
         self._grad.__class__ = PendingGrad
         self._grad.sum_ = self

@@ -1,0 +1,166 @@
+"""Which DDPs are planned, and how the ranks of one come together; here there is one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_wire import alone, inputs, mlp, sgd
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.plugins.c10d.entry import Entry
+from bytesched.plugins.c10d.planning import attach_planned, why_not_planned
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+SESSIONS: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    yield
+    while SESSIONS:
+        SESSIONS.pop().close()
+
+
+def attached(ddp: DistributedDataParallel, optimizer: Any = None, **fields: Any) -> Any:
+    optimizer = optimizer or sgd(ddp.parameters())
+    with Entry(ddp.process_group) as entry:
+        SESSIONS.append(attach_planned(optimizer, ddp, ddp, Config(**fields), entry))
+    SESSIONS[-1].add_optimizer(optimizer, type(optimizer), cross=True)
+    return SESSIONS[-1]
+
+
+def train(ddp: DistributedDataParallel, rounds: int = 3) -> None:
+    for step in range(rounds):
+        ddp(inputs(step)).square().mean().backward()
+
+
+def sizes_of(session: Any) -> list[list[int]]:
+    return [[chunk.sent.nbytes for chunk in bucket.chunks] for bucket in session.source.buckets]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "why"),
+    [
+        ({}, {}, ""),
+        ({"policy": "fifo", "partition_bytes": 4096, "cross_barrier": False}, {}, ""),
+        ({"split": "on"}, {}, "another way is asked for"),
+        ({"shard": True}, {}, "another way is asked for"),
+        ({"compression": "fp16"}, {}, "gradients are compressed"),
+        ({}, {"has_groups": True}, "some ranks reduce some parameters"),
+        ({}, {"is_folded": True}, "gradients are folded into moments"),
+    ],
+)
+def test_a_ddp_is_planned_unless_another_way_is_asked_for(
+    fields: Any, options: dict[str, bool], why: str
+) -> None:
+    said = why_not_planned(Config(**fields), **{"has_groups": False, "is_folded": False, **options})
+    assert said == why
+
+
+def test_it_trains_over_groups_of_its_own() -> None:
+    ddp = DistributedDataParallel(mlp())
+    groups = len(dist.distributed_c10d._world.pg_map)
+    session = attached(ddp)
+    train(ddp, 4)
+    session.flush()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    plain = DistributedDataParallel(mlp())
+    train(plain, 4)
+    for one, other in zip(ddp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert session.stats()["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ddp", "partition_bytes", "most", "is_cut"),
+    [
+        ({}, 600, 1400, True),
+        ({}, 0, 1936, False),
+        ({"bucket_cap_mb": 1}, 600, 1936, True),
+    ],
+    ids=["a size is set", "no size is set", "the script has chosen buckets"],
+)
+def test_sizes_are_those_that_were_asked_for(
+    ddp: Any, partition_bytes: int, most: int, is_cut: bool
+) -> None:
+    model = DistributedDataParallel(mlp(), **ddp)
+    session = attached(model, partition_bytes=partition_bytes)
+    train(model)
+    sizes = sizes_of(session)
+    assert sum(map(sum, sizes)) == 1936
+    assert max(map(sum, sizes)) <= most
+    assert any(len(chunks) > 1 for chunks in sizes) == is_cut
+    assert max(map(max, sizes)) <= 1.5 * (partition_bytes or most)
+
+
+def test_a_parameter_that_is_no_plain_one_is_refused() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model: Any = mlp()
+    model[2].weight = Own(model[2].weight.data)
+    with pytest.raises(PluginError, match=r"'module\.2\.weight' is a Own, not a plain Parameter"):
+        attached(DistributedDataParallel(model))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(PluginError, match="the optimizer has no parameter of this model"):
+        attached(DistributedDataParallel(mlp()), sgd(mlp().parameters()))
+
+
+def test_what_is_not_trained_may_be_of_any_kind() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model: Any = mlp()
+    model[0].weight = Own(model[0].weight.data, requires_grad=False)
+    model[2].bias.requires_grad_(False)
+    session = attached(DistributedDataParallel(model), sgd(model[3].parameters()))
+    names = set(session.names.values())
+    assert "module.2.bias" in names
+    assert "module.0.weight" not in names
+
+
+def test_buffers_are_broadcast_by_us() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(model)
+    session = attached(ddp)
+    train(ddp)
+    assert model[1].num_batches_tracked == 3
+    session.restore()
+    session.close()
+    train(ddp)
+    assert model[1].num_batches_tracked == 6
+
+
+def test_a_session_that_fails_half_way_leaves_ddp_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bytesched.plugins.planned.session import PlannedSession
+
+    def refuse(session: object, is_again: object) -> None:
+        raise PluginError("half way")
+
+    monkeypatch.setattr(PlannedSession, "watch_reductions", refuse)
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(PluginError, match="half way"):
+        attached(ddp)
+    plain = DistributedDataParallel(mlp())
+    for one in (ddp, plain):
+        train(one, 2)
+    for mine, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    assert "register_comm_hook" not in vars(ddp)

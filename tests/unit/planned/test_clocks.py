@@ -1,0 +1,55 @@
+"""What happens when: on the host, and on a device whose work is only queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from access_order import Order
+from fake_cuda import CUDA, WORK_S, FakeCuda, FakeStream, fake_cuda
+from fake_wire import FakeWire
+
+from bytesched.plugins.planned.clocks import DeviceClock, HostClock
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda() as device:
+        yield device
+
+
+def test_moments_of_the_host_are_apart() -> None:
+    clock = HostClock()
+    began, ended = clock.moment(), clock.moment()
+    assert 0.0 <= clock.seconds(began, ended) < 100.0
+    assert clock.seconds(ended, began) == -clock.seconds(began, ended)
+
+
+def test_the_host_sees_sums_end_and_needs_no_probe() -> None:
+    wire = FakeWire()
+    assert HostClock().seconds_per_byte(wire) is None
+    assert not wire.started
+
+
+def test_a_moment_of_a_device_is_behind_what_is_queued(cuda: FakeCuda) -> None:
+    clock = DeviceClock(CPU)
+    with CUDA.on(FakeStream()):
+        began = clock.moment()
+        for _ in range(3):
+            CUDA.current().queue()
+        ended = clock.moment()
+    assert clock.seconds(began, ended) == pytest.approx(3 * WORK_S)
+
+
+def test_a_device_is_probed_by_sums_of_which_the_first_does_not_count(cuda: FakeCuda) -> None:
+    wire = FakeWire(has_streams=True, order=Order())
+    per_byte = DeviceClock(CPU).seconds_per_byte(wire)
+    assert all(work.is_over for work in wire.works)
+    sizes = {tensor.nbytes for tensor in wire.started}
+    assert len(sizes) == 1
+    # Longer than alone, as it is beside kernels.
+    alone = WORK_S / sizes.pop()
+    assert alone < per_byte < 2 * alone  # type: ignore[operator]
