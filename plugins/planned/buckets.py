@@ -31,7 +31,7 @@ ALONE: Final = uses(_LONELY)
 class Chunk:
     """A part of a bucket that is summed in one operation."""
 
-    __slots__ = ("bucket", "index", "is_watched", "landed_on", "name", "ready", "sent", "work")
+    __slots__ = ("bucket", "index", "landed_on", "name", "ready", "sent", "work")
 
     def __init__(self, bucket: Bucket, index: int, sent: torch.Tensor, name: str) -> None:
         self.bucket = bucket
@@ -42,8 +42,6 @@ class Chunk:
         self.sent = sent
         #: of this round; None before it is issued
         self.work: Any = None
-        #: someone is told of its end, by what holds its memory until then
-        self.is_watched = False
         #: where it became ready, on a device: what issues it elsewhere waits for that
         self.ready: Any = None
         #: the stream that has waited for it last, 0 on the CPU; None: none yet
@@ -164,8 +162,7 @@ class Bucket:
     @property
     def is_seen(self) -> bool:
         """Whether others have tensors over its memory that are no gradients, after finalize."""
-        watched = sum(chunk.is_watched for chunk in self.chunks)
-        return uses(self.buffer) > self._use_count + watched
+        return uses(self.buffer) > self._use_count
 
     def is_of(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` is its memory."""

@@ -182,7 +182,6 @@ class Planning:
         if measured is not None:
             measured.issued_ns[chunk.index] = now_ns
         common = self._common if is_common else None
-        chunk.is_watched = True
         chunk.work.get_future().add_done_callback(
             partial(self._ended, chunk, now_ns, measured, common)
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from bytesched.errors import TransportError
 
@@ -47,7 +48,7 @@ class Sending:
         self.buckets.append(chunks[0].bucket)
         held_back = self._held_back
         for chunk in chunks:
-            chunk.work, chunk.landed_on, chunk.is_watched = None, None, False
+            chunk.work, chunk.landed_on = None, None
             held_back[chunk.index] = chunk
             self._planning.ready(chunk)
         order = self._planning.order
@@ -96,10 +97,15 @@ class Sending:
         """Whether a wait is only queued, on a stream of a device."""
         return self._wire.has_streams
 
-    def updated(self) -> None:
-        """Parameters were updated by the calling thread, or on its stream."""
-        if self._wire.has_streams:
-            self._streams.updated()
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around writes to gradients or parameters that kernels on other streams may use."""
+        if not self._wire.has_streams:
+            yield
+            return
+        self._streams.join()
+        yield
+        self._streams.part()
 
     def have_come(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a wait for ``chunks`` would return at once. On the host."""
@@ -109,7 +115,8 @@ class Sending:
         """Returns when the sum of ``bucket`` is there, and handed back."""
         if bucket.is_under_way:
             self.wait(bucket.chunks, by)
-            bucket.hand_back()
+            with self.alone():
+                bucket.hand_back()
 
     def land_all(self, by: str) -> None:
         """The same for everything that is under way."""

@@ -42,11 +42,20 @@ class Streams:
                 if elsewhere is not stream:
                     stream.wait_event(event)
 
-    def updated(self) -> None:
-        """Parameters were updated here: who reads them elsewhere comes after that."""
+    def join(self) -> None:
+        """What is queued here next comes after all that was queued elsewhere."""
         stream = self.see()
-        if len(self._seen) > 1:
+        for other in self._others(stream):
+            stream.wait_event(other.record_event())
+
+    def part(self) -> None:
+        """What is queued elsewhere next comes after all that was queued here."""
+        stream = self.see()
+        if others := self._others(stream):
             event = stream.record_event()
-            for other in self._seen.values():
-                if other is not stream:
-                    other.wait_event(event)
+            for other in others:
+                other.wait_event(event)
+
+    def _others(self, stream: Any) -> list[Any]:
+        # Nearly always there are none.
+        return [other for other in self._seen.values() if other is not stream]

@@ -199,13 +199,14 @@ class Updates:
             if self._sending.have_come(other.chunks):
                 self._sending.wait(other.chunks, "step")
                 self._update(other)
+                release_held([slot.parameter for slot in other.slots])
 
     def _update(self, bundle: Bundle) -> None:
         began_ns = perf_counter_ns()
         bundle.state = BundleState.RUNNING
         self._is_running = True
         try:
-            with span("bytesched::update"):
+            with span("bytesched::update"), self._sending.alone():
                 for by, groups in _calls(bundle.debts):
                     by.update(groups)
         except BaseException as error:
@@ -215,7 +216,6 @@ class Updates:
             raise
         finally:
             self._is_running = False
-        self._sending.updated()
         bundle.debts.clear()
         bundle.chunks.clear()
         bundle.state = BundleState.FREE

@@ -156,9 +156,13 @@ class Order(TorchDispatchMode):
                 self._accesses.pop(_memory(tensor)[0], None)
                 self._access(tensor, stream.clock, stream.name, name, is_write=True)
 
-    def starts(self, tensor: Tensor) -> Clock:
-        """A sum begins on a stream of its own, after what is queued here; returns its place."""
-        place, name = CUDA.current().queue(), f"sum {next(_sums)}"
+    def starts(self, tensor: Tensor, after: Clock) -> Clock:
+        """A sum begins where nothing else runs, after what is queued here; returns its place.
+
+        Args:
+            after: of other sums that have to end before.
+        """
+        place, name = CUDA.current().queue() | after, f"sum {next(_sums)}"
         place[name] = 1
         self._access(tensor, place, name, name, is_write=True, reads=True)
         return place
@@ -178,9 +182,8 @@ class Order(TorchDispatchMode):
         memory, begin, end = _memory(tensor)
         if begin == end:
             return False
-        for slot in self.slots:
-            if slot.bundle.state is BundleState.OWED and not reads:
-                self._is_owed(slot, by, (memory, begin, end), is_write=is_write)
+        for slot in () if reads else self.slots:
+            self._is_owed(slot, by, (memory, begin, end), is_write=is_write)
         before = self._accesses.setdefault(memory, [])
         copies = False
         for other in before:
@@ -209,11 +212,14 @@ class Order(TorchDispatchMode):
 
     def _is_owed(self, slot: Slot, by: str, where: tuple[int, int, int], *, is_write: bool) -> None:
         """An update is to be made, of a parameter and from a gradient that stay as they are."""
+        bundle = slot.bundle
+        if bundle.state is not BundleState.OWED:
+            return
+        if not any(slot in debt.slots for debt in bundle.debts):
+            return
         if _overlap(where, _memory(slot.parameter)):
             self._find(by, *where[1:], "which waits for its update", is_write=is_write)
-            return
-        is_read = any(slot in debt.slots for debt in slot.bundle.debts)
-        if is_write and is_read and slot.member and _overlap(where, _memory(slot.member.view)):
+        elif is_write and slot.member and _overlap(where, _memory(slot.member.view)):
             self._find(by, *where[1:], "which an update is to read", is_write=True)
 
     def _find(self, by: str, begin: int, end: int, why: str, *, is_write: bool = False) -> None:

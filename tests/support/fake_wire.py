@@ -41,10 +41,10 @@ __all__ = ["FakeWire", "Run", "alone", "inputs", "mlp", "sgd"]
 class FakeWork:
     """A sum that is under way until it is finished."""
 
-    def __init__(self, make: Callable[[], None], clock: Clock | None = None) -> None:
+    def __init__(self, make: Callable[[], None], clock: Clock) -> None:
         self._make = make
         #: its place
-        self.clock = Clock() if clock is None else clock
+        self.clock = clock
         self.is_over = False
         self._callbacks: list[Callable[[Any], None]] = []
 
@@ -101,7 +101,9 @@ class FakeWire:
 
     def start(self, tensor: Tensor) -> FakeWork:
         self.started.append(tensor)
-        clock = None if self._order is None else self._order.starts(tensor)
+        # A device's carrier sums one after the other; of several on a host, any may be the last.
+        last = self.works[-1].clock if self.works and self.has_streams else Clock()
+        clock = Clock() if self._order is None else self._order.starts(tensor, last)
         self.works.append(FakeWork(partial(self._sum, tensor), clock))
         return self.works[-1]
 
@@ -119,7 +121,7 @@ class FakeWire:
                 tables = [torch.tensor(rank.told[place]).to(numbers) for rank in self._ranks]
                 numbers.copy_(torch.stack(tables).amax(0))
 
-        return FakeWork(largest)
+        return FakeWork(largest, Clock())
 
     def wait(self, work: FakeWork, task: str) -> None:
         if self.error is not None:

@@ -422,7 +422,7 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
         r"clone on stream \d+ reads .*0\.weight in its bucket, and waits for no end of sum",
     ),
     "another stream, for an update": (
-        *(Streams, "updated", nothing, Case(used_first_elsewhere, has_streams=True)),
+        *(Streams, "part", nothing, Case(used_first_elsewhere, has_streams=True)),
         r"clone on stream \d+ reads .*0\.weight, and waits for no end of add_ on stream",
     ),
     "every round by itself": (
@@ -502,13 +502,9 @@ def test_streams_of_the_script(script: Script, make: Any, view: bool, plan: str)
     assert Case(script, view, PLANS[plan], has_streams=True, make=make).run() == []
 
 
-#: the copy of sums into gradients, on another stream than theirs
-NO_EVENT = pytest.mark.xfail(reason="nothing orders it with what is before and after", strict=True)
-
-
 @pytest.mark.parametrize(
     ("has_streams", "view"),
-    [(False, False), (False, True), (True, True), pytest.param(True, False, marks=NO_EVENT)],
+    [(False, False), (False, True), (True, True), (True, False)],
 )
 def test_two_models_in_turns(has_streams: bool, view: bool) -> None:
     """Each on its stream: the backward pass of one lands and updates what the other has left."""

@@ -64,7 +64,7 @@ def test_a_stream_that_was_seen_comes_after_an_update_elsewhere() -> None:
         streams.see()
     with CUDA.on(FakeStream()):
         updated = CUDA.current().queue()
-        streams.updated()
+        streams.part()
     assert after(seen.queue(), updated)
     assert not after(unseen.queue(), updated)
 
