@@ -145,7 +145,12 @@ class Planning:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
         self._chunks.clear()
-        self._measured = None
+        self._measured = self._last = None
+
+    def close(self) -> None:
+        """Lets go of what the ranks were telling each other."""
+        self.forget()
+        self._told = self._telling = None
 
     # -- a round -----------------------------------------------------------------------
 

@@ -126,9 +126,12 @@ class Sending:
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
         """Nothing of ``buckets`` is under way any more: works keep connections open."""
-        for bucket in buckets:
-            for chunk in bucket.chunks:
-                chunk.work = None
+        chunks = [chunk for bucket in (*buckets, *self.buckets) for chunk in bucket.chunks]
+        if not self._wire.has_streams:
+            # Who is told of the end of one shall be, while there is an interpreter.
+            self._wire.wait_left(chunk.work for chunk in chunks if chunk.work is not None)
+        for chunk in chunks:
+            chunk.work = None
         self.buckets.clear()
         self._held_back.clear()
 

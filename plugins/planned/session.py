@@ -541,6 +541,7 @@ class PlannedSession:
         self._is_off = True
         self._sending.forget(self.source.buckets)
         self.source.buckets.clear()
+        self._planning.close()
         self._wire.close()
         self.observers.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -37,6 +37,9 @@ class Wire(Protocol):
 
         Raises `TransportError` with the name ``task``.
         """
+
+    def wait_left(self, works: Iterable[Any]) -> None:
+        """Returns when ``works`` have ended, or cannot, or after a while; raises nothing."""
 
     def stream(self) -> int:
         """The stream on which the calling thread queues kernels."""
@@ -79,6 +82,9 @@ class GroupWire:
 
     def wait(self, work: Any, task: str) -> None:
         self._data.wait(work, task=task)
+
+    def wait_left(self, works: Iterable[Any]) -> None:
+        self._data.wait_left(works)
 
     def stream(self) -> int:
         if self._device.type != "cuda":

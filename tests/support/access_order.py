@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from fake_cuda import CUDA, Clock
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from bytesched.plugins.planned.bundles import BundleState, Slot
@@ -81,7 +82,9 @@ class Order(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         #: what was found, in words
         self.found: list[str] = []
+        #: by storage; whoever refers to it, however weakly, keeps its number from others
         self._accesses: dict[int, list[Access]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         #: what gives a name to memory
         self.names: list[Callable[[], Iterable[tuple[str, Tensor]]]] = []
         #: parameters that may be owed an update
@@ -130,7 +133,7 @@ class Order(TorchDispatchMode):
     def _note(
         self, name: str, parameters: Sequence[tuple[str, bool]], args: Any, kwargs: Any
     ) -> set[int]:
-        """One operation; returns the addresses of all memory that it is given."""
+        """One operation; returns the storages of all that it is given."""
         known: set[int] = set()
         place, stream = CUDA.current().queue(), CUDA.current().name
         written: list[Tensor] = []
@@ -149,11 +152,9 @@ class Order(TorchDispatchMode):
         return known
 
     def _made(self, name: str, made: Any, known: set[int]) -> None:
-        """New memory has no past."""
         stream = CUDA.current()
         for tensor in tensors_in(made):
             if _memory(tensor)[0] not in known:
-                self._accesses.pop(_memory(tensor)[0], None)
                 self._access(tensor, stream.clock, stream.name, name, is_write=True)
 
     def starts(self, tensor: Tensor, after: Clock) -> Clock:
@@ -184,6 +185,8 @@ class Order(TorchDispatchMode):
             return False
         for slot in () if reads else self.slots:
             self._is_owed(slot, by, (memory, begin, end), is_write=is_write)
+        if memory not in self._storages:
+            self._storages[memory] = StorageWeakRef(tensor.untyped_storage())
         before = self._accesses.setdefault(memory, [])
         copies = False
         for other in before:
@@ -235,7 +238,7 @@ class Order(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> tuple[int, int, int]:
-    """The address of its storage, and the bytes from and to which it lies there."""
+    """Its storage, and from which address to which it lies there."""
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.numel():
             return 0, 0, 0
@@ -243,8 +246,8 @@ def _memory(tensor: Tensor) -> tuple[int, int, int]:
         last = sum(
             (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        storage = tensor.untyped_storage().data_ptr()
-        return storage, begin, begin + (last + 1) * tensor.element_size()
+        storage: Any = tensor.untyped_storage()
+        return storage._cdata, begin, begin + (last + 1) * tensor.element_size()
 
 
 def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:

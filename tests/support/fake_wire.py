@@ -142,6 +142,9 @@ class FakeWire:
     def stream(self) -> int:
         return CUDA.current().cuda_stream if self.has_streams else HOST
 
+    def wait_left(self, works: Iterable[Any]) -> None:
+        """Nothing of a fake ends by itself."""
+
     def leave_note(self, text: str) -> None:
         self.notes.append(text)
 
