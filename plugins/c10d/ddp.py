@@ -51,7 +51,7 @@ from .grouping import (
 )
 from .grouping import statements as group_statements
 from .joining import is_within, joining
-from .planning import attach_planned, why_not_planned
+from .planning import attach_planned, sums_within_hosts, why_not_planned
 from .shell import finalizes_by_hand, take_over
 from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
@@ -188,8 +188,12 @@ def begin(
             refuse_to_shard(optimizer)
         session: Session | PlannedSession
         ddp = find_ddp(model)
-        if ddp is not None and not why_not_planned(
-            config, has_groups=has_groups(model, groups), is_folded=accumulation is not None
+        if (
+            ddp is not None
+            and not why_not_planned(
+                config, has_groups=has_groups(model, groups), is_folded=accumulation is not None
+            )
+            and not sums_within_hosts(ddp, config, entry)
         ):
             session = attach_planned(optimizer, model, ddp, config, entry)
         else:

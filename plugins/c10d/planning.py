@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.grid import Cell
+from bytesched.link.levels import levels_of
 from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
@@ -28,7 +30,7 @@ from .entry import Entry
 from .joining import is_within, joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = ["attach_planned", "why_not_planned"]
+__all__ = ["attach_planned", "sums_within_hosts", "why_not_planned"]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
 _BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
@@ -48,6 +50,15 @@ def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str
     if config.compression != "none":
         return "gradients are compressed"
     return ""
+
+
+def sums_within_hosts(ddp: DistributedDataParallel, config: Config, entry: Entry) -> bool:
+    """Whether hosts that have several ranks each may sum first; collective."""
+    device = next(ddp.parameters()).device
+    if config.hierarchy == "off" or kind_of(ddp.process_group, device) != "gloo":
+        return False
+    hosts = entry.gather(socket.gethostname(), config.timeout_s)
+    return device.type == "cpu" and levels_of(hosts) is not None
 
 
 def attach_planned(

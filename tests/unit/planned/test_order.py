@@ -502,17 +502,14 @@ def test_streams_of_the_script(script: Script, make: Any, view: bool, plan: str)
     assert Case(script, view, PLANS[plan], has_streams=True, make=make).run() == []
 
 
-@pytest.mark.parametrize(
-    ("has_streams", "view"),
-    [(False, False), (False, True), (True, True), (True, False)],
-)
-def test_two_models_in_turns(has_streams: bool, view: bool) -> None:
-    """Each on its stream: the backward pass of one lands and updates what the other has left."""
+def in_turns(*, has_streams: bool, view: bool) -> list[str]:
+    """Two models, each on its stream; what is wrong, in words."""
     order, options = Order(), {"gradient_as_bucket_view": view}
     runs = [Run(FakeWire(has_streams, order=order), order, ddp=options) for _ in range(2)]
     streams = [FakeStream() if has_streams else CUDA.default for _ in runs]
     plain = Run(ddp=options)
     plain.train(4)
+    found = []
     with order.watching():
         for _ in range(4):
             for run, stream in zip(runs, streams, strict=True):
@@ -520,6 +517,25 @@ def test_two_models_in_turns(has_streams: bool, view: bool) -> None:
                     run.train()
     for run, stream in zip(runs, streams, strict=True):
         with CUDA.on(stream):
-            assert run.differences(plain) == []
+            found += run.differences(plain)
         run.close()
-    assert order.found == []
+    return [*order.found, *found]
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
+def test_two_models_in_turns(has_streams: bool, view: bool) -> None:
+    """The backward pass of one lands and updates what the other has left."""
+    assert in_turns(has_streams=has_streams, view=view) == []
+
+
+@pytest.mark.parametrize("event", ["join", "part"])
+def test_an_event_between_streams_that_is_taken_out_is_found(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Streams, event, lambda streams: streams.see())
+    found = in_turns(has_streams=True, view=False)
+    expected = (
+        r" on stream \d+ (reads|writes) .*weight.*, and waits for no end of \w+ on stream \d+"
+    )
+    assert any(re.search(expected, one) for one in found), found[:5]

@@ -58,7 +58,7 @@ def test_where_it_became_ready_nothing_is_waited_for() -> None:
     assert not other.clock
 
 
-def test_a_stream_that_was_seen_comes_after_an_update_elsewhere() -> None:
+def test_a_stream_that_was_seen_comes_after_what_was_done_elsewhere() -> None:
     streams, seen, unseen = Streams(), FakeStream(), FakeStream()
     with CUDA.on(seen):
         streams.see()
@@ -67,6 +67,19 @@ def test_a_stream_that_was_seen_comes_after_an_update_elsewhere() -> None:
         streams.part()
     assert after(seen.queue(), updated)
     assert not after(unseen.queue(), updated)
+
+
+def test_what_is_done_alone_comes_after_all_streams_that_were_seen() -> None:
+    streams, seen, unseen = Streams(), FakeStream(), FakeStream()
+    with CUDA.on(seen):
+        streams.see()
+        before = seen.queue()
+    unseen.queue()
+    with CUDA.on(FakeStream()):
+        streams.join()
+        done = CUDA.current().queue()
+    assert after(done, before)
+    assert not after(done, unseen.clock)
 
 
 def test_a_stream_is_known_once() -> None:
