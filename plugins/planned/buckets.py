@@ -44,7 +44,7 @@ class Chunk:
         self.work: Any = None
         #: where it became ready, on a device: what issues it elsewhere waits for that
         self.ready: Any = None
-        #: the stream that has waited for it last, 0 on the CPU; None: none yet
+        #: the stream that has waited for it last, or the host; None: none yet
         self.landed_on: int | None = None
 
     def __repr__(self) -> str:
@@ -176,20 +176,23 @@ class Bucket:
 
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""
-        self.is_under_way = False
         kept = []
         for member in self.members:
             if member.pending is not None and (grad := member.pending()) is not None:
-                if type(grad) is PendingGrad:
-                    # As `make_plain` does, without a call for each of them.
-                    del grad.sum_
-                    grad.__class__ = torch.Tensor  # type: ignore[assignment]
                 kept.append((grad, member.view))
-            member.pending = None
         if kept and not self.holds_gradients:
             grads, views = zip(*kept, strict=True)
-            with unseen():
+            # Before they are ordinary ones: what ends this in between may be tried again.
+            with unseen(), torch._C.DisableTorchFunctionSubclass():
                 torch._foreach_copy_(grads, views)
+        for grad, _ in kept:
+            if type(grad) is PendingGrad:
+                # As `make_plain` does, without a call for each of them.
+                del grad.sum_
+                grad.__class__ = torch.Tensor  # type: ignore[assignment]
+        for member in self.members:
+            member.pending = None
+        self.is_under_way = False
 
     def __repr__(self) -> str:
         state = "under way" if self.is_under_way else "at rest"

@@ -29,11 +29,14 @@ class Clock(Protocol):
     def seconds(self, began: Any, ended: Any) -> float:
         """From one moment to another; returns when both have come."""
 
-    def seconds_per_byte(self, wire: Wire) -> float | None:
-        """How long a byte takes on ``wire``, beside compute; None: known from ends of chunks.
+    def probe(self, wire: Wire) -> Any:
+        """Queues sums that show how long a byte takes; None: known from ends of chunks.
 
-        Collective, with nothing else under way.
+        Collective; nobody waits for it.
         """
+
+    def seconds_per_byte(self, probe: Any) -> float:
+        """What ``probe`` has shown, beside compute."""
 
 
 class HostClock:
@@ -45,8 +48,11 @@ class HostClock:
     def seconds(self, began: Any, ended: Any) -> float:
         return float(ended - began) / _S
 
-    def seconds_per_byte(self, wire: Wire) -> float | None:
+    def probe(self, wire: Wire) -> Any:
         return None
+
+    def seconds_per_byte(self, probe: Any) -> float:
+        raise AssertionError("a host sees ends")
 
 
 class DeviceClock:
@@ -66,7 +72,7 @@ class DeviceClock:
         elapsed_ms: float = began.elapsed_time(ended)
         return elapsed_ms / 1e3
 
-    def seconds_per_byte(self, wire: Wire) -> float | None:
+    def probe(self, wire: Wire) -> Any:
         scratch = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
         sent = scratch.view(torch.float32)
         wire.wait(wire.start(sent), "a probe")
@@ -74,4 +80,7 @@ class DeviceClock:
         works = [wire.start(sent) for _ in range(_PROBES)]
         for work in works:
             wire.wait(work, "a probe")
-        return _BESIDE * self.seconds(began, self.moment()) / (_PROBES * _PROBE_BYTES)
+        return began, self.moment()
+
+    def seconds_per_byte(self, probe: Any) -> float:
+        return _BESIDE * self.seconds(*probe) / (_PROBES * _PROBE_BYTES)

@@ -128,7 +128,8 @@ class Planning:
         self._common: list[Any] = []
         self._last: Chunk | None = None
         #: of the carrier, where ends of chunks are not seen
-        self._seconds_per_byte: float | None = None
+        self._wants_probe = False
+        self._probe: Any = None
         self._round_began_ns = 0
         self._iteration_ns = 0
         #: what the ranks tell each other, and the work
@@ -159,6 +160,9 @@ class Planning:
         now_ns = perf_counter_ns()
         self._iteration_ns = now_ns - self._round_began_ns
         self._round_began_ns = now_ns
+        if self._wants_probe:
+            self._wants_probe = False
+            self._probe = self._clock.probe(self._wire)
         if self.stage is Stage.NEW:
             # For figures alone: nothing tells yet when other ranks begin.
             self._measured = _Round(None)
@@ -244,8 +248,8 @@ class Planning:
             self._measured = None
             is_alike = told[0] == -told[1] and self._policy != "fifo"
             self.stage = Stage.ALIKE if is_alike else Stage.DIFFERENT
-            if is_alike:
-                self._seconds_per_byte = self._clock.seconds_per_byte(self._wire)
+            # Not here: this moment is not the same on all ranks.
+            self._wants_probe = is_alike
         elif self.stage is Stage.TELLING:
             self._plan(told)
         elif self.stage is Stage.AGREEING:
@@ -266,8 +270,9 @@ class Planning:
         gates = [-float(self.gate_of(self._chunks[index])) for index in chunks]
         if measured is None or measured.common is None or measured.ready.keys() != set(chunks):
             return [*(inf for _ in chunks), *gates, inf, 0.0]
-        seconds_per_byte = self._seconds_per_byte
-        if seconds_per_byte is None:
+        if self._probe is not None:
+            seconds_per_byte = self._clock.seconds_per_byte(self._probe)
+        else:
             nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
             is_complete = measured.is_complete
             seconds_per_byte = measured.busy_ns() / _S / nbytes if is_complete else inf
@@ -313,8 +318,9 @@ class Planning:
             policy=self._policy,
             credit_bytes=max(1, self._credit_bytes),
         )
-        self._planned = [indices[position] for position in order]
-        self.stage = Stage.PLANNED
+        if len(order) == len(indices):
+            self._planned = [indices[position] for position in order]
+            self.stage = Stage.PLANNED
 
     def __repr__(self) -> str:
         order = "as ready" if self.order is None else "as planned"
@@ -331,10 +337,11 @@ def first_gates(positions: Mapping[int, int]) -> Callable[[Chunk], int]:
     """The first gate that needs a chunk, from the position of each parameter, by its id."""
 
     def gate_of(chunk: Chunk) -> int:
-        return min(
+        gates = (
             positions.get(id(member.parameter), len(positions))
             for member in chunk.bucket.members
             if chunk in member.chunks
         )
+        return min(gates, default=len(positions))
 
     return gate_of

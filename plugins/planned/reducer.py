@@ -185,6 +185,7 @@ class _Registering:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._stand_aside()
+        vars(self._weak_ddp()).pop(self._name, None)
         return getattr(self._weak_ddp(), self._name)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from bytesched.errors import TransportError
+from bytesched.errors import PluginError, TransportError
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
@@ -38,6 +38,8 @@ class Sending:
         """Chunks of a new round follow."""
         self._position = 0
         self._held_back.clear()
+        # A rank that has joined lands each round by itself.
+        self.buckets = [bucket for bucket in self.buckets if bucket.is_under_way]
 
     def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
         """Issues what is next and ready. In a hook of the reducer: nothing waits here.
@@ -81,6 +83,12 @@ class Sending:
         began = self._meter.moment()
         with span("bytesched::wait"):
             for chunk in outstanding:
+                if chunk.work is None:
+                    self._failures.check()
+                    raise PluginError(
+                        f"{chunk.name!r} was not sent on rank {self._wire.rank}: some parameters "
+                        "got no gradient in its round"
+                    )
                 try:
                     self._wire.wait(chunk.work, chunk.name)
                 except TransportError as error:
@@ -104,12 +112,14 @@ class Sending:
             yield
             return
         self._streams.join()
-        yield
-        self._streams.part()
+        try:
+            yield
+        finally:
+            self._streams.part()
 
     def have_come(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a wait for ``chunks`` would return at once. On the host."""
-        return all(chunk.landed_on is not None or chunk.work.is_completed() for chunk in chunks)
+        return all(map(_has_come, chunks))
 
     def land(self, bucket: Bucket, by: str) -> None:
         """Returns when the sum of ``bucket`` is there, and handed back."""
@@ -120,9 +130,9 @@ class Sending:
 
     def land_all(self, by: str) -> None:
         """The same for everything that is under way."""
-        for bucket in self.buckets:
+        for bucket in tuple(self.buckets):
             self.land(bucket, by)
-        self.buckets.clear()
+        self.buckets = [bucket for bucket in self.buckets if bucket.is_under_way]
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
         """Nothing of ``buckets`` is under way any more: works keep connections open."""
@@ -137,11 +147,12 @@ class Sending:
 
     def outstanding_bytes(self, chunks: Iterable[Chunk]) -> int:
         """How much of ``chunks`` has not come, as far as is known without waiting."""
-        return sum(
-            chunk.sent.nbytes
-            for chunk in chunks
-            if chunk.landed_on is None and not chunk.work.is_completed()
-        )
+        return sum(chunk.sent.nbytes for chunk in chunks if not _has_come(chunk))
 
     def __repr__(self) -> str:
         return f"<Sending: {len(self.buckets)} buckets under way>"
+
+
+def _has_come(chunk: Chunk) -> bool:
+    """Whether the sum of ``chunk`` is here, as far as that is known without waiting."""
+    return chunk.landed_on is not None or (chunk.work is not None and chunk.work.is_completed())

@@ -137,11 +137,11 @@ class PlannedSession:
             raise
 
     def _hook(self, root: nn.Module, ddp: DistributedDataParallel) -> None:
+        self._undo.append(watch_passes(self))
         self._unhook = hook(
             ddp, self.source, lambda: self._stand_aside("the script registers a hook of its own")
         )
         self._undo.append(self._unhook)
-        self._undo.append(watch_passes(self))
         before = StayingHook(self._before_forward, self._inside_compiled)
         self._hooks.append(root.register_forward_pre_hook(before, prepend=True).remove)
         after = StayingForwardHook(self._after_forward)
@@ -208,6 +208,7 @@ class PlannedSession:
         if ddp is not None and self.source.phase is Phase.IDLE:
             self._bucket_bytes = 0
             self._land_all("forward")
+            self.source.begin_anew()
             renew(ddp, bucket_bytes, self.source)
 
     def _refuse_effective_join(self) -> None:
@@ -321,7 +322,10 @@ class PlannedSession:
     def round_begins(self) -> None:
         """See `Listener`."""
         # A rank that has joined, and begins no backward pass, has not waited for it.
-        self._planning.landed()
+        try:
+            self._planning.landed()
+        except TransportError as error:
+            self._failures.raise_first(error)
         self._sending.round_begins()
         if not self.source.is_early:
             self._planning.round_begins()
@@ -340,7 +344,8 @@ class PlannedSession:
                 self._planning.round_ends()
         except RuntimeError as error:
             self._failures.check()
-            raise PluginError(f"{chunks[0].name!r} could not be sent: {error}") from error
+            name = chunks[0].name
+            self._failures.raise_first(PluginError(f"{name!r} could not be sent: {error}"))
 
     def land(self, bucket: Bucket) -> None:
         """See `Listener`."""
@@ -348,6 +353,10 @@ class PlannedSession:
 
     def settle(self, member: Member) -> None:
         """See `Sums`."""
+        with self._updates.lock:
+            self._settle(member)
+
+    def _settle(self, member: Member) -> None:
         by = f"{member.name}.grad"
         if member.bucket.holds_gradients:
             # All of them become ordinary ones, over the memory that owed updates are to read.
@@ -457,7 +466,7 @@ class PlannedSession:
     @property
     def rounds_finished(self) -> int:
         """How many rounds have been complete."""
-        return self.source.rounds
+        return self.source.finished
 
     @property
     def is_measuring(self) -> bool:
@@ -490,7 +499,7 @@ class PlannedSession:
 
     def restore(self) -> None:
         """DDP does everything by itself from now on, on all ranks."""
-        if self._is_interrupted:
+        if self._is_interrupted or self.source.phase is Phase.OPEN:
             self.give_back()
             return
         self._failures.check()
@@ -511,6 +520,12 @@ class PlannedSession:
         self._unhook()
         if (ddp := self._ddp()) is not None:
             renew(ddp, 0)
+        # No copy of the gradients stays with us.
+        self._sending.forget(self.source.buckets)
+        self.source.buckets.clear()
+        self._planning.close()
+        for slot in self._slots:
+            slot.alias, slot.member = slot.parameter, None
 
     def leave(self) -> None:
         """This rank takes no more steps."""
@@ -538,6 +553,9 @@ class PlannedSession:
                 log.exception("a part of this session could not be ended")
         if release_parameters:
             self._updates.forget()
+            if self.error is not None and not self._is_off:
+                # Not as the process ends: the script may go on with another session.
+                self.give_back()
         self._is_off = True
         self._sending.forget(self.source.buckets)
         self.source.buckets.clear()

@@ -105,6 +105,8 @@ class Source:
         self.phase = Phase.IDLE
         #: rounds of which every bucket was handed out
         self.rounds = 0
+        #: the same, of all reducers
+        self.finished = 0
         #: those of the last layout, and of the open round
         self.buckets: list[Bucket] = []
         self._opened: list[Bucket] = []
@@ -135,6 +137,11 @@ class Source:
         future = self._future()
         future.set_result(buffer)
         return future
+
+    def begin_anew(self) -> None:
+        """The reducer is a new one."""
+        self.rounds = 0
+        self.buckets.clear()
 
     def members(self) -> Iterator[Member]:
         """Those of the buckets that the open round has handed out."""
@@ -218,6 +225,7 @@ class Source:
         """The last bucket of a round was handed out, and is under way."""
         is_early = self.is_early
         self.rounds += 1
+        self.finished += 1
         opened, self._opened = self._opened, []
         if not is_backward:
             # A rank that has joined answers the others, outside of backward.

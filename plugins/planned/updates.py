@@ -15,7 +15,7 @@ from bytesched.errors import PluginError, SchedulerTimeout
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
-from ..proxies.pending import hold_all, release_held
+from ..proxies.pending import PendingParameter, hold_all, release_held, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..proxies.spans import span
 from ..update.deferred import Deferred
@@ -84,7 +84,8 @@ class Updates:
             return None
         deferred.guard()
         eager, debts = self._sort(deferred)
-        self._owe(debts)
+        with self.lock:
+            self._owe(debts)
         return eager
 
     def _all_is_here(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -102,9 +103,8 @@ class Updates:
         """Gradients and parameters of ``optimizer`` are here, and ordinary tensors."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                slot = self._slots.get(id(parameter))
-                if slot is not None and slot.bundle.state is not _FREE:
-                    self.apply(slot.bundle, "step")
+                if type(parameter) is PendingParameter:
+                    synchronize_now(parameter)
                 if type(grad := parameter.grad) is PendingGrad:
                     grad.sum_.settle()
 
@@ -123,8 +123,8 @@ class Updates:
                 key = id(parameter)
                 slot = self._slots.get(key)
                 grad = parameter.grad
-                if slot is not None and slot.bundle.state is not _FREE:
-                    self.apply(slot.bundle, "step")
+                if type(parameter) is PendingParameter:
+                    synchronize_now(parameter)
                 if slot is not None and type(grad) is PendingGrad and key not in seen:
                     member = grad.sum_
                     if member.parameter is parameter:

@@ -65,8 +65,10 @@ class PendingGrad(torch.Tensor, metaclass=LooksPlain):
         is_zeroing = func in _ZEROING
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) is PendingGrad:
-                if not (is_zeroing and tensor.sum_.zeroes()):
-                    tensor.sum_.settle()
+                # Another thread may make it an ordinary one meanwhile.
+                sum_ = getattr(tensor, "sum_", None)
+                if sum_ is not None and not (is_zeroing and sum_.zeroes()):
+                    sum_.settle()
             elif type(tensor) is PendingParameter:
                 synchronize_now(tensor)
         # They are ordinary tensors now.

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,8 @@ class Deferred:
         self._before: list[dict[str, Any]] = []
         #: parameter by its alias
         self._real: dict[nn.Parameter, nn.Parameter] = {}
+        #: its alias, by the id of the parameter
+        self._aliases: dict[int, nn.Parameter] = {}
         self._ids: set[int] = set()
         self.parameter_ids()
         own: Any = type(optimizer).step
@@ -177,6 +180,10 @@ class Deferred:
 
     def know(self, slot: Aliased) -> None:
         """``slot.alias`` stands for ``slot.parameter`` from now on."""
+        key = id(slot.parameter)
+        if (old := self._aliases.pop(key, None)) is not None:
+            self._real.pop(old, None)
+        self._aliases[key] = slot.alias
         self._real[slot.alias] = slot.parameter
 
     def now(self) -> Later:
@@ -186,7 +193,8 @@ class Deferred:
             name: value
             for name, value in optimizer.__dict__.items()
             # An update that is owed keeps neither the optimizer alive nor what its hooks refer to.
-            if name not in HOOKS and getattr(value, "__self__", None) is not optimizer
+            if name not in HOOKS
+            and not (isinstance(value, MethodType) and value.__self__ is optimizer)
         }
         return Later(self, Surroundings.here(), attributes)
 

@@ -30,7 +30,7 @@ def test_moments_of_the_host_are_apart() -> None:
 
 def test_the_host_sees_sums_end_and_needs_no_probe() -> None:
     wire = FakeWire()
-    assert HostClock().seconds_per_byte(wire) is None
+    assert HostClock().probe(wire) is None
     assert not wire.started
 
 
@@ -46,10 +46,11 @@ def test_a_moment_of_a_device_is_behind_what_is_queued(cuda: FakeCuda) -> None:
 
 def test_a_device_is_probed_by_sums_of_which_the_first_does_not_count(cuda: FakeCuda) -> None:
     wire = FakeWire(has_streams=True, order=Order())
-    per_byte = DeviceClock(CPU).seconds_per_byte(wire)
+    clock = DeviceClock(CPU)
+    per_byte = clock.seconds_per_byte(clock.probe(wire))
     assert all(work.is_over for work in wire.works)
     sizes = {tensor.nbytes for tensor in wire.started}
     assert len(sizes) == 1
     # Longer than alone, as it is beside kernels.
     alone = WORK_S / sizes.pop()
-    assert alone < per_byte < 2 * alone  # type: ignore[operator]
+    assert alone < per_byte < 2 * alone

@@ -431,7 +431,7 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "the place in the plan, for the round": (
         *(Sending, "round_begins", nothing, Case(read_before_the_step, plan=by_turns)),
-        r"it was never issued \(task module\.\d",
+        r"'module\.\d.*' was not sent on rank 0",
     ),
     "buckets that have moved": (
         *(Bucket, "is_of", lambda *_: True, Case(usual)),
