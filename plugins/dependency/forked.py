@@ -14,7 +14,7 @@ from ..layout.slots import Job, Slot
 from ..proxies.pending import hold, is_held, release
 from .lazy import withhold
 
-__all__ = ["disown"]
+__all__ = ["disown", "refuse"]
 
 
 def disown(round_: Round[Slot, Job], plan: Plan, give_back: Callable[[Slot], None] | None) -> None:
@@ -26,19 +26,20 @@ def disown(round_: Round[Slot, Job], plan: Plan, give_back: Callable[[Slot], Non
     lost, stale = map(set, round_.fork())
     for slot in plan.slots:
         if slot in stale:
-            hold(slot.parameter, partial(_refuse, slot.name))
+            hold(slot.parameter, partial(refuse, slot.name))
         elif is_held(slot.parameter):
             release(slot.parameter)
         if give_back is None:
             continue
         if slot in lost:
-            withhold(slot, partial(_refuse, f"{slot.name}.grad"), in_child=True)
+            withhold(slot, partial(refuse, f"{slot.name}.grad"), in_child=True)
         else:
             slot.change()
             give_back(slot)
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse(name: str) -> NoReturn:
+    """``name`` is used in a forked child, where it will not come."""
     raise PluginError(
         f"{name!r} was outstanding when this process was forked, and nothing completes it here"
     )

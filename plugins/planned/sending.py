@@ -86,8 +86,8 @@ class Sending:
                 if chunk.work is None:
                     self._failures.check()
                     raise PluginError(
-                        f"{chunk.name!r} was not sent on rank {self._wire.rank}: some parameters "
-                        "got no gradient in its round"
+                        f"{chunk.name!r} was not sent on rank {self._wire.rank}: its round is not "
+                        "complete, or its session has ended"
                     )
                 try:
                     self._wire.wait(chunk.work, chunk.name)
@@ -144,6 +144,12 @@ class Sending:
             chunk.work = None
         self.buckets.clear()
         self._held_back.clear()
+
+    def disown(self) -> None:
+        """In a forked child: what is under way will not come, and whoever reads it is told so."""
+        for bucket in self.buckets:
+            for chunk in bucket.chunks:
+                chunk.work = None
 
     def outstanding_bytes(self, chunks: Iterable[Chunk]) -> int:
         """How much of ``chunks`` has not come, as far as is known without waiting."""

@@ -532,9 +532,13 @@ class PlannedSession:
         self._failures.check()
 
     def disown(self) -> None:
-        """In a forked child: parameters and gradients are ordinary ones, as they are now."""
+        """In a forked child: parameters and gradients are ordinary ones, as they are now.
+
+        Those that were not there when the process was forked raise PluginError when they are read.
+        """
         self._is_off = True
-        self._updates.forget()
+        self._sending.disown()
+        self._updates.disown()
 
     def close(self, *, release_parameters: bool = True) -> None:
         """Takes every hook off; does not flush. Idempotent.

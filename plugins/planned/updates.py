@@ -13,6 +13,7 @@ import torch
 from bytesched.errors import PluginError, SchedulerTimeout
 
 from ..dependency.failures import Failures
+from ..dependency.forked import refuse
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
 from ..proxies.pending import PendingParameter, hold_all, release_held, synchronize_now
@@ -245,6 +246,12 @@ class Updates:
             bundle.chunks.clear()
             bundle.state = BundleState.FREE
             release_held([slot.parameter for slot in bundle.slots])
+
+    def disown(self) -> None:
+        """In a forked child: parameters whose update is owed raise PluginError when used."""
+        for bundle in self.bundles:
+            if bundle.state is not _FREE:
+                hold_all([(slot.parameter, partial(refuse, slot.name)) for slot in bundle.slots])
 
     def __repr__(self) -> str:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
