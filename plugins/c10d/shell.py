@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
+
+from ..planned.reducer import requiring_gradients
 
 __all__ = ["finalize_outstanding", "finalizes_by_hand", "take_over"]
 
@@ -106,23 +106,7 @@ def _drop_buckets(ddp: DistributedDataParallel, reduced: Set[int]) -> None:
 
 
 def _make_reducer(ddp: DistributedDataParallel, reduced: Set[int]) -> None:
-    with _requiring_gradients(ddp, reduced):
+    with requiring_gradients(ddp, reduced):
         parameters, expect_sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
-
-
-@contextmanager
-def _requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
-    """Inside, the parameters with these ``ids`` require gradients, and no others.
-
-    A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
-    """
-    changed = [p for p in module.parameters() if p.requires_grad != (id(p) in ids)]
-    for parameter in changed:
-        parameter.requires_grad_(not parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)

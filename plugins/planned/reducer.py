@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .source import Source
 
-__all__ = ["hook", "reduced_by", "renew", "why_not_renewed"]
+__all__ = ["hook", "reduced_by", "renew", "requiring_gradients", "why_not_renewed"]
 
 
 def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -41,7 +41,7 @@ def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None
     """
     reduced = {id(parameter) for parameter in reduced_by(ddp)}
     shell: Any = ddp
-    with _requiring_gradients(ddp, reduced), _capped(shell, bucket_bytes):
+    with requiring_gradients(ddp, reduced), _capped(shell, bucket_bytes):
         parameters, expect_sparse = shell._build_params_for_reducer()
         names = shell._build_debug_param_to_name_mapping(parameters)
         shell._remove_autograd_hooks()
@@ -90,7 +90,7 @@ def _capped(ddp: Any, bucket_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _requiring_gradients(module: nn.Module, ids: set[int]) -> Iterator[None]:
+def requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
     """Inside, the parameters with these ``ids`` require gradients, and no others.
 
     A DDP reduces what did when it was made, whatever has been frozen or unfrozen since.
