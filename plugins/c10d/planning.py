@@ -34,7 +34,7 @@ __all__ = ["attach_planned", "sums_within_hosts", "why_not_planned"]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
 _BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
-_CHUNK_BYTES: Final = {"gloo": 1 << 19}
+_CHUNK_BYTES: Final = {"gloo": 1 << 20}
 
 
 def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -78,6 +78,18 @@ class Bundle:
     debts: list[Debt] = field(default_factory=list)
     #: what its debts need
     chunks: dict[Chunk, None] = field(default_factory=dict)
+    #: whether some of its parameters are over one memory
+    is_tied: bool = False
+
+    def take(self, has_come: Callable[[Slot], bool]) -> list[Debt]:
+        """What is owed for parameters that have come: the caller's from now on."""
+        come = {slot for debt in self.debts for slot in debt.slots if has_come(slot)}
+        left = [debt for debt in self.debts if not come.issuperset(debt.slots)]
+        if self.is_tied and left:
+            return []
+        taken = [_part(debt, come, is_in=True) for debt in self.debts]
+        self.debts = [_part(debt, come, is_in=False) for debt in left]
+        return [debt for debt in taken if debt.slots]
 
     def __repr__(self) -> str:
         first = self.slots[0].name if self.slots else "nothing"
@@ -85,33 +97,44 @@ class Bundle:
         return f"<Bundle {self.number} from {first!r}, {size} parameters: {self.state.name}>"
 
 
-def bundled(slots: Sequence[Slot], order: Iterable[int], least_bytes: int = 1) -> list[Bundle]:
-    """The bundles of ``slots``, in the ``order`` in which a forward pass uses them.
+def _part(debt: Debt, slots: Container[Slot], *, is_in: bool) -> Debt:
+    return replace(debt, slots=[slot for slot in debt.slots if (slot in slots) is is_in])
+
+
+def bundled(
+    slots: Sequence[Slot], units: Iterable[Sequence[int]], least_bytes: int = 1
+) -> list[Bundle]:
+    """The bundles of ``slots``, in the order in which a forward pass uses them.
 
     Parameters over one memory are in one bundle: their updates keep the optimizer's order.
 
     Args:
+        units: what it uses one after another, by index; no bundle begins within one.
         least_bytes: of a bundle: what comes in one chunk is updated in one call.
     """
-    ordered = [slots[index] for index in order]
-    nbytes = sum(slot.parameter.nbytes for slot in ordered)
+    nbytes = sum(slot.parameter.nbytes for slot in slots)
     share = max(1.0, nbytes / (_COUNT - 1 + _FIRST_SHARE))
     first_bytes, other_bytes = max(_FIRST_SHARE * share, least_bytes), max(share, least_bytes)
     bundles: list[Bundle] = []
     by_storage: dict[int, Bundle] = {}
     room = 0.0
-    for slot in ordered:
-        storage = _storage_of(slot.parameter)
-        shared = by_storage.get(storage)
-        if shared is None:
-            if room <= 0:
-                room = other_bytes if bundles else first_bytes
-                bundles.append(Bundle(len(bundles), []))
-            shared = bundles[-1]
-            by_storage[storage] = shared
-            room -= slot.parameter.nbytes
-        shared.slots.append(slot)
-        slot.bundle = shared
+    for unit in units:
+        is_full = room <= 0
+        for slot in (slots[index] for index in unit):
+            storage = _storage_of(slot.parameter)
+            shared = by_storage.get(storage)
+            if shared is None:
+                if is_full:
+                    is_full = False
+                    room = other_bytes if bundles else first_bytes
+                    bundles.append(Bundle(len(bundles), []))
+                shared = bundles[-1]
+                by_storage[storage] = shared
+                room -= slot.parameter.nbytes
+            else:
+                shared.is_tied = True
+            shared.slots.append(slot)
+            slot.bundle = shared
     return bundles
 
 

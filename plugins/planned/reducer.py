@@ -13,15 +13,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bytesched.errors import PluginError
+
 from .source import Source
 
-__all__ = ["hook", "reduced_by", "renew", "requiring_gradients", "why_not_renewed"]
+__all__ = [
+    "hook",
+    "is_manual",
+    "keep_local",
+    "reduced_by",
+    "refuse_effective_join",
+    "renew",
+    "requiring_gradients",
+    "why_not_renewed",
+]
 
 
 def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that ``ddp`` reduces: those that did require a gradient when it was made."""
-    buckets: Any = ddp.reducer._get_zeros_like_grad_buckets()
-    return [parameter for bucket in buckets for parameter in bucket.parameters()]
+    if ddp not in _reduced:
+        # As much memory as all gradients, for a moment.
+        buckets: Any = ddp.reducer._get_zeros_like_grad_buckets()
+        _reduced[ddp] = [parameter for bucket in buckets for parameter in bucket.parameters()]
+    return _reduced[ddp]
+
+
+_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[nn.Parameter]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def why_not_renewed(ddp: DistributedDataParallel) -> str:
@@ -29,6 +48,38 @@ def why_not_renewed(ddp: DistributedDataParallel) -> str:
     if not getattr(ddp, "bucket_bytes_cap_default", False):
         return "bucket_cap_mb was given to DDP"
     return ""
+
+
+def refuse_effective_join(ddp: DistributedDataParallel | None) -> None:
+    """Raises `PluginError` in a join that divides by the ranks that have not joined.
+
+    DDP does so only where it has no hook.
+    """
+    join: Any = getattr(ddp, "_join_config", None)
+    divides_by_all = getattr(ddp, "_divide_by_initial_world_size", True)
+    if join is not None and join.enable and not divides_by_all:
+        raise PluginError(
+            "join(divide_by_initial_world_size=False) is not supported: gradients would be "
+            "divided by the number of all ranks; leave it True, or unwrap the optimizer first"
+        )
+
+
+def is_manual(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether the script calls ``finalize_backward`` of it at the moment."""
+    return bool(getattr(weak_ddp(), "require_manual_backward_finalization", False))
+
+
+def keep_local(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    """No sums are written into gradients from now on by the reducer; whether it can do that.
+
+    It believes that optimizers have run in backward, which has no other effect.
+    """
+    ddp = weak_ddp()
+    leave = getattr(None if ddp is None else ddp.reducer, "_set_optimizer_in_backward", None)
+    if leave is None:
+        return False
+    leave()
+    return True
 
 
 def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None = None) -> None:
@@ -45,6 +96,8 @@ def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None
         parameters, expect_sparse = shell._build_params_for_reducer()
         names = shell._build_debug_param_to_name_mapping(parameters)
         shell._remove_autograd_hooks()
+        # Its buckets go before the new ones come.
+        shell.reducer = None
         shell._ddp_init_helper(parameters, expect_sparse, names, shell.static_graph)
     shell._has_rebuilt_buckets = False
     if source is not None:

@@ -23,8 +23,6 @@ from ..dependency.failures import Failures
 from ..engine.by_hand import ByHand
 from ..figures.meter import Meter
 from ..proxies.entries import guard_entries
-from ..proxies.first_use import FirstUse
-from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from ..proxies.passes import watch_passes
 from ..proxies.pending_grads import PendingGrad
 from ..routes.carrier import Traffic
@@ -32,10 +30,11 @@ from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .buckets import Bucket, Chunk, Member
-from .bundles import Bundle, BundleState, Slot
+from .bundles import Slot
 from .clocks import DeviceClock, HostClock
+from .gates import Gates
 from .planning import Planning, first_gates
-from .reducer import hook, reduced_by, renew
+from .reducer import hook, is_manual, keep_local, reduced_by, refuse_effective_join, renew
 from .sending import Sending
 from .source import Phase, Source
 from .updates import Updates
@@ -114,21 +113,22 @@ class PlannedSession:
             may_be_unused=ddp.find_unused_parameters,
             cut=cut,
             future=_future_of(device),
-            is_manual=partial(_is_manual, self._ddp),
+            is_manual=partial(is_manual, self._ddp),
+            keep_local=partial(keep_local, self._ddp),
         )
         self.source.is_finalized_ahead = is_finalized_ahead
         self._bucket_bytes = bucket_bytes
         self._stepping = Stepping(self, self._meter)
-        self._first_use: FirstUse | None = FirstUse(root, self._parameters)
+        self._gates = Gates(root, slots, self._updates, self, is_watched=bool(observers))
         #: what looks at the first steps for gradients that the script reduces itself
         self._by_hand: ByHand | None = None
+        #: buckets that were handed out before the current backward pass
+        self._handed_out = 0
         #: an exception has ended a backward pass in the middle of a round
         self._is_interrupted = False
         self._closed = self._is_off = False
         self._unhook: Callable[[], None]
         self._undo: list[Callable[[], None]] = []
-        #: what takes the hooks of modules off
-        self._hooks: list[Callable[[], None]] = []
         guard_entries()
         try:
             self._hook(root, ddp)
@@ -142,11 +142,6 @@ class PlannedSession:
             ddp, self.source, lambda: self._stand_aside("the script registers a hook of its own")
         )
         self._undo.append(self._unhook)
-        before = StayingHook(self._before_forward, self._inside_compiled)
-        self._hooks.append(root.register_forward_pre_hook(before, prepend=True).remove)
-        after = StayingForwardHook(self._after_forward)
-        self._forward_hook = root.register_forward_hook(after, always_call=True)
-        self._hooks.append(self._forward_hook.remove)
         self._undo.append(self._stepping.close)
 
     def add_optimizer(
@@ -184,23 +179,19 @@ class PlannedSession:
 
     # -- forward -----------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def forward_begins(self, module: nn.Module) -> None:
+        """See `Forward`."""
         if self._is_off:
             return
-        if torch.is_grad_enabled():
-            self._failures.check()
-            if self.source.phase is Phase.OPEN:
-                self._complain_if_incomplete()
-            if self.source.is_early:
-                refuse_stage(module)
-            self._refuse_effective_join()
-            if self._bucket_bytes:
-                self._renew()
-            if self._first_use is not None:
-                self._first_use.begin()
-            self._meter.forward_begins()
-        elif not module.training:
-            self.synchronize_all()
+        self._failures.check()
+        if self.source.phase is Phase.OPEN:
+            self._complain_if_incomplete()
+        if self.source.is_early:
+            refuse_stage(module)
+        refuse_effective_join(self._ddp())
+        if self._bucket_bytes:
+            self._renew()
+        self._meter.forward_begins()
 
     def _renew(self) -> None:
         """Gives DDP other buckets: here no backward pass of it is under way, or about to begin."""
@@ -209,19 +200,8 @@ class PlannedSession:
             self._bucket_bytes = 0
             self._land_all("forward")
             self.source.begin_anew()
+            self._let_go_of_buckets()
             renew(ddp, bucket_bytes, self.source)
-
-    def _refuse_effective_join(self) -> None:
-        """DDP divides by the ranks that have not joined only where it has no hook."""
-        join: Any = getattr(self._ddp(), "_join_config", None)
-        if join is not None and join.enable and not self._divides_by_all():
-            raise PluginError(
-                "join(divide_by_initial_world_size=False) is not supported: gradients would be "
-                "divided by the number of all ranks; leave it True, or unwrap the optimizer first"
-            )
-
-    def _divides_by_all(self) -> bool:
-        return bool(getattr(self._ddp(), "_divide_by_initial_world_size", True))
 
     def _complain_if_incomplete(self) -> None:
         """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
@@ -239,44 +219,12 @@ class PlannedSession:
         self._failures.fail(error, is_raised=True)
         raise error
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._first_use is not None:
-            self._first_use.end()
-        if torch.is_grad_enabled():
-            self._meter.forward_ends()
+    def forward_ends(self) -> None:
+        """See `Forward`."""
+        self._meter.forward_ends()
 
-    def _gate(self, bundles: Sequence[Bundle], name: str, module: nn.Module) -> None:
-        """In front of every call of ``module``: on the critical path of the forward pass."""
-        for bundle in bundles:
-            if bundle.state is not BundleState.FREE:
-                self._updates.apply(bundle, name)
-        if not (torch.is_grad_enabled() or module.training):
-            # Evaluation may take fast paths that look at the types of all parameters at once.
-            self.synchronize_all()
-
-    def _build_gates(self, first_use: FirstUse) -> None:
-        """In front of the modules that are really called, once the first rounds have shown them."""
-        first_use.close()
-        if not self.observers:
-            # Without bytesched its pickle could not be loaded.
-            self._forward_hook.remove()
-        order = first_use.order()
-        self._updates.bundle(order)
-        self._planning.gate_of = first_gates(
-            {id(self._parameters[index]): place for place, index in enumerate(order)}
-        )
-        slots = {id(slot.parameter): slot for slot in self._slots}
-        for module, name, parameters in first_use.gates(lambda parameter: True):
-            behind = {slots[id(parameter)].bundle: None for parameter in parameters}
-            bundles = sorted(behind, key=lambda bundle: bundle.number)
-            self._hooks.append(gate(module, _passing(self, bundles, name), self._inside_compiled))
-
-    def _inside_compiled(self) -> None:
-        """Compiled code contains our hooks, so that nothing can wait in front of it.
-
-        Without them it is compiled once more, and as a whole.
-        """
-        self._unhook_modules()
+    def inside_compiled(self) -> None:
+        """See `Forward`."""
         if self._stepping.crosses:
             self._stepping.stop_crossing()
             log.warning(
@@ -284,28 +232,24 @@ class PlannedSession:
                 "stepping whole; wrap the compiled model to cross the barrier"
             )
 
-    def _unhook_modules(self) -> None:
-        if self._first_use is not None:
-            self._first_use.close()
-            self._first_use = None
-        for unhook in self._hooks:
-            unhook()
-        self._hooks.clear()
-
     # -- backward ----------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """See `Watcher`: everything from before has come."""
-        if self._is_off or self.source.phase is Phase.OPEN:
-            # Another pass may complete the round, whose buckets nothing writes again.
+        self._handed_out = self.source.handed_out
+        if self._is_off or self._failures.error is not None or self.source.phase is Phase.OPEN:
+            # Another pass may complete the round, whose buckets nothing writes again. An error is
+            # raised where this model is used: the pass may be of another one.
             return
-        self._failures.check()
         self._land_all("backward")
         self.source.backward_begins(self._parameters)
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""
         if self._is_off or self.source.phase is Phase.IDLE:
+            return error
+        if self.source.handed_out == self._handed_out:
+            # A pass beside the round.
             return error
         if self._failures.error is not None:
             # Whatever autograd has made of it on its way.
@@ -371,9 +315,11 @@ class PlannedSession:
         self._meter.backward_ends()
         if self._by_hand is not None and not is_early:
             self._by_hand.backward_ends()
-        if is_early and not self.source.is_early and self._first_use is not None:
-            first_use, self._first_use = self._first_use, None
-            self._build_gates(first_use)
+        if is_early and not self.source.is_early and self._gates.are_learned():
+            # A gate waits for the whole of its bundles.
+            self._planning.gate_of = first_gates(
+                {id(slot.parameter): slot.bundle.number for slot in self._slots}
+            )
         if not is_early:
             chunks = sum(len(bucket.chunks) for bucket in buckets)
             nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
@@ -518,12 +464,15 @@ class PlannedSession:
         """DDP has a reducer without our hook; nothing may be under way."""
         self._is_off = True
         self._unhook()
-        if (ddp := self._ddp()) is not None:
-            renew(ddp, 0)
-        # No copy of the gradients stays with us.
         self._sending.forget(self.source.buckets)
         self.source.buckets.clear()
         self._planning.close()
+        self._let_go_of_buckets()
+        if (ddp := self._ddp()) is not None:
+            renew(ddp, 0)
+
+    def _let_go_of_buckets(self) -> None:
+        """No copy of the gradients stays with us."""
         for slot in self._slots:
             slot.alias, slot.member = slot.parameter, None
 
@@ -549,7 +498,7 @@ class PlannedSession:
         if self._closed:
             return
         self._closed = True
-        self._unhook_modules()
+        self._gates.close()
         for undo in reversed(self._undo):
             try:
                 undo()
@@ -588,19 +537,6 @@ class PlannedSession:
         if self.error is not None:
             state = f"failed: {self.error}"
         return f"<bytesched rank {self._wire.rank} of {self._wire.size}: {state}>"
-
-
-def _passing(
-    session: PlannedSession, bundles: Sequence[Bundle], name: str
-) -> Callable[[nn.Module], None]:
-    def passed(module: nn.Module) -> None:
-        session._gate(bundles, name, module)
-
-    return passed
-
-
-def _is_manual(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
-    return bool(getattr(weak_ddp(), "require_manual_backward_finalization", False))
 
 
 def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:

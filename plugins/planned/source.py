@@ -70,6 +70,7 @@ class Source:
         cut: see `Bucket`.
         future: makes one.
         is_manual: whether the script calls DDP's ``finalize_backward`` at the moment.
+        keep_local: from now on the reducer writes no sums into gradients; whether it can do that.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Source:
         cut: Callable[[int, int], Sequence[int]],
         future: Callable[[], torch.futures.Future[torch.Tensor]],
         is_manual: Callable[[], bool],
+        keep_local: Callable[[], bool],
     ) -> None:
         self._listener = listener
         self._world_size = world_size
@@ -97,6 +99,9 @@ class Source:
         self._cut = cut
         self._future = future
         self._is_manual = is_manual
+        self._keep_local = keep_local
+        #: whether the reducer leaves gradients as they were before the sum
+        self._are_local = False
         #: a round that the script is to finalize
         self._unfinalized: list[Bucket] = []
         #: the script is about to finalize a backward pass that was finalized when it wrapped
@@ -107,6 +112,8 @@ class Source:
         self.rounds = 0
         #: the same, of all reducers
         self.finished = 0
+        #: buckets, of all rounds
+        self.handed_out = 0
         #: those of the last layout, and of the open round
         self.buckets: list[Bucket] = []
         self._opened: list[Bucket] = []
@@ -129,6 +136,7 @@ class Source:
         self._divide(buffer, bucket)
         here = self._known(number, bucket, is_answer=not is_backward)
         here.is_under_way = True
+        self.handed_out += 1
         self._opened.append(here)
         is_last = bucket.is_last()
         self._listener.ready(here.chunks, is_last=is_last)
@@ -141,6 +149,7 @@ class Source:
     def begin_anew(self) -> None:
         """The reducer is a new one."""
         self.rounds = 0
+        self._are_local = False
         self.buckets.clear()
 
     def members(self) -> Iterator[Member]:
@@ -272,12 +281,18 @@ class Source:
                     self._listener.land(bucket)
         self.phase = Phase.IDLE
         self._listener.round_ends(buckets, is_early=is_early)
+        if is_early and not (self.is_early or self._holds_gradients or self._may_be_left):
+            # What it would write has no sums yet, and whoever reads it waits and gets those.
+            self._are_local = self._keep_local()
 
     def _hand_out(self, bucket: Bucket, versions: Mapping[int, int]) -> bool:
         """Gradients wait from now on; False if others see their memory, and cannot wait."""
         can_wait = not (bucket.holds_gradients and bucket.is_seen)
         for member in bucket.members:
             grad = member.parameter.grad
+            if grad is None and self._are_local:
+                # A hook has taken it, and DDP makes one.
+                grad = member.parameter.grad = torch.empty_like(member.parameter)
             if grad is None or versions.get(id(member.parameter)) == grad._version:
                 # No rank has used it.
                 continue

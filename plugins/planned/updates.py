@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
@@ -63,12 +63,12 @@ class Updates:
         self.bundles: list[Bundle] = []
         #: what a use of each parameter calls while it is pending, by the parameter's id
         self._uses: dict[int, Any] = {}
-        self.bundle(range(len(slots)))
+        self.bundle([index] for index in range(len(slots)))
 
-    def bundle(self, order: Sequence[int]) -> None:
-        """Other bundles, in this order of first use; nothing may be owed."""
+    def bundle(self, units: Iterable[Sequence[int]]) -> None:
+        """Other bundles, see `bundled`; nothing may be owed."""
         slots = list(self._slots.values())
-        self.bundles = bundled(slots, order, self._least_bundle_bytes)
+        self.bundles = bundled(slots, units, self._least_bundle_bytes)
         self._uses = {
             id(slot.parameter): partial(self.apply, slot.bundle, slot.name) for slot in slots
         }
@@ -151,10 +151,9 @@ class Updates:
         chunks: dict[Chunk, None] = {}
         for debt in debts:
             bundle = debt.slots[0].bundle
-            for slot in debt.slots:
-                assert slot.member is not None
-                for chunk in slot.member.chunks:
-                    bundle.chunks[chunk] = chunks[chunk] = None
+            needed = _chunks_of(debt.slots)
+            bundle.chunks.update(needed)
+            chunks.update(needed)
             bundle.debts.append(debt)
             bundle.state = BundleState.OWED
         hold_all([(parameter, self._uses[id(parameter)]) for parameter in parameters])
@@ -182,7 +181,7 @@ class Updates:
                 with waiting():
                     self._update_others(bundle)
                     self._sending.wait(bundle.chunks, by)
-                    self._update(bundle)
+                    self._update(bundle, bundle.debts)
             release_held([slot.parameter for slot in bundle.slots])
         finally:
             self.lock.release()
@@ -197,18 +196,23 @@ class Updates:
                 continue
             if self._sending.have_come(bundle.chunks):
                 return
-            if self._sending.have_come(other.chunks):
-                self._sending.wait(other.chunks, "step")
-                self._update(other)
-                release_held([slot.parameter for slot in other.slots])
+            if debts := other.take(self._has_come):
+                slots = {slot: None for debt in debts for slot in debt.slots}
+                self._sending.wait(_chunks_of(slots), "step")
+                self._update(other, debts)
+                release_held([slot.parameter for slot in slots])
 
-    def _update(self, bundle: Bundle) -> None:
+    def _has_come(self, slot: Slot) -> bool:
+        return self._sending.have_come(_chunks_of([slot]))
+
+    def _update(self, bundle: Bundle, debts: Sequence[Debt]) -> None:
+        """Makes the ``debts`` of ``bundle``, or those that were taken from it."""
         began_ns = perf_counter_ns()
         bundle.state = BundleState.RUNNING
         self._is_running = True
         try:
             with span("bytesched::update"), self._sending.alone():
-                for by, groups in _calls(bundle.debts):
+                for by, groups in _calls(debts):
                     by.update(groups)
         except BaseException as error:
             # What was updated and what was not is not known any more.
@@ -217,9 +221,12 @@ class Updates:
             raise
         finally:
             self._is_running = False
-        bundle.debts.clear()
-        bundle.chunks.clear()
-        bundle.state = BundleState.FREE
+        if debts is bundle.debts or not bundle.debts:
+            bundle.debts = []
+            bundle.chunks.clear()
+            bundle.state = BundleState.FREE
+        else:
+            bundle.state = BundleState.OWED
         self._meter.updated(bundle.slots[0].name, 1, began_ns)
 
     def apply_all(self, by: str = "flush") -> None:
@@ -255,6 +262,12 @@ class Updates:
 
     def __repr__(self) -> str:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
+
+
+def _chunks_of(slots: Iterable[Slot]) -> dict[Chunk, None]:
+    """What updates of ``slots`` read."""
+    members = (slot.member for slot in slots)
+    return {chunk: None for member in members if member is not None for chunk in member.chunks}
 
 
 def _calls(

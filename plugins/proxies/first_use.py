@@ -117,6 +117,19 @@ class FirstUse:
             keys.append((moment, index))
         return [index for _, index in sorted(keys)]
 
+    def units(self) -> list[list[int]]:
+        """The same, cut where another module's parameters begin."""
+        units: list[list[int]] = []
+        keys = list(self._parameters)
+        owner: Sequence[int] = ()
+        for index in self.order():
+            owners = self._owners.get(keys[index], ())
+            if not units or owners != owner:
+                units.append([])
+            owner = owners
+            units[-1].append(index)
+        return units
+
     def gates(
         self, used: Callable[[nn.Parameter], bool]
     ) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:

@@ -35,8 +35,8 @@ class Access(NamedTuple):
     queued: int
     by: str
     is_write: bool
-    #: it has copied what was not summed
-    is_unsummed: bool
+    #: it is to be summed before anybody reads it
+    is_unsummed: bool = False
 
     def is_before(self, place: Clock) -> bool:
         """Whether something orders what has this place after it."""
@@ -137,7 +137,6 @@ class Order(TorchDispatchMode):
         known: set[int] = set()
         place, stream = CUDA.current().queue(), CUDA.current().name
         written: list[Tensor] = []
-        is_unsummed = False
         for number, (parameter, is_written) in enumerate(parameters):
             value = args[number] if number < len(args) else kwargs.get(parameter)
             tensors = tensors_in(value)
@@ -146,9 +145,9 @@ class Order(TorchDispatchMode):
             if is_written and (name in _OVERWRITING or parameter == "out"):
                 continue
             for tensor in tensors:
-                is_unsummed |= self._access(tensor, place, stream, name, is_write=False)
+                self._access(tensor, place, stream, name, is_write=False)
         for tensor in written:
-            self._access(tensor, place, stream, name, is_write=True, is_unsummed=is_unsummed)
+            self._access(tensor, place, stream, name, is_write=True)
         return known
 
     def _made(self, name: str, made: Any, known: set[int]) -> None:
@@ -168,6 +167,13 @@ class Order(TorchDispatchMode):
         self._access(tensor, place, name, name, is_write=True, reads=True)
         return place
 
+    def leaves_unsummed(self, tensor: Tensor) -> None:
+        """What was written into ``tensor`` until now is to be summed before anybody reads it."""
+        self._access(tensor, CUDA.current().queue(), CUDA.current().name, "backward", is_write=True)
+        memory, begin, _ = _memory(tensor)
+        if begin:
+            self._accesses[memory][-1] = self._accesses[memory][-1]._replace(is_unsummed=True)
+
     def _access(
         self,
         tensor: Tensor,
@@ -176,19 +182,16 @@ class Order(TorchDispatchMode):
         by: str,
         *,
         is_write: bool,
-        is_unsummed: bool = False,
         reads: bool = False,
-    ) -> bool:
-        """Notes it; returns whether it copies what has not been summed."""
+    ) -> None:
         memory, begin, end = _memory(tensor)
         if begin == end:
-            return False
+            return
         for slot in () if reads else self.slots:
             self._is_owed(slot, by, (memory, begin, end), is_write=is_write)
         if memory not in self._storages:
             self._storages[memory] = StorageWeakRef(tensor.untyped_storage())
         before = self._accesses.setdefault(memory, [])
-        copies = False
         for other in before:
             if other.begin >= end or begin >= other.end:
                 continue
@@ -197,9 +200,8 @@ class Order(TorchDispatchMode):
             if (is_after and not reads_unsummed) or not (is_write or other.is_write):
                 continue
             if by == "copy_" and not is_write and any(may() for may in self.may_copy):
-                copies = True
                 continue
-            how = "a copy of what is not summed, by" if is_after else "and waits for no end of"
+            how = "which is not summed, by" if is_after else "and waits for no end of"
             where = "" if other.by.startswith("sum ") else f" on {other.stream}"
             self._find(by, begin, end, f"{how} {other.by}{where}", is_write=is_write)
         # What is overwritten, or read again on the same stream, decides no more.
@@ -210,8 +212,7 @@ class Order(TorchDispatchMode):
             or (other.is_write and not is_write)
             or not other.is_before(place)
         ]
-        before.append(Access(begin, end, stream, place[stream], by, is_write, is_unsummed))
-        return copies
+        before.append(Access(begin, end, stream, place[stream], by, is_write))
 
     def _is_owed(self, slot: Slot, by: str, where: tuple[int, int, int], *, is_write: bool) -> None:
         """An update is to be made, of a parameter and from a gradient that stay as they are."""

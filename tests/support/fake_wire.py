@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observer, Observers
+from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.cutting import ends_of
 from bytesched.plugins.planned.reducer import renew
@@ -222,6 +223,18 @@ class Run:
             self.order.names.append(self._names)
             self.order.slots += self.slots
             self.order.may_copy.append(lambda: self.session.source.phase.name == "COMPLETE")
+            session: Any = self.session
+            session.round_ends = partial(self._round_ends, self.order, session.round_ends)
+
+    @staticmethod
+    def _round_ends(
+        order: Order, ends: Callable[..., None], buckets: Sequence[Bucket], *, is_early: bool
+    ) -> None:
+        for bucket in buckets:
+            for member in bucket.members if bucket.is_under_way else ():
+                if not bucket.holds_gradients and (grad := member.parameter.grad) is not None:
+                    order.leaves_unsummed(grad)
+        ends(buckets, is_early=is_early)
 
     def _names(self) -> Iterator[tuple[str, Tensor]]:
         for slot in self.slots:

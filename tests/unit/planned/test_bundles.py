@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,11 +12,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bytesched.plugins.planned.buckets import Bucket
-from bytesched.plugins.planned.bundles import Bundle, BundleState, Slot, bundled
+from bytesched.plugins.planned.bundles import Bundle, BundleState, Debt, Slot, bundled
 
 
 def slots_of(*sizes: int) -> list[Slot]:
     return [Slot(f"{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
+
+
+def each(count: int) -> list[list[int]]:
+    return [[index] for index in range(count)]
+
+
+def units_of(data: st.DataObject, order: list[int]) -> list[list[int]]:
+    """The same, cut somewhere."""
+    cuts = data.draw(st.sets(st.integers(1, len(order))))
+    ends = [0, *sorted(cuts | {len(order)})]
+    return [order[a:b] for a, b in pairwise(ends)]
 
 
 @given(st.data(), st.lists(st.integers(0, 300), min_size=1, max_size=40))
@@ -24,7 +36,7 @@ def test_bundles_have_every_parameter_once_in_the_order_of_use(
 ) -> None:
     slots = slots_of(*sizes)
     order = data.draw(st.permutations(range(len(sizes))))
-    bundles = bundled(slots, order)
+    bundles = bundled(slots, units_of(data, order))
     assert [slot for bundle in bundles for slot in bundle.slots] == [slots[i] for i in order]
     assert [bundle.number for bundle in bundles] == list(range(len(bundles)))
     assert all(slot.bundle is bundle for bundle in bundles for slot in bundle.slots)
@@ -32,7 +44,7 @@ def test_bundles_have_every_parameter_once_in_the_order_of_use(
 
 
 def test_there_are_not_many_and_the_first_is_small() -> None:
-    bundles = bundled(slots_of(*[10] * 100), range(100))
+    bundles = bundled(slots_of(*[10] * 100), each(100))
     sizes = [sum(slot.parameter.numel() for slot in bundle.slots) for bundle in bundles]
     assert 10 <= len(sizes) <= 30
     assert sizes[0] <= max(sizes) / 2
@@ -46,10 +58,41 @@ def test_parameters_over_one_memory_are_updated_together() -> None:
     slots.append(Slot("tied", nn.Parameter(memory[2:])))
     slots.append(Slot("empty", nn.Parameter(torch.zeros(0))))
     slots.append(Slot("empty, too", nn.Parameter(torch.zeros(0))))
-    bundles = bundled(slots, range(len(slots)))
+    bundles = bundled(slots, each(len(slots)))
     assert slots[20].bundle is slots[0].bundle
     assert [slot.name for slot in bundles[0].slots] == ["0", "tied"]
     assert len(bundles) > 5
+
+
+@given(st.data(), st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_none_begins_within_a_unit(data: st.DataObject, sizes: list[int]) -> None:
+    slots = slots_of(*sizes)
+    units = units_of(data, list(range(len(sizes))))
+    bundles = bundled(slots, units)
+    assert all(len({slots[index].bundle.number for index in unit}) == 1 for unit in units)
+    assert len(bundles) <= len(units)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_has_come_is_taken_by_itself(is_tied: bool) -> None:
+    """In the order of the steps; where parameters are over one memory, all of it or nothing."""
+    [bundle] = bundled(slots_of(4, 4, 4), [[0, 1, 2]])
+    first, second, third = bundle.slots
+    bundle.is_tied = is_tied
+    one, other = Debt(cast(Any, "one"), {}, [first, second]), Debt(cast(Any, "other"), {}, [third])
+    again = Debt(cast(Any, "again"), {}, [second])
+    bundle.debts = [one, other, again]
+    assert bundle.take(lambda slot: False) == []
+    taken = bundle.take(lambda slot: slot is not first)
+    if is_tied:
+        assert taken == []
+        assert bundle.debts == [one, other, again]
+        return
+    assert [debt.by for debt in taken] == [one.by, other.by, again.by]
+    assert [debt.slots for debt in taken] == [[second], [third], [second]]
+    assert [(debt.by, debt.slots) for debt in bundle.debts] == [(one.by, [first])]
+    assert [debt.slots for debt in bundle.take(lambda slot: True)] == [[first]]
+    assert bundle.debts == []
 
 
 class Sums:
@@ -107,7 +150,7 @@ def test_an_alias_is_as_its_parameter(is_trained: bool) -> None:
 
 
 def test_they_show_their_state() -> None:
-    [bundle] = bundled(slots_of(4, 4)[:1], [0])
+    [bundle] = bundled(slots_of(4, 4)[:1], [[0]])
     assert repr(bundle) == "<Bundle 0 from '0', 1 parameters: FREE>"
     bundle.state = BundleState.OWED
     assert repr(bundle).endswith(": OWED>")

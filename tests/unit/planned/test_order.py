@@ -20,7 +20,7 @@ from fake_cuda import CUDA, FakeStream, fake_cuda
 from fake_wire import FakeWire, Run, alone, inputs, mlp
 from torch import Tensor, nn
 
-from bytesched.plugins.planned import session, source, updates
+from bytesched.plugins.planned import gates, source, updates
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
 from bytesched.plugins.planned.sending import Sending
 from bytesched.plugins.planned.session import PlannedSession
@@ -76,8 +76,7 @@ def test_a_sum_has_to_be_waited_for(has_streams: bool) -> None:
         works = [wire.start(left), wire.start(right)]
         left.clone()
         right.zero_()
-        order.may_copy.append(lambda: True)
-        copied.copy_(left)
+        order.leaves_unsummed(copied)
         copied.sum()
         for work in works[::-1]:
             wire.wait(work, "a sum")
@@ -87,7 +86,7 @@ def test_a_sum_has_to_be_waited_for(has_streams: bool) -> None:
     assert [re.sub(r" on stream \d+| \d+", "", one) for one in order.found] == [
         "clone reads left, and waits for no end of sum",
         "zero_ writes right, and waits for no end of sum",
-        "sum reads a copy, a copy of what is not summed, by copy_",
+        "sum reads a copy, which is not summed, by backward",
     ]
     assert both.tolist() == [2.0] * 4 + [0.0] * 4
 
@@ -383,11 +382,11 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "gradients that everyone sees": (
         *(Member, "hand_out", nothing, Case(usual)),
-        r"reads .*0\.weight\.grad, a copy of what is not summed",
+        r"reads .*0\.weight\.grad, which is not summed",
     ),
     "a read of a gradient": (
         *(Member, "settle", made_plain, Case(read_before_the_step)),
-        r"clone on stream \d+ reads .*0\.weight\.grad, a copy of what is not summed",
+        r"clone on stream \d+ reads .*0\.weight\.grad, which is not summed",
     ),
     "zeroing, for an update that reads the bucket": (
         *(Updates, "settle", nothing, Case(zeroed, view=True)),
@@ -399,23 +398,23 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "the first rounds, in backward": (
         *(PlannedSession, "land", nothing, Case(usual)),
-        r"reads .*0\.weight\.grad, a copy of what is not summed",
+        r"reads .*0\.weight\.grad, which is not summed",
     ),
     "a use of a parameter": (
         *(updates, "hold_all", nothing, Case(weights_by_hand)),
         r"reads .*0\.weight, which waits for its update",
     ),
     "a call of a module": (
-        *(session, "gate", lambda *_: nothing, Case(usual, make=kernels)),
+        *(gates, "gate", lambda *_: nothing, Case(usual, make=kernels)),
         r"reads .*0\.weight, which waits for its update",
     ),
     "kept gradients, for their sums": (
         *(Bucket, "hand_back", handed_back_without_its_sum, Case(kept)),
-        r"clone on stream \d+ reads something, a copy of what is not summed",
+        r"clone on stream \d+ reads something, which is not summed",
     ),
     "gradients that others see": (
         *(source, "uses", lambda _: 0, Case(aliased)),
-        r"clone on stream \d+ reads .*0\.weight\.grad, a copy of what is not summed",
+        r"clone on stream \d+ reads .*0\.weight\.grad, which is not summed",
     ),
     "buckets that others see": (
         *(Bucket, "is_seen", False, Case(aliased, view=True)),

@@ -168,6 +168,41 @@ def test_an_exception_between_rounds_ends_nothing(run_of: Make) -> None:
     assert run.differences(plain) == []
 
 
+def test_a_failure_beside_an_open_round_ends_nothing(run_of: Make) -> None:
+    """Two passes may make one round together, and others come in between."""
+    run, plain = run_of(make=_Halves), trained(3, make=_Halves)
+    for one in (run, plain):
+        one.optimizer.zero_grad()
+        one.model(inputs(0))
+        first, second = one.model.module.parts
+        first.sum().backward()
+        with pytest.raises(ArithmeticError):
+            _fail_beside(one)
+        second.sum().backward()
+        one.optimizer.step()
+    assert run.differences(plain) == []
+
+
+class _Halves(nn.Module):
+    """Two losses that have no parameter in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, input: Tensor) -> Any:
+        self.parts = self.first(input), self.second(input)
+        return self.parts[0] + self.parts[1]
+
+
+def test_an_error_is_not_raised_where_another_model_is_trained(run_of: Make) -> None:
+    run = run_of()
+    run.session.fail(PluginError("the first"))
+    torch.ones(2, requires_grad=True).sum().backward()
+    with pytest.raises(PluginError, match="the first"):
+        run.model(inputs(0))
+
+
 def _fail_beside(run: Run) -> None:
     """A backward pass that has nothing to do with DDP."""
     weight = torch.ones(2, requires_grad=True)
@@ -239,7 +274,6 @@ def test_a_lost_peer_is_raised_where_it_is_noticed_and_from_then_on(run_of: Make
         lambda: run.model(inputs(0)),
         run.model.module[0].weight.sum,
         run.model.module[3].weight.grad.sum,
-        lambda: torch.ones(1, requires_grad=True).backward(),
         run.session.restore,
         run.session.leave,
     ]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
-from bytesched.plugins.planned.reducer import hook, renew
+from bytesched.plugins.planned.reducer import hook, keep_local, renew
 from bytesched.plugins.planned.source import Phase, Source
 from bytesched.plugins.proxies.pending_grads import PendingGrad
 
@@ -28,7 +28,9 @@ def group() -> Iterator[None]:
 class Listening:
     """A session of three ranks, all with the same gradients, that lands what it is asked for."""
 
-    def __init__(self, model: nn.Module, *, size: int = 3, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, size: int = 3, keeps_local: bool = True, **options: Any
+    ) -> None:
         self.ddp: Any = DistributedDataParallel(model, **options)
         renew(self.ddp, 600)
         self.size = size
@@ -45,6 +47,7 @@ class Listening:
             cut=lambda numel, _: [numel],
             future=torch.futures.Future,
             is_manual=lambda: False,
+            keep_local=lambda: keeps_local and keep_local(weakref.ref(self.ddp)),
         )
         hook(self.ddp, self.source, lambda: None)
 
@@ -177,12 +180,37 @@ def test_members_of_an_open_round_are_known() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("view", [False, True])
-def test_gradients_have_the_bits_of_ddp(view: bool, rounds: int) -> None:
+@pytest.mark.parametrize("keeps_local", [False, True])
+def test_gradients_have_the_bits_of_ddp(keeps_local: bool, view: bool, rounds: int) -> None:
     """Three is no power of two: to multiply and to divide are not the same."""
-    ours = Listening(mlp(), gradient_as_bucket_view=view)
+    ours = Listening(mlp(), keeps_local=keeps_local, gradient_as_bucket_view=view)
     ours.train(rounds)
     for ours_, theirs in zip(ours.grads, expected(rounds), strict=True):
         assert torch.equal(ours_, theirs)
+
+
+def test_ddp_does_not_copy_what_is_not_summed() -> None:
+    """A pass over all gradients; whoever reads them gets the sums."""
+    copies = []
+    for keeps_local in (False, True):
+        ours = Listening(mlp(), keeps_local=keeps_local)
+        ours.train(2)
+        with torch.profiler.profile() as profiled:
+            ours.train(1)
+        assert all(type(grad) is PendingGrad for grad in ours.grads)
+        copies.append(sum(one.count for one in profiled.key_averages() if one.key == "aten::copy_"))
+    assert copies[0] - copies[1] == len(ours.grads)
+
+
+def test_a_gradient_that_a_hook_has_taken_is_made_by_ddp() -> None:
+    ours = Listening(mlp())
+    ours.train(2)
+    first: Any = ours.ddp.module[0].weight
+    first.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ours.train(1)
+    assert type(first.grad) is PendingGrad
+    assert first.grad.shape == first.shape
+    assert not first.grad.any()
 
 
 def test_what_lies_in_a_bucket_already_is_divided_there() -> None:

@@ -1,0 +1,121 @@
+"""Hooks of modules: a call waits for the updates of what it uses first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..proxies.first_use import FirstUse
+from ..proxies.hooks import StayingForwardHook, StayingHook, gate
+from .bundles import Bundle, BundleState, Slot
+from .updates import Updates
+
+__all__ = ["Forward", "Gates"]
+
+
+class Forward(Protocol):
+    """What is told of forward passes that may be trained on."""
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """The root is about to be called."""
+
+    def forward_ends(self) -> None:
+        """It has returned or raised."""
+
+    def inside_compiled(self) -> None:
+        """Compiled code contains hooks of ours, so that nothing can wait in front of it."""
+
+
+class Gates:
+    """In front of the modules of one model, once its first forward passes have shown which.
+
+    Args:
+        root: whose call is a forward pass; not kept alive.
+        slots: all of its parameters, in registration order.
+        is_watched: whether somebody looks at the ends of forward passes all the time.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        slots: Sequence[Slot],
+        updates: Updates,
+        forward: Forward,
+        *,
+        is_watched: bool,
+    ) -> None:
+        self._slots = slots
+        self._updates = updates
+        self._forward = forward
+        self._is_watched = is_watched
+        #: until it has learned
+        self._first_use: FirstUse | None = FirstUse(root, [slot.parameter for slot in slots])
+        before = StayingHook(self._begin, self._inside_compiled)
+        self._end_hook = root.register_forward_hook(StayingForwardHook(self._end), always_call=True)
+        #: what takes the hooks off
+        self._hooks: list[Callable[[], None]] = [
+            root.register_forward_pre_hook(before, prepend=True).remove,
+            self._end_hook.remove,
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forward.forward_begins(module)
+            if self._first_use is not None:
+                self._first_use.begin()
+        elif not module.training:
+            self._updates.apply_all(type(module).__name__)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._first_use is not None:
+            self._first_use.end()
+        if torch.is_grad_enabled():
+            self._forward.forward_ends()
+
+    def are_learned(self) -> bool:
+        """Puts gates and bundles where forward passes have shown them; whether it did so now."""
+        first_use, self._first_use = self._first_use, None
+        if first_use is None:
+            return False
+        first_use.close()
+        if not self._is_watched:
+            # Without bytesched its pickle could not be loaded.
+            self._end_hook.remove()
+        self._updates.bundle(first_use.units())
+        slots = {id(slot.parameter): slot for slot in self._slots}
+        for module, name, parameters in first_use.gates(lambda parameter: True):
+            behind = {slots[id(parameter)].bundle: None for parameter in parameters}
+            bundles = sorted(behind, key=lambda bundle: bundle.number)
+            self._hooks.append(gate(module, self._gate(bundles, name), self._inside_compiled))
+        return True
+
+    def _gate(self, bundles: Sequence[Bundle], name: str) -> Callable[[nn.Module], None]:
+        """What a call of a module does first: on the critical path of the forward pass."""
+        apply, free = self._updates.apply, BundleState.FREE
+
+        def wait(module: nn.Module) -> None:
+            for bundle in bundles:
+                if bundle.state is not free:
+                    apply(bundle, name)
+            if not (torch.is_grad_enabled() or module.training):
+                # Evaluation may take fast paths that look at the types of all parameters at once.
+                self._updates.apply_all(name)
+
+        return wait
+
+    def _inside_compiled(self) -> None:
+        # Without hooks it is compiled once more, and as a whole.
+        self.close()
+        self._forward.inside_compiled()
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        if self._first_use is not None:
+            self._first_use.close()
+            self._first_use = None
+        for unhook in self._hooks:
+            unhook()
+        self._hooks.clear()
