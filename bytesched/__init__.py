@@ -147,7 +147,7 @@ def separable(cls: ClassT) -> ClassT:
       what the closure returned.
 
     Returns the class, so that it works as a decorator. Raises `PluginError` for anything but a
-    class of torch optimizers. Vouch for each subclass separately. `explain_optimizer` gives advice.
+    class of torch optimizers. Vouch for each subclass separately.
     """
     from bytesched import plugins
 
@@ -157,10 +157,6 @@ def separable(cls: ClassT) -> ClassT:
 def explain_optimizer(optimizer: object) -> str:
     """Return whether updates of `optimizer` may be applied parameter by parameter, and why.
 
-    For a class that is not known, it also returns the result of a trial on small copies, which
-    steps once over all parameters together and once over one after the other. The trial is advice
-    for whoever reads the source. It decides nothing: an optimizer may do something else in later
-    steps, or with larger tensors. The optimizer and all random number generators stay unchanged.
     Raises `PluginError` for anything but a torch optimizer.
     """
     from bytesched import plugins

@@ -54,7 +54,7 @@ def separable(cls: ClassT) -> ClassT:
 
 def explain_optimizer(optimizer: Any) -> str:
     """See :func:`bytesched.explain_optimizer`."""
-    from .update.explained import explain_optimizer as explain
+    from .update.separable import explain_optimizer as explain
 
     if not _is_horovods(optimizer):
         return explain(optimizer)

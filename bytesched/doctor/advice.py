@@ -31,8 +31,8 @@ ADVICE: Final = (
         r"reads all gradients",
         "`clip_grad_norm_ reads all gradients (train.py:88)`",
         "that line needs values of gradients before `step()`, so it waits for them",
-        "under DDP leave `split` at `auto`: norms, sums and maxima of whole "
-        "gradients then wait for half of what is sent; read other values less often",
+        'under DDP try `split="on"`: norms, sums and maxima of whole gradients then wait for half '
+        "of what is sent; read other values less often",
     ),
     Advice(
         r"asks for norms of all gradients",
@@ -65,7 +65,14 @@ ADVICE: Final = (
         "`SAM is not known to update each parameter on its own`, or another class",
         "the update of one parameter may depend on others, so all updates happen at once",
         "read its source: if it keeps the promises listed for `bytesched.separable(cls)`, vouch "
-        "for it; `bytesched.explain_optimizer(optimizer)` tries it on small copies",
+        "for it",
+    ),
+    Advice(
+        r"the memory of \S+ is used elsewhere",
+        "`the memory of 'fc.weight' is used elsewhere, too`",
+        "another tensor, module or process has the memory of a parameter, and would read weights "
+        "that are not updated yet, so all updates happen at once",
+        "let go of it before `step()`, or give it a copy, which `state_dict()` is not",
     ),
     Advice(
         r"has been replaced|is a function of another module",

@@ -93,34 +93,27 @@ def attach_planned(
         ],
         config.timeout_s,
     )
+    bucket_bytes, chunk_bytes = _sizes(ddp, config, kind)
+    partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
     with joining(base, f"session{entry.number}", config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
-        others = []
-        buffers = None
-        if ddp.modules_buffers and _has_own_broadcast(ddp):
-            buffers = ranks.open("buffers")
-            others.append(buffers)
-        observers = ranks.observers()
-    chunk_bytes = config.partition_bytes or _CHUNK_BYTES.get(kind, 0)
-    bucket_bytes = 0
-    if not why_not_renewed(ddp):
-        bucket_bytes = config.partition_bytes or _BUCKET_BYTES.get(kind, 0)
-    is_finalized_ahead = finalizes_by_hand(ddp) and finalize_outstanding(ddp)
-    partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
-    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
-    session = PlannedSession(
-        model,
-        ddp,
-        slots,
-        config,
-        GroupWire(data, control, others, device),
-        observers,
-        cut=partial(ends_of, chunk_bytes=chunk_bytes),
-        setting=setting,
-        bucket_bytes=bucket_bytes,
-        is_finalized_ahead=is_finalized_ahead,
-    )
+        has_buffers = ddp.modules_buffers and _has_own_broadcast(ddp)
+        buffers = ranks.open("buffers") if has_buffers else None
+        session = PlannedSession(
+            model,
+            ddp,
+            slots,
+            config,
+            GroupWire(data, control, [] if buffers is None else [buffers], device),
+            ranks.observers(),
+            cut=partial(ends_of, chunk_bytes=chunk_bytes),
+            setting=Setting(
+                partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
+            ),
+            bucket_bytes=bucket_bytes,
+            is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
+        )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         half_attached.callback(session.give_back)
@@ -129,6 +122,13 @@ def attach_planned(
             session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
         half_attached.pop_all()
     return session
+
+
+def _sizes(ddp: DistributedDataParallel, config: Config, kind: str) -> tuple[int, int]:
+    """Those of the buckets that ``ddp`` is to get, and of chunks; 0: as they are."""
+    asked = config.partition_bytes
+    bucket_bytes = 0 if why_not_renewed(ddp) else asked or _BUCKET_BYTES.get(kind, 0)
+    return bucket_bytes, asked or _CHUNK_BYTES.get(kind, 0)
 
 
 def _slots_of(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> list[Slot]:

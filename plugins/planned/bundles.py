@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..update.deferred import Later
-from .buckets import Chunk, Member
+from .buckets import ALONE, Chunk, Member, uses
 
 __all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
@@ -32,7 +32,16 @@ class BundleState(Enum):
 class Slot:
     """One parameter of the model, and what stands for it in an update."""
 
-    __slots__ = ("alias", "bundle", "member", "name", "parameter")
+    __slots__ = (
+        "_address",
+        "_is_shared",
+        "alias",
+        "bundle",
+        "member",
+        "name",
+        "over_one_memory",
+        "parameter",
+    )
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
@@ -43,6 +52,23 @@ class Slot:
         #: where that gradient lies
         self.member: Member | None = None
         self.bundle: Bundle
+        #: this one and others whose parameters are over the same memory
+        self.over_one_memory: list[Slot] = [self]
+        self._address = 0
+        self._is_shared = False
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether others have this memory, too, and would read what is not updated yet."""
+        parameter = self.parameter
+        address = parameter.data_ptr()
+        if address != self._address:
+            # Memory that other processes have is a new one. All of a device's could be.
+            self._address = address
+            self._is_shared = parameter.device.type == "cpu" and parameter.is_shared()
+        slots = self.over_one_memory
+        known = len(slots) - 1 + sum(slot.alias is not slot.parameter for slot in slots)
+        return self._is_shared or uses(parameter) > ALONE + known
 
     def take(self, member: Member) -> bool:
         """The next update reads the gradient of ``member``; whether there is a new alias."""
@@ -133,6 +159,9 @@ def bundled(
                 room -= slot.parameter.nbytes
             else:
                 shared.is_tied = True
+                tied = [other for other in shared.slots if _storage_of(other.parameter) == storage]
+                for other in (*tied, slot):
+                    other.over_one_memory = [*tied, slot]
             shared.slots.append(slot)
             slot.bundle = shared
     return bundles

@@ -79,7 +79,10 @@ class Updates:
         """See `Steps.step`."""
         optimizer = deferred.optimizer
         whole_because = whole_because or why_now(optimizer)
-        if not deferred.cross or whole_because or self._all_is_here(optimizer):
+        is_whole = not deferred.cross or bool(whole_because) or self._all_is_here(optimizer)
+        if not is_whole:
+            whole_because = self._why_read_elsewhere(optimizer)
+        if is_whole or whole_because:
             self._bring(optimizer)
             self._meter.stepped(0, whole_because)
             return None
@@ -99,6 +102,19 @@ class Updates:
             for chunk in grad.sum_.chunks
         }
         return not self._sending.outstanding_bytes(chunks)
+
+    def _why_read_elsewhere(self, optimizer: torch.optim.Optimizer) -> str:
+        """Whose memory others have, who would read it before it is updated; empty if nobody has."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                slot = self._slots.get(id(parameter))
+                if slot is None or type(parameter.grad) is not PendingGrad:
+                    continue
+                if type(parameter) is PendingParameter:
+                    synchronize_now(parameter)
+                if slot.is_read_elsewhere:
+                    return f"the memory of {slot.name!r} is used elsewhere, too"
+        return ""
 
     def _bring(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients and parameters of ``optimizer`` are here, and ordinary tensors."""
@@ -144,10 +160,8 @@ class Updates:
         return eager, debts
 
     def _owe(self, debts: list[Debt]) -> None:
-        # As the updates would: a graph that has saved the old values raises.
+        # Their versions go up when they are updated, at the latest when a backward pass begins.
         parameters = [slot.parameter for debt in debts for slot in debt.slots]
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)
         chunks: dict[Chunk, None] = {}
         for debt in debts:
             bundle = debt.slots[0].bundle

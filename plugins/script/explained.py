@@ -56,7 +56,7 @@ class Explained(Observer):
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
         self._sessions: list[ref[HookedModel]] = []
-        #: of each optimizer that steps whole, why, and what a trial of it says
+        #: of each optimizer that steps whole, why
         self.verdicts: list[str] = []
 
     def watch(self, session: HookedModel) -> None:

@@ -9,12 +9,13 @@ import torch
 
 from bytesched.errors import PluginError
 
-from .delegation import is_hooked
+from .delegation import is_hooked, stepping_optimizer
 from .frozen import why_not_frozen
 from .genuine import why_altered
 from .known import KNOWN, qualified
 
 __all__ = [
+    "explain_optimizer",
     "is_elementwise",
     "is_known",
     "refuse_to_shard",
@@ -60,6 +61,16 @@ def separable(kind: OptimizerT) -> OptimizerT:
         raise PluginError(f"{kind!r} is not a class of torch optimizers")
     _vouched_for.add(kind)
     return kind
+
+
+def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """See :func:`bytesched.explain_optimizer`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PluginError(f"{type(optimizer).__name__} is not a torch optimizer")
+    stepping = stepping_optimizer(optimizer)
+    kind = type(stepping)
+    why = why_not_deferred(stepping, kind)
+    return why or f"{kind.__name__} updates each parameter on its own: its updates may come later"
 
 
 def why_not_deferred(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:

@@ -993,6 +993,31 @@ def saved_each_step(job: Job, views: bool) -> None:
     looped(job, model, optimizer, after_step=save)
 
 
+def read_elsewhere(job: Job, views: bool, how: str, first: int) -> None:
+    """Others have the memory of the weights from step ``first`` to ``first`` + 3."""
+    module = layers()
+    player = copy.deepcopy(module)
+    model = ddp(job, module, views)
+    optimizer = job.wrap(adamw(model), model)
+    kept: list[Any] = []
+
+    def read(step: int) -> None:
+        if step == first and how == "player":
+            for theirs, ours in zip(player.parameters(), module.parameters(), strict=True):
+                theirs.data = ours.data
+        elif step == first:
+            kept.extend(parameter.detach() for parameter in module.parameters())
+            kept[:] = [each.numpy() for each in kept] if how == "numpy" else kept
+        if step == first + 3:
+            kept.clear()
+        with torch.no_grad():
+            job.record("played", player(batch(job, 50 + step)) if how == "player" else 0)
+        job.record("kept", [torch.as_tensor(each).clone() for each in kept])
+
+    looped(job, model, optimizer, after_step=read)
+    job.record_state(model, optimizer)
+
+
 # -- ranks that end earlier ----------------------------------------------------------------
 
 

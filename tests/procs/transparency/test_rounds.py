@@ -126,6 +126,7 @@ MODELS = [
     (scripts.copied_each_step,),
     (scripts.ddp_copied_each_step,),
     (scripts.saved_each_step,),
+    *((scripts.read_elsewhere, how, at) for how in ("player", "views", "numpy") for at in (0, 4)),
 ]
 CROSSING = [*ROUNDS, *WHOSE, *BESIDE, *SETTINGS, *GRADIENTS, *MODELS]
 HOOKS = [

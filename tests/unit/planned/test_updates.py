@@ -237,6 +237,34 @@ def test_it_says_how_much_is_owed(run_of: Callable[..., Run]) -> None:
     assert repr(updates) == f"<Updates: 0 of {count} bundles owed>"
 
 
+@pytest.mark.parametrize("how", ["a view", "another parameter", "another process"])
+def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run]) -> None:
+    """They have the memory, and not the parameter that would wait."""
+    run, plain = run_of(), Run()
+    plain.train(3)
+    weight: Any = run.model.module[0].weight
+    seen: Any = None
+    if how == "a view":
+        seen = weight.detach()
+    elif how == "another parameter":
+        seen = nn.Parameter(torch.zeros(0))
+        seen.data = weight.data
+    else:
+        run.session.flush()
+        weight.data.share_memory_()
+    for one in (run, plain):
+        one.train(1)
+    assert run.held == []
+    if how != "another process":
+        assert torch.equal(seen.data, plain.model.module[0].weight.data)
+    assert run.differences(plain) == []
+    crossed, seen = run.crossed, None
+    for one in (run, plain):
+        one.train(1)
+    assert (run.crossed > crossed) is (how != "another process")
+    assert run.differences(plain) == []
+
+
 def test_tied_parameters_are_updated_together() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
