@@ -70,8 +70,8 @@ ADVICE: Final = (
     Advice(
         r"the memory of \S+ is used elsewhere",
         "`the memory of 'fc.weight' is used elsewhere, too`",
-        "another tensor, module or process has the memory of a parameter, and would read weights "
-        "that are not updated yet, so all updates happen at once",
+        "another tensor, module, process, or a graph that was not run backward has the memory of a "
+        "parameter, and could read weights that are not updated yet: all updates happen at once",
         "let go of it before `step()`, or give it a copy, which `state_dict()` is not",
     ),
     Advice(

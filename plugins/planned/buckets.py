@@ -174,6 +174,11 @@ class Bucket:
             id(member.parameter) for member in other.members
         ]
 
+    def let_go(self) -> None:
+        """It is none of the layout any more: its memory goes with the last who refers to it."""
+        self.members.clear()
+        self.chunks.clear()
+
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""
         kept = []

@@ -464,15 +464,15 @@ class PlannedSession:
         """DDP has a reducer without our hook; nothing may be under way."""
         self._is_off = True
         self._unhook()
-        self._sending.forget(self.source.buckets)
-        self.source.buckets.clear()
-        self._planning.close()
         self._let_go_of_buckets()
         if (ddp := self._ddp()) is not None:
             renew(ddp, 0)
 
     def _let_go_of_buckets(self) -> None:
-        """No copy of the gradients stays with us."""
+        """No copy of the gradients stays with us; nothing that matters is under way."""
+        self._sending.forget(self.source.buckets)
+        self.source.let_go()
+        self._planning.close()
         for slot in self._slots:
             slot.alias, slot.member = slot.parameter, None
 
@@ -510,9 +510,7 @@ class PlannedSession:
                 # Not as the process ends: the script may go on with another session.
                 self.give_back()
         self._is_off = True
-        self._sending.forget(self.source.buckets)
-        self.source.buckets.clear()
-        self._planning.close()
+        self._let_go_of_buckets()
         self._wire.close()
         self.observers.close()
 

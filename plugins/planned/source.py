@@ -150,7 +150,13 @@ class Source:
         """The reducer is a new one."""
         self.rounds = 0
         self._are_local = False
-        self.buckets.clear()
+        self.let_go()
+
+    def let_go(self, first: int = 0) -> None:
+        """Nothing refers to the buckets from ``first`` on any more."""
+        for bucket in self.buckets[first:]:
+            bucket.let_go()
+        del self.buckets[first:]
 
     def members(self) -> Iterator[Member]:
         """Those of the buckets that the open round has handed out."""
@@ -172,10 +178,13 @@ class Source:
         here = self._made(bucket)
         is_alike = known is not None and known.is_like(here)
         if not is_alike:
-            del self.buckets[number:]
+            self.let_go(number)
             self._listener.layout_changes()
-        if not (is_alike and is_answer):
-            self.buckets[number : number + 1] = [here]
+        if known is None or not is_alike:
+            self.buckets.append(here)
+        elif not is_answer:
+            known.let_go()
+            self.buckets[number] = here
         return here
 
     def _made(self, bucket: Any) -> Bucket:
@@ -239,6 +248,9 @@ class Source:
         if not is_backward:
             # A rank that has joined answers the others, outside of backward.
             self._land(opened)
+            for bucket in opened:
+                if not any(bucket is kept for kept in self.buckets):
+                    bucket.let_go()
             self.phase = Phase.IDLE
             return
         if is_early and self._is_static:

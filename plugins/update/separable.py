@@ -63,12 +63,18 @@ def separable(kind: OptimizerT) -> OptimizerT:
     return kind
 
 
-def explain_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """See :func:`bytesched.explain_optimizer`."""
+def explain_optimizer(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None
+) -> str:
+    """See :func:`bytesched.explain_optimizer`.
+
+    Args:
+        kind: the class whose ``step()`` does the update; that of the optimizer if None.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PluginError(f"{type(optimizer).__name__} is not a torch optimizer")
     stepping = stepping_optimizer(optimizer)
-    kind = type(stepping)
+    kind = kind or type(stepping)
     why = why_not_deferred(stepping, kind)
     return why or f"{kind.__name__} updates each parameter on its own: its updates may come later"
 

@@ -159,8 +159,8 @@ def the_module_beside(run: Run) -> None:
     """Of the same weights, outside of DDP: a forward pass, and a backward pass through it."""
     for step in range(4):
         run.train()
-        out = run.model.module(inputs(step))
-        run.see(out)
+        # A graph that is kept has views of the weights.
+        run.see(run.model.module(inputs(step)))
         run.optimizer.zero_grad()
         run.backward()
         run.model.module[3](torch.ones(4, 16)).sum().backward()

@@ -279,3 +279,18 @@ def test_it_keeps_no_ddp_alive() -> None:
     del ours.ddp
     gc.collect()
     assert ddp() is None
+
+
+def test_memory_of_buckets_that_are_no_more_goes_at_once() -> None:
+    """Without a search for cycles, which comes when it likes."""
+    ours = Listening(mlp())
+    ours.train(1)
+    early = [weakref.ref(bucket) for bucket in ours.source.buckets]
+    gc.disable()
+    try:
+        renew(ours.ddp, 300, ours.source)
+        ours.source.begin_anew()
+        ours.train(3)
+        assert all(bucket() is None for bucket in early)
+    finally:
+        gc.enable()
