@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..update.deferred import Later
-from .buckets import ALONE, Chunk, Member, uses
+from .buckets import ALONE, Chunk, Member
 
 __all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
@@ -33,10 +33,11 @@ class Slot:
     """One parameter of the model, and what stands for it in an update."""
 
     __slots__ = (
-        "_address",
-        "_is_shared",
+        "address",
         "alias",
         "bundle",
+        "is_shared",
+        "known_uses",
         "member",
         "name",
         "over_one_memory",
@@ -54,21 +55,11 @@ class Slot:
         self.bundle: Bundle
         #: this one and others whose parameters are over the same memory
         self.over_one_memory: list[Slot] = [self]
-        self._address = 0
-        self._is_shared = False
-
-    @property
-    def is_read_elsewhere(self) -> bool:
-        """Whether others have this memory, too, and would read what is not updated yet."""
-        parameter = self.parameter
-        address = parameter.data_ptr()
-        if address != self._address:
-            # Memory that other processes have is a new one. All of a device's could be.
-            self._address = address
-            self._is_shared = parameter.device.type == "cpu" and parameter.is_shared()
-        slots = self.over_one_memory
-        known = len(slots) - 1 + sum(slot.alias is not slot.parameter for slot in slots)
-        return self._is_shared or uses(parameter) > ALONE + known
+        #: how many tensors are over it while no others are
+        self.known_uses = ALONE
+        #: where it was when somebody asked whether other processes have it, and the answer
+        self.address = 0
+        self.is_shared = False
 
     def take(self, member: Member) -> bool:
         """The next update reads the gradient of ``member``; whether there is a new alias."""
@@ -76,10 +67,23 @@ class Slot:
         is_new = self.alias is parameter or self.alias.data_ptr() != parameter.data_ptr()
         if is_new:
             self.alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            self.count_uses()
         if is_new or member is not self.member:
             self.member = member
             self.alias.grad = member.view
         return is_new
+
+    def forget(self) -> None:
+        """Nothing is to be updated, and no gradient of it stays here."""
+        self.alias, self.member = self.parameter, None
+        self.count_uses()
+
+    def count_uses(self) -> None:
+        """How many tensors of the model and of updates are over this memory."""
+        slots = self.over_one_memory
+        aliases = [slot for slot in slots if slot.alias is not slot.parameter]
+        for slot in slots:
+            slot.known_uses = ALONE - 1 + len(slots) + len(aliases)
 
     def __repr__(self) -> str:
         return f"<Slot {self.name!r}>"
@@ -107,9 +111,14 @@ class Bundle:
     #: whether some of its parameters are over one memory
     is_tied: bool = False
 
-    def take(self, has_come: Callable[[Slot], bool]) -> list[Debt]:
-        """What is owed for parameters that have come: the caller's from now on."""
-        come = {slot for debt in self.debts for slot in debt.slots if has_come(slot)}
+    def take(self, here: set[Chunk]) -> list[Debt]:
+        """What is owed for parameters whose chunks are ``here``: the caller's from now on."""
+        come = {
+            slot
+            for debt in self.debts
+            for slot in debt.slots
+            if slot.member is not None and here.issuperset(slot.member.chunks)
+        }
         left = [debt for debt in self.debts if not come.issuperset(debt.slots)]
         if self.is_tied and left:
             return []
@@ -162,6 +171,7 @@ def bundled(
                 tied = [other for other in shared.slots if _storage_of(other.parameter) == storage]
                 for other in (*tied, slot):
                     other.over_one_memory = [*tied, slot]
+                slot.count_uses()
             shared.slots.append(slot)
             slot.bundle = shared
     return bundles

@@ -474,7 +474,7 @@ class PlannedSession:
         self.source.let_go()
         self._planning.close()
         for slot in self._slots:
-            slot.alias, slot.member = slot.parameter, None
+            slot.forget()
 
     def leave(self) -> None:
         """This rank takes no more steps."""

@@ -105,6 +105,8 @@ class Updates:
 
     def _why_read_elsewhere(self, optimizer: torch.optim.Optimizer) -> str:
         """Whose memory others have, who would read it before it is updated; empty if nobody has."""
+        # No call of Python for each of them.
+        use_count = torch._C._storage_Use_Count
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
@@ -112,7 +114,12 @@ class Updates:
                     continue
                 if type(parameter) is PendingParameter:
                     synchronize_now(parameter)
-                if slot.is_read_elsewhere:
+                if (address := parameter.data_ptr()) != slot.address:
+                    # Memory that other processes have is a new one. All of a device's could be.
+                    slot.address = address
+                    slot.is_shared = parameter.device.type == "cpu" and parameter.is_shared()
+                storage = parameter.untyped_storage()
+                if slot.is_shared or use_count(storage._cdata) > slot.known_uses:
                     return f"the memory of {slot.name!r} is used elsewhere, too"
         return ""
 
@@ -210,14 +217,12 @@ class Updates:
                 continue
             if self._sending.have_come(bundle.chunks):
                 return
-            if debts := other.take(self._has_come):
+            here = {chunk for chunk in other.chunks if self._sending.have_come([chunk])}
+            if debts := other.take(here):
                 slots = {slot: None for debt in debts for slot in debt.slots}
                 self._sending.wait(_chunks_of(slots), "step")
                 self._update(other, debts)
                 release_held([slot.parameter for slot in slots])
-
-    def _has_come(self, slot: Slot) -> bool:
-        return self._sending.have_come(_chunks_of([slot]))
 
     def _update(self, bundle: Bundle, debts: Sequence[Debt]) -> None:
         """Makes the ``debts`` of ``bundle``, or those that were taken from it."""
@@ -280,8 +285,11 @@ class Updates:
 
 def _chunks_of(slots: Iterable[Slot]) -> dict[Chunk, None]:
     """What updates of ``slots`` read."""
-    members = (slot.member for slot in slots)
-    return {chunk: None for member in members if member is not None for chunk in member.chunks}
+    chunks: dict[Chunk, None] = {}
+    for slot in slots:
+        if slot.member is not None:
+            chunks.update(dict.fromkeys(slot.member.chunks))
+    return chunks
 
 
 def _calls(

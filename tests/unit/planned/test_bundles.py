@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -76,14 +77,17 @@ def test_none_begins_within_a_unit(data: st.DataObject, sizes: list[int]) -> Non
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_has_come_is_taken_by_itself(is_tied: bool) -> None:
     """In the order of the steps; where parameters are over one memory, all of it or nothing."""
+    bundle: Any
     [bundle] = bundled(slots_of(4, 4, 4), [[0, 1, 2]])
     first, second, third = bundle.slots
     bundle.is_tied = is_tied
     one, other = Debt(cast(Any, "one"), {}, [first, second]), Debt(cast(Any, "other"), {}, [third])
     again = Debt(cast(Any, "again"), {}, [second])
     bundle.debts = [one, other, again]
-    assert bundle.take(lambda slot: False) == []
-    taken = bundle.take(lambda slot: slot is not first)
+    for number, slot in enumerate(bundle.slots):
+        slot.member = cast(Any, SimpleNamespace(chunks=[number]))
+    assert bundle.take(set()) == []
+    taken = bundle.take({1, 2})
     if is_tied:
         assert taken == []
         assert bundle.debts == [one, other, again]
@@ -91,7 +95,7 @@ def test_what_has_come_is_taken_by_itself(is_tied: bool) -> None:
     assert [debt.by for debt in taken] == [one.by, other.by, again.by]
     assert [debt.slots for debt in taken] == [[second], [third], [second]]
     assert [(debt.by, debt.slots) for debt in bundle.debts] == [(one.by, [first])]
-    assert [debt.slots for debt in bundle.take(lambda slot: True)] == [[first]]
+    assert [debt.slots for debt in bundle.take({0})] == [[first]]
     assert bundle.debts == []
 
 
