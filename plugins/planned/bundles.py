@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
@@ -79,11 +79,16 @@ class Slot:
         self.count_uses()
 
     def count_uses(self) -> None:
-        """How many tensors of the model and of updates are over this memory."""
-        slots = self.over_one_memory
-        aliases = [slot for slot in slots if slot.alias is not slot.parameter]
-        for slot in slots:
-            slot.known_uses = ALONE - 1 + len(slots) + len(aliases)
+        """How many tensors of the model and of updates are over this memory now."""
+        for slot in self.over_one_memory:
+            memory = _storage_of(slot.parameter)
+            ours = [
+                tensor
+                for other in self.over_one_memory
+                for tensor in dict.fromkeys((other.parameter, other.alias))
+                if _storage_of(tensor) == memory
+            ]
+            slot.known_uses = ALONE - 1 + len(ours)
 
     def __repr__(self) -> str:
         return f"<Slot {self.name!r}>"
@@ -111,20 +116,24 @@ class Bundle:
     #: whether some of its parameters are over one memory
     is_tied: bool = False
 
-    def take(self, here: set[Chunk]) -> list[Debt]:
-        """What is owed for parameters whose chunks are ``here``: the caller's from now on."""
+    def split(self, here: Set[Chunk]) -> tuple[list[Debt], list[Debt]]:
+        """Its debts: of parameters whose chunks are all ``here``, and the others."""
         come = {
             slot
             for debt in self.debts
             for slot in debt.slots
-            if slot.member is not None and here.issuperset(slot.member.chunks)
+            if slot.member is not None and here >= set(slot.member.chunks)
         }
         left = [debt for debt in self.debts if not come.issuperset(debt.slots)]
-        if self.is_tied and left:
-            return []
+        if not left:
+            return self.debts, []
+        if self.is_tied:
+            return [], self.debts
         taken = [_part(debt, come, is_in=True) for debt in self.debts]
-        self.debts = [_part(debt, come, is_in=False) for debt in left]
-        return [debt for debt in taken if debt.slots]
+        return (
+            [debt for debt in taken if debt.slots],
+            [_part(debt, come, is_in=False) for debt in left],
+        )
 
     def __repr__(self) -> str:
         first = self.slots[0].name if self.slots else "nothing"
@@ -150,6 +159,8 @@ def bundled(
     nbytes = sum(slot.parameter.nbytes for slot in slots)
     share = max(1.0, nbytes / (_COUNT - 1 + _FIRST_SHARE))
     first_bytes, other_bytes = max(_FIRST_SHARE * share, least_bytes), max(share, least_bytes)
+    for slot in slots:
+        slot.over_one_memory = [slot]
     bundles: list[Bundle] = []
     by_storage: dict[int, Bundle] = {}
     room = 0.0

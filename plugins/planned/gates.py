@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from bytesched.observe import Observers
+
 from ..proxies.first_use import FirstUse
 from ..proxies.hooks import StayingForwardHook, StayingHook, gate
 from .bundles import Bundle, BundleState, Slot
@@ -35,7 +37,7 @@ class Gates:
     Args:
         root: whose call is a forward pass; not kept alive.
         slots: all of its parameters, in registration order.
-        is_watched: whether somebody looks at the ends of forward passes all the time.
+        observers: they are told of the ends of forward passes.
     """
 
     def __init__(
@@ -44,13 +46,12 @@ class Gates:
         slots: Sequence[Slot],
         updates: Updates,
         forward: Forward,
-        *,
-        is_watched: bool,
+        observers: Observers,
     ) -> None:
         self._slots = slots
         self._updates = updates
         self._forward = forward
-        self._is_watched = is_watched
+        self._observers = observers
         #: until it has learned
         self._first_use: FirstUse | None = FirstUse(root, [slot.parameter for slot in slots])
         before = StayingHook(self._begin, self._inside_compiled)
@@ -81,7 +82,7 @@ class Gates:
         if first_use is None:
             return False
         first_use.close()
-        if not self._is_watched:
+        if not self._observers:
             # Without bytesched its pickle could not be loaded.
             self._end_hook.remove()
         self._updates.bundle(first_use.units())

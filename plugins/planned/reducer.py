@@ -34,11 +34,12 @@ def reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     if ddp not in _reduced:
         # As much memory as all gradients, for a moment.
         buckets: Any = ddp.reducer._get_zeros_like_grad_buckets()
-        _reduced[ddp] = [parameter for bucket in buckets for parameter in bucket.parameters()]
-    return _reduced[ddp]
+        _reduced[ddp] = [weakref.ref(p) for bucket in buckets for p in bucket.parameters()]
+    return [parameter for one in _reduced[ddp] if (parameter := one()) is not None]
 
 
-_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[nn.Parameter]] = (
+#: a hook of a parameter may keep its DDP alive
+_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[weakref.ref[nn.Parameter]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -97,7 +98,7 @@ def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None
         names = shell._build_debug_param_to_name_mapping(parameters)
         shell._remove_autograd_hooks()
         # Its buckets go before the new ones come.
-        shell.reducer = None
+        shell.reducer = shell.logger = None
         shell._ddp_init_helper(parameters, expect_sparse, names, shell.static_graph)
     shell._has_rebuilt_buckets = False
     if source is not None:

@@ -119,7 +119,7 @@ class PlannedSession:
         self.source.is_finalized_ahead = is_finalized_ahead
         self._bucket_bytes = bucket_bytes
         self._stepping = Stepping(self, self._meter)
-        self._gates = Gates(root, slots, self._updates, self, is_watched=bool(observers))
+        self._gates = Gates(root, slots, self._updates, self, observers)
         #: what looks at the first steps for gradients that the script reduces itself
         self._by_hand: ByHand | None = None
         #: buckets that were handed out before the current backward pass
@@ -199,8 +199,8 @@ class PlannedSession:
         if ddp is not None and self.source.phase is Phase.IDLE:
             self._bucket_bytes = 0
             self._land_all("forward")
-            self.source.begin_anew()
             self._let_go_of_buckets()
+            self.source.begin_anew()
             renew(ddp, bucket_bytes, self.source)
 
     def _complain_if_incomplete(self) -> None:
@@ -374,6 +374,7 @@ class PlannedSession:
 
     def introduce(self, deferred: Deferred) -> None:
         """See `Steps`."""
+        self._updates.introduce(deferred)
 
     def begin(self) -> None:
         """See `Steps`."""
@@ -464,6 +465,7 @@ class PlannedSession:
         """DDP has a reducer without our hook; nothing may be under way."""
         self._is_off = True
         self._unhook()
+        self._gates.close()
         self._let_go_of_buckets()
         if (ddp := self._ddp()) is not None:
             renew(ddp, 0)

@@ -128,6 +128,7 @@ class Source:
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         number, buffer = bucket.index(), bucket.buffer()
         is_backward = torch._C._current_graph_task_id() != -1
+        self.handed_out += 1
         if number == 0:
             self.is_finalized_ahead = False
             self.phase = Phase.OPEN
@@ -136,7 +137,6 @@ class Source:
         self._divide(buffer, bucket)
         here = self._known(number, bucket, is_answer=not is_backward)
         here.is_under_way = True
-        self.handed_out += 1
         self._opened.append(here)
         is_last = bucket.is_last()
         self._listener.ready(here.chunks, is_last=is_last)
@@ -153,9 +153,10 @@ class Source:
         self.let_go()
 
     def let_go(self, first: int = 0) -> None:
-        """Nothing refers to the buckets from ``first`` on any more."""
+        """The buckets from ``first`` on are none any more."""
         for bucket in self.buckets[first:]:
-            bucket.let_go()
+            if not bucket.is_under_way:
+                bucket.let_go()
         del self.buckets[first:]
 
     def members(self) -> Iterator[Member]:
@@ -303,7 +304,7 @@ class Source:
         for member in bucket.members:
             grad = member.parameter.grad
             if grad is None and self._are_local:
-                # A hook has taken it, and DDP makes one.
+                # There was none, or a hook has taken it: DDP makes one.
                 grad = member.parameter.grad = torch.empty_like(member.parameter)
             if grad is None or versions.get(id(member.parameter)) == grad._version:
                 # No rank has used it.

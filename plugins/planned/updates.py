@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from bytesched.errors import PluginError, SchedulerTimeout
 
@@ -16,7 +17,7 @@ from ..dependency.failures import Failures
 from ..dependency.forked import refuse
 from ..figures.meter import Meter
 from ..proxies.compiling import waiting
-from ..proxies.pending import PendingParameter, hold_all, release_held, synchronize_now
+from ..proxies.pending import PendingParameter, hold_all, release_all, synchronize_now
 from ..proxies.pending_grads import PendingGrad
 from ..proxies.spans import span
 from ..update.deferred import Deferred
@@ -103,6 +104,12 @@ class Updates:
         }
         return not self._sending.outstanding_bytes(chunks)
 
+    def introduce(self, deferred: Deferred) -> None:
+        """See `Steps.introduce`."""
+        for slot in self._slots.values():
+            if slot.alias is not slot.parameter:
+                deferred.know(slot)
+
     def _why_read_elsewhere(self, optimizer: torch.optim.Optimizer) -> str:
         """Whose memory others have, who would read it before it is updated; empty if nobody has."""
         # No call of Python for each of them.
@@ -117,6 +124,7 @@ class Updates:
                 if (address := parameter.data_ptr()) != slot.address:
                     # Memory that other processes have is a new one. All of a device's could be.
                     slot.address = address
+                    slot.count_uses()
                     slot.is_shared = parameter.device.type == "cpu" and parameter.is_shared()
                 storage = parameter.untyped_storage()
                 if slot.is_shared or use_count(storage._cdata) > slot.known_uses:
@@ -167,18 +175,23 @@ class Updates:
         return eager, debts
 
     def _owe(self, debts: list[Debt]) -> None:
-        # Their versions go up when they are updated, at the latest when a backward pass begins.
-        parameters = [slot.parameter for debt in debts for slot in debt.slots]
         chunks: dict[Chunk, None] = {}
         for debt in debts:
+            if not debt.hyperparameters.get("fused"):
+                # As the update would: a graph that has saved the old values raises.
+                for slot in debt.slots:
+                    torch.autograd.graph.increment_version(slot.parameter)
             bundle = debt.slots[0].bundle
             needed = _chunks_of(debt.slots)
             bundle.chunks.update(needed)
             chunks.update(needed)
             bundle.debts.append(debt)
             bundle.state = BundleState.OWED
-        hold_all([(parameter, self._uses[id(parameter)]) for parameter in parameters])
+            hold_all(self._held(debt.slots))
         self._meter.stepped(self._sending.outstanding_bytes(chunks))
+
+    def _held(self, slots: Iterable[Slot]) -> list[tuple[nn.Parameter, Callable[[], None]]]:
+        return [(slot.parameter, self._uses[id(slot.parameter)]) for slot in slots]
 
     # -- use ---------------------------------------------------------------------------
 
@@ -202,8 +215,9 @@ class Updates:
                 with waiting():
                     self._update_others(bundle)
                     self._sending.wait(bundle.chunks, by)
-                    self._update(bundle, bundle.debts)
-            release_held([slot.parameter for slot in bundle.slots])
+                    if bundle.state is BundleState.OWED:
+                        self._update(bundle, bundle.chunks.keys())
+            release_all(self._held(bundle.slots))
         finally:
             self.lock.release()
 
@@ -217,16 +231,19 @@ class Updates:
                 continue
             if self._sending.have_come(bundle.chunks):
                 return
-            here = {chunk for chunk in other.chunks if self._sending.have_come([chunk])}
-            if debts := other.take(here):
-                slots = {slot: None for debt in debts for slot in debt.slots}
-                self._sending.wait(_chunks_of(slots), "step")
-                self._update(other, debts)
-                release_held([slot.parameter for slot in slots])
+            here = [chunk for chunk in other.chunks if self._sending.have_come([chunk])]
+            self._sending.wait(here, "step")
+            # A signal handler may have been quicker.
+            if here and other.state is BundleState.OWED:
+                made = self._update(other, dict.fromkeys(here).keys())
+                release_all(self._held(made))
 
-    def _update(self, bundle: Bundle, debts: Sequence[Debt]) -> None:
-        """Makes the ``debts`` of ``bundle``, or those that were taken from it."""
+    def _update(self, bundle: Bundle, here: Set[Chunk]) -> list[Slot]:
+        """Makes what is owed by ``bundle`` and needs nothing but ``here``; returns whose."""
         began_ns = perf_counter_ns()
+        debts, left = bundle.split(here)
+        if not debts:
+            return []
         bundle.state = BundleState.RUNNING
         self._is_running = True
         try:
@@ -240,13 +257,12 @@ class Updates:
             raise
         finally:
             self._is_running = False
-        if debts is bundle.debts or not bundle.debts:
-            bundle.debts = []
+        bundle.debts = left
+        bundle.state = BundleState.OWED if left else BundleState.FREE
+        if not left:
             bundle.chunks.clear()
-            bundle.state = BundleState.FREE
-        else:
-            bundle.state = BundleState.OWED
         self._meter.updated(bundle.slots[0].name, 1, began_ns)
+        return [slot for debt in debts for slot in debt.slots]
 
     def apply_all(self, by: str = "flush") -> None:
         """Nothing is owed any more."""
@@ -271,7 +287,7 @@ class Updates:
             bundle.debts.clear()
             bundle.chunks.clear()
             bundle.state = BundleState.FREE
-            release_held([slot.parameter for slot in bundle.slots])
+            release_all(self._held(bundle.slots))
 
     def disown(self) -> None:
         """In a forked child: parameters whose update is owed raise PluginError when used."""

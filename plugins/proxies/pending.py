@@ -22,6 +22,7 @@ __all__ = [
     "hold_all",
     "is_held",
     "release",
+    "release_all",
     "release_held",
     "synchronize_now",
 ]
@@ -106,6 +107,14 @@ def hold_all(held: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> None:
     for parameter, synchronize in held:
         _pending[id(parameter)] = synchronize
         parameter.__class__ = PendingParameter
+
+
+def release_all(held: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> None:
+    """Undoes `hold_all`, but for what somebody else holds by now; one call for all of them."""
+    for parameter, synchronize in held:
+        if _pending.get(id(parameter)) is synchronize:
+            parameter.__class__ = nn.Parameter
+            del _pending[id(parameter)]
 
 
 def release(parameter: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bytesched.plugins.planned.buckets import Bucket
+from bytesched.plugins.planned.buckets import ALONE, Bucket
 from bytesched.plugins.planned.bundles import Bundle, BundleState, Debt, Slot, bundled
 
 
@@ -75,7 +75,7 @@ def test_none_begins_within_a_unit(data: st.DataObject, sizes: list[int]) -> Non
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_what_has_come_is_taken_by_itself(is_tied: bool) -> None:
+def test_what_has_come_is_updated_by_itself(is_tied: bool) -> None:
     """In the order of the steps; where parameters are over one memory, all of it or nothing."""
     bundle: Any
     [bundle] = bundled(slots_of(4, 4, 4), [[0, 1, 2]])
@@ -86,17 +86,18 @@ def test_what_has_come_is_taken_by_itself(is_tied: bool) -> None:
     bundle.debts = [one, other, again]
     for number, slot in enumerate(bundle.slots):
         slot.member = cast(Any, SimpleNamespace(chunks=[number]))
-    assert bundle.take(set()) == []
-    taken = bundle.take({1, 2})
+    taken, left = bundle.split(set())
+    assert taken == []
+    assert [debt.slots for debt in left] == [debt.slots for debt in bundle.debts]
+    taken, left = bundle.split(cast(Any, {1, 2}))
+    assert bundle.debts == [one, other, again]
     if is_tied:
-        assert taken == []
-        assert bundle.debts == [one, other, again]
+        assert (taken, left) == ([], bundle.debts)
         return
     assert [debt.by for debt in taken] == [one.by, other.by, again.by]
     assert [debt.slots for debt in taken] == [[second], [third], [second]]
-    assert [(debt.by, debt.slots) for debt in bundle.debts] == [(one.by, [first])]
-    assert [debt.slots for debt in bundle.take({0})] == [[first]]
-    assert bundle.debts == []
+    assert [(debt.by, debt.slots) for debt in left] == [(one.by, [first])]
+    assert bundle.split(cast(Any, {0, 1, 2})) == (bundle.debts, [])
 
 
 class Sums:
@@ -160,3 +161,15 @@ def test_they_show_their_state() -> None:
     assert repr(bundle).endswith(": OWED>")
     assert repr(bundle.slots[0]) == "<Slot '0'>"
     assert repr(Bundle(1, [])) == "<Bundle 1 from 'nothing', 0 parameters: FREE>"
+
+
+def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:
+    """Whoever has the new memory is somebody else."""
+    one, other = slots_of(4, 4)
+    one.take(member_of(one, 1.0))
+    assert one.known_uses == ALONE + 1
+    one.parameter.data = other.parameter.data
+    one.count_uses()
+    assert one.known_uses == ALONE
+    one.forget()
+    assert one.alias is one.parameter

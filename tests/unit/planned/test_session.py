@@ -354,6 +354,16 @@ def test_closed_after_an_error_what_was_not_updated_is_not_read(run_of: Make) ->
         run.model.module[0].weight.sum()
 
 
+def test_a_gradient_of_a_session_that_has_failed_is_not_read(run_of: Make) -> None:
+    run = run_of()
+    run.train()
+    grad = run.model.module[0].weight.grad
+    run.session.fail(PluginError("the first"))
+    run.session.close()
+    with pytest.raises(PluginError, match="the first"):
+        grad.sum()
+
+
 def test_parts_end_in_the_reverse_of_their_order_and_each_of_them(
     run_of: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -263,6 +264,28 @@ def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run
         one.train(1)
     assert (run.crossed > crossed) is (how != "another process")
     assert run.differences(plain) == []
+
+
+def test_an_optimizer_that_follows_another_has_its_own_state(
+    run_of: Callable[..., Run],
+) -> None:
+    run, plain = run_of(), Run()
+    plain.train(3)
+    for one in (run, plain):
+        one.optimizer = torch.optim.Adam(one.model.parameters(), lr=0.01)
+        if one is run:
+            one.session.flush()
+            gc.collect()
+            one.session.add_optimizer(one.optimizer, torch.optim.Adam, cross=True)
+        one.train(2)
+        one.optimizer.zero_grad()
+        one.backward()
+    run.let()
+    for one in (run, plain):
+        one.optimizer.step()
+    assert run.differences(plain) == []
+    states = [one.optimizer.state_dict()["state"] for one in (run, plain)]
+    assert all(torch.equal(states[0][n]["exp_avg"], states[1][n]["exp_avg"]) for n in states[1])
 
 
 def test_tied_parameters_are_updated_together() -> None:
