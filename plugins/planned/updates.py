@@ -179,8 +179,7 @@ class Updates:
         for debt in debts:
             if not debt.hyperparameters.get("fused"):
                 # As the update would: a graph that has saved the old values raises.
-                for slot in debt.slots:
-                    torch.autograd.graph.increment_version(slot.parameter)
+                _increment_versions([slot.parameter for slot in debt.slots])
             bundle = debt.slots[0].bundle
             needed = _chunks_of(debt.slots)
             bundle.chunks.update(needed)
@@ -297,6 +296,16 @@ class Updates:
 
     def __repr__(self) -> str:
         return f"<Updates: {self.owed} of {len(self.bundles)} bundles owed>"
+
+
+def _increment_versions(parameters: list[nn.Parameter]) -> None:
+    increment = torch.autograd.graph.increment_version
+    if "Iterable" in str(increment.__annotations__):
+        increment(parameters)
+        return
+    # Older ones take one.
+    for parameter in parameters:
+        increment(parameter)
 
 
 def _chunks_of(slots: Iterable[Slot]) -> dict[Chunk, None]:
