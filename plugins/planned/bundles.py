@@ -74,7 +74,11 @@ class Slot:
         return is_new
 
     def forget(self) -> None:
-        """Nothing is to be updated, and no gradient of it stays here."""
+        """Nothing is to be updated, and nothing of it stays here."""
+        if self.alias is not self.parameter:
+            # Whoever has the alias keeps neither this memory nor that of a bucket.
+            self.alias.grad = None
+            self.alias.data = self.alias.data.new_empty(0)
         self.alias, self.member = self.parameter, None
         self.count_uses()
 

@@ -171,5 +171,9 @@ def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:
     one.parameter.data = other.parameter.data
     one.count_uses()
     assert one.known_uses == ALONE
+    alias = one.alias
     one.forget()
     assert one.alias is one.parameter
+    assert alias.grad is None
+    assert alias.numel() == 0
+    assert other.parameter.numel() == 4
