@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import os
 import signal
@@ -89,9 +90,16 @@ def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> N
     if fields.pop("rows", False):
         vars(carrying)["splits_by_collectives"] = lambda wire, device: True
     # Functions registered first run last, so this one sees what the library's own left behind.
-    atexit.register(lambda: tell(threads_left=threads()))
+    atexit.register(_tell_threads_left)
     usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}
     bytesched.wrap(optimizer, model, **{**usual, **fields})
+
+
+def _tell_threads_left() -> None:
+    left = threads()
+    tell(threads_left=left)
+    if left:
+        faulthandler.dump_traceback()
 
 
 def threads() -> list[str]:
