@@ -191,7 +191,10 @@ def begin(
         if (
             ddp is not None
             and not why_not_planned(
-                config, has_groups=has_groups(model, groups), is_folded=accumulation is not None
+                ddp,
+                config,
+                has_groups=has_groups(model, groups),
+                is_folded=accumulation is not None,
             )
             and not sums_within_hosts(ddp, config, entry)
         ):

@@ -19,7 +19,7 @@ from bytesched.link.levels import levels_of
 from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
-from ..planned.cutting import ends_of
+from ..planned.cutting import cut_whole
 from ..planned.reducer import reduced_by, why_not_renewed
 from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
@@ -37,9 +37,12 @@ _BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
 _CHUNK_BYTES: Final = {"gloo": 1 << 20}
 
 
-def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str:
+def why_not_planned(
+    ddp: DistributedDataParallel, config: Config, *, has_groups: bool, is_folded: bool
+) -> str:
     """Why gradients of a DDP go another way; empty if they can be planned."""
-    if config.cell != Cell():
+    ways = [Cell(), Cell("split")] if _goes_in_halves(ddp) else [Cell()]
+    if config.cell not in ways:
         return "another way is asked for"
     if has_groups:
         return "some ranks reduce some parameters"
@@ -50,6 +53,13 @@ def why_not_planned(config: Config, *, has_groups: bool, is_folded: bool) -> str
     if config.compression != "none":
         return "gradients are compressed"
     return ""
+
+
+def _goes_in_halves(ddp: DistributedDataParallel) -> bool:
+    """Whether a norm can be found before all of its gradients are here."""
+    device = next(ddp.parameters()).device
+    base = ddp.process_group
+    return device.type == "cpu" and base.size() == 2 and kind_of(base, device) == "gloo"
 
 
 def sums_within_hosts(ddp: DistributedDataParallel, config: Config, entry: Entry) -> bool:
@@ -107,10 +117,11 @@ def attach_planned(
             config,
             GroupWire(data, control, [] if buffers is None else [buffers], device),
             ranks.observers(),
-            cut=partial(ends_of, chunk_bytes=chunk_bytes),
+            cut=partial(cut_whole, chunk_bytes=chunk_bytes),
             setting=Setting(
                 partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
             ),
+            halves_bytes=chunk_bytes // 2 if _goes_in_halves(ddp) else 0,
             bucket_bytes=bucket_bytes,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
         )

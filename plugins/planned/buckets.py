@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from ..layout.memory import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
+from .cutting import Cutter
 
-__all__ = ["ALONE", "Bucket", "Chunk", "Member", "Sums", "uses"]
+__all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sums", "make_changes", "uses"]
 
 
 def uses(tensor: torch.Tensor) -> int:
@@ -28,19 +29,36 @@ _LONELY: Final = torch.ones(1, device="cpu")
 ALONE: Final = uses(_LONELY)
 
 
+#: What a script does to each element of some gradients by itself, in place.
+Change: TypeAlias = Callable[[list[torch.Tensor]], None]
+
+
 class Chunk:
-    """A part of a bucket that is summed in one operation."""
+    """A part of a bucket that is summed in one operation, or in two halves."""
 
-    __slots__ = ("bucket", "index", "landed_on", "name", "ready", "sent", "work")
+    __slots__ = (
+        "bucket",
+        "index",
+        "landed_on",
+        "name",
+        "owner",
+        "ready",
+        "sent",
+        "work",
+    )
 
-    def __init__(self, bucket: Bucket, index: int, sent: torch.Tensor, name: str) -> None:
+    def __init__(
+        self, bucket: Bucket, index: int, sent: torch.Tensor, owner: int | None, name: str
+    ) -> None:
         self.bucket = bucket
         #: in the order in which the reducer hands them out
         self.index = index
         self.name = name
         #: its memory
         self.sent = sent
-        #: of this round; None before it is issued
+        #: the rank that sums it for all; None: they sum it together
+        self.owner = owner
+        #: of this round, at the end of which sums are everywhere; None before it is issued
         self.work: Any = None
         #: where it became ready, on a device: what issues it elsewhere waits for that
         self.ready: Any = None
@@ -55,7 +73,18 @@ class Chunk:
 class Member:
     """One parameter in a bucket; what its pending gradient waits for."""
 
-    __slots__ = ("bucket", "chunks", "name", "parameter", "pending", "taken", "view")
+    __slots__ = (
+        "bucket",
+        "changes",
+        "chunks",
+        "history",
+        "name",
+        "owner",
+        "parameter",
+        "pending",
+        "taken",
+        "view",
+    )
 
     def __init__(
         self,
@@ -76,6 +105,16 @@ class Member:
         self.pending: ref[PendingGrad] | None = None
         #: whether an update of this round has taken it
         self.taken = False
+        #: who has its sum first, and measures it: one of all where they sum it together
+        self.owner = 0
+        #: what the script has done to it in this round, and is to be made when the sum is there
+        self.changes: list[Change] = []
+        #: the same as text, with what has been made
+        self.history = ""
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """See `Sum`."""
+        return self.bucket.sums.answer(func, args, kwargs)
 
     def settle(self) -> None:
         """See `Sum`."""
@@ -96,6 +135,7 @@ class Member:
             pending.sum_ = self
         self.pending = ref(pending)
         self.taken = False
+        self.changes, self.history = [], ""
 
     def _make_plain(self) -> None:
         """The pending gradient as an ordinary tensor, if there is one."""
@@ -114,7 +154,7 @@ class Bucket:
         views: where each parameter's gradient lies in it.
         names: of parameters, by their ids.
         holds_gradients: ``p.grad`` lies in the bucket (``gradient_as_bucket_view``).
-        cut: the elements after which a chunk ends, from the number of all and the size of one.
+        cut: into chunks.
         first: the index of its first chunk.
     """
 
@@ -127,7 +167,7 @@ class Bucket:
         names: Mapping[int, str],
         *,
         holds_gradients: bool,
-        cut: Callable[[int, int], Sequence[int]],
+        cut: Cutter,
         first: int,
     ) -> None:
         self.sums = sums
@@ -137,15 +177,16 @@ class Bucket:
         #: its sum is outstanding, or has not been handed out
         self.is_under_way = False
         names_here = [names.get(id(parameter), "a parameter") for parameter in parameters]
-        ends = list(cut(buffer.numel(), buffer.element_size()))
-        starts = [0, *ends[:-1]]
+        begins = [(view.data_ptr() - self.address) // buffer.element_size() for view in views]
+        cuts = cut(parameters, begins, buffer)
+        starts, ends = [0, *(one.end for one in cuts[:-1])], [one.end for one in cuts]
         self.chunks = [
-            Chunk(self, first + number, buffer[start:end], _name(names_here, number, len(ends)))
-            for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+            Chunk(self, first + i, buffer[start : one.end], one.owner, _name(names_here, i, cuts))
+            for i, (start, one) in enumerate(zip(starts, cuts, strict=True))
         ]
         self.members = []
-        for parameter, view, name in zip(parameters, views, names_here, strict=True):
-            begin = (view.data_ptr() - self.address) // buffer.element_size()
+        members = zip(parameters, begins, views, names_here, strict=True)
+        for parameter, begin, view, name in members:
             stop = begin + view.numel()
             inside = [
                 chunk
@@ -154,7 +195,10 @@ class Bucket:
             ]
             # As the reducer has it; its own view is contiguous, whatever the parameter is.
             laid_out = shaped(buffer[begin:stop], parameter)
-            self.members.append(Member(self, parameter, laid_out, inside, name))
+            member = Member(self, parameter, laid_out, inside, name)
+            owners = [chunk.owner for chunk in inside if chunk.owner is not None]
+            member.owner = owners[0] if owners else 0
+            self.members.append(member)
         #: how many tensors are over its memory while nobody else sees it: the buffer, two views of
         #: the reducer for each parameter, of which one is its gradient's, and what is made here
         self._use_count = ALONE + 3 * len(self.members) + len(self.chunks)
@@ -181,6 +225,7 @@ class Bucket:
 
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""
+        make_changes(self.members)
         kept = []
         for member in self.members:
             if member.pending is not None and (grad := member.pending()) is not None:
@@ -210,8 +255,24 @@ class Sums(Protocol):
     def settle(self, member: Member) -> None:
         """Returns when the sum of ``member`` is in its gradient."""
 
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` makes of pending gradients, without a wait for all; or NotImplemented."""
 
-def _name(names: Sequence[str], number: int, count: int) -> str:
+
+def make_changes(members: Iterable[Member]) -> None:
+    """Makes what the script has done to gradients, whose sums are here."""
+    left = [member for member in members if member.changes]
+    while left:
+        change = left[0].changes[0]
+        now = [member for member in left if member.changes[0] is change]
+        with unseen(), torch._C.DisableTorchFunctionSubclass():
+            change([member.view for member in now])
+        for member in now:
+            del member.changes[0]
+        left = [member for member in left if member.changes]
+
+
+def _name(names: Sequence[str], number: int, cuts: Sequence[object]) -> str:
     """A chunk's: the parameters of its bucket, in the order of backward."""
     whole = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
-    return whole if count == 1 else f"{whole} {number + 1}/{count}"
+    return whole if len(cuts) == 1 else f"{whole} {number + 1}/{len(cuts)}"

@@ -22,8 +22,10 @@ import torch
 from bytesched.ahead import ChunkTimes, Link, plan_order
 from bytesched.observe import Observers
 
-from .buckets import Chunk
+from .buckets import Bucket, Chunk
 from .clocks import Clock
+from .dealing import Gradient
+from .spans import Spans
 from .wire import Wire
 
 __all__ = ["Planning", "Stage", "first_gates"]
@@ -68,25 +70,7 @@ class _Round:
         self.common = common
         #: moments of the clock, by chunk
         self.ready: dict[int, Any] = {}
-        #: of the host, in nanoseconds
-        self.issued_ns: dict[int, int] = {}
-        self.ended_ns: dict[int, int] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the end of everything is known."""
-        return bool(self.issued_ns) and self.ended_ns.keys() == self.issued_ns.keys()
-
-    def busy_ns(self) -> int:
-        """For how long something was under way."""
-        busy_ns = last_ns = 0
-        for issued_ns, ended_ns in self._spans():
-            busy_ns += max(0, ended_ns - max(issued_ns, last_ns))
-            last_ns = max(last_ns, ended_ns)
-        return busy_ns
-
-    def _spans(self) -> list[tuple[int, int]]:
-        return sorted((at_ns, self.ended_ns[chunk]) for chunk, at_ns in self.issued_ns.items())
+        self.spans = Spans()
 
 
 class Planning:
@@ -141,11 +125,15 @@ class Planning:
         self._as_planned_s: deque[float] = deque(maxlen=_PATIENCE)
         #: for how long something is under way in a round
         self.busy_ns = 0
+        #: what the ranks have told last of chunks, by index, and of the carrier
+        self._times: list[ChunkTimes] = []
+        self._link = Link(0.0, 0.0)
 
     def forget(self) -> None:
         """The buckets are others from now on."""
         self.stage, self.order, self._rounds = Stage.NEW, None, 0
         self._chunks.clear()
+        self._times = []
         self._measured = self._last = None
 
     def close(self) -> None:
@@ -189,7 +177,7 @@ class Planning:
             return
         now_ns = perf_counter_ns()
         if measured is not None:
-            measured.issued_ns[chunk.index] = now_ns
+            measured.spans.begin(chunk.index, now_ns)
         common = self._common if is_common else None
         chunk.work.get_future().add_done_callback(
             partial(self._ended, chunk, now_ns, measured, common)
@@ -211,7 +199,7 @@ class Planning:
         """The sum of ``chunk`` is here. A thread of the carrier."""
         now_ns = perf_counter_ns()
         if measured is not None:
-            measured.ended_ns[chunk.index] = now_ns
+            measured.spans.end(chunk.index, now_ns)
         if common is not None:
             common.append(now_ns)
         if self._observers.are_any:
@@ -226,7 +214,7 @@ class Planning:
         elif self.stage is Stage.MEASURING:
             self.stage = Stage.MEASURED
         elif self.stage is Stage.MEASURED:
-            self._tell(self._times())
+            self._tell(self._what_was_measured())
             self.stage = Stage.TELLING
         elif self.stage is Stage.PLANNED:
             self._tell(_digest(str(self._planned)))
@@ -238,8 +226,8 @@ class Planning:
 
     def landed(self) -> None:
         """Nothing is under way: what the ranks told each other is here, too."""
-        if self._measured is not None and self._measured.is_complete:
-            self.busy_ns = self._measured.busy_ns()
+        if self._measured is not None and self._measured.spans.is_complete:
+            self.busy_ns = self._measured.spans.busy_ns()
         if self._telling is None or self._told is None:
             return
         self._wire.wait(self._telling, "what ranks tell each other")
@@ -263,7 +251,7 @@ class Planning:
         sizes = [(index, chunk.sent.numel()) for index, chunk in sorted(self._chunks.items())]
         return f"{sizes} {self._policy} {self._credit_bytes} {torch.__version__}"
 
-    def _times(self) -> list[float]:
+    def _what_was_measured(self) -> list[float]:
         """What this rank tells of the measured round; the largest numbers of all count."""
         measured, self._measured = self._measured, None
         chunks = sorted(self._chunks)
@@ -274,8 +262,8 @@ class Planning:
             seconds_per_byte = self._clock.seconds_per_byte(self._probe)
         else:
             nbytes = sum(self._chunks[index].sent.nbytes for index in chunks)
-            is_complete = measured.is_complete
-            seconds_per_byte = measured.busy_ns() / _S / nbytes if is_complete else inf
+            is_complete = measured.spans.is_complete
+            seconds_per_byte = measured.spans.busy_ns() / _S / nbytes if is_complete else inf
         seconds = self._clock.seconds
         return [
             *(seconds(measured.common, measured.ready[index]) for index in chunks),
@@ -303,24 +291,45 @@ class Planning:
             self._as_planned_s.clear()
         else:
             self._as_planned_s.append(iteration_s)
+        indices = sorted(self._chunks)
+        self._times = [
+            ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
+            for index, ready, gate in zip(indices, ready_s, gates, strict=True)
+        ]
+        self._link = Link(seconds_per_byte, 0.0, 1 if self._wire.has_streams else _CONCURRENT)
         if len(self._as_planned_s) == _PATIENCE and min(self._as_planned_s) > self._as_ready_s:
             # Chunks come later than the plan has them: it keeps others waiting for nothing.
             self.order = None
             return
-        indices = sorted(self._chunks)
-        chunks = [
-            ChunkTimes(self._chunks[index].sent.nbytes, ready, -int(gate))
-            for index, ready, gate in zip(indices, ready_s, gates, strict=True)
-        ]
         order = plan_order(
-            chunks,
-            Link(seconds_per_byte, 0.0, 1 if self._wire.has_streams else _CONCURRENT),
+            self._times,
+            self._link,
             policy=self._policy,
             credit_bytes=max(1, self._credit_bytes),
         )
         if len(order) == len(indices):
             self._planned = [indices[position] for position in order]
             self.stage = Stage.PLANNED
+
+    def gradients(self) -> list[Gradient]:
+        """What all ranks have told of them, in the order in which they are ready.
+
+        Without times before they have done so. The same on all ranks.
+        """
+        ready_s: dict[Bucket, float] = {}
+        for index, chunk in zip(sorted(self._chunks), self._times, strict=False):
+            ready_s[self._chunks[index].bucket] = chunk.ready_s
+        buckets = dict.fromkeys(self._chunks[index].bucket for index in sorted(self._chunks))
+        return [
+            Gradient(id(m.parameter), m.view.nbytes, number, ready_s.get(bucket, 0.0))
+            for number, bucket in enumerate(buckets)
+            for m in bucket.members
+        ]
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of what carries chunks, as it is beside compute; 0: not known."""
+        return self._link.seconds_per_byte
 
     def __repr__(self) -> str:
         order = "as ready" if self.order is None else "as planned"

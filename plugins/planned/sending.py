@@ -11,6 +11,7 @@ from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.spans import span
 from .buckets import Bucket, Chunk
+from .halves import Halves
 from .planning import Planning
 from .streams import Streams
 from .wire import HOST, Wire
@@ -33,11 +34,15 @@ class Sending:
         self._held_back: dict[int, Chunk] = {}
         #: buckets that were handed out and are not back
         self.buckets: list[Bucket] = []
+        #: what carries gradients in two halves; None: they go whole
+        self.halves: Halves | None = None
 
     def round_begins(self) -> None:
         """Chunks of a new round follow."""
         self._position = 0
         self._held_back.clear()
+        if self.halves is not None:
+            self.halves.round_begins()
         # A rank that has joined lands each round by itself.
         self.buckets = [bucket for bucket in self.buckets if bucket.is_under_way]
 
@@ -51,6 +56,12 @@ class Sending:
         held_back = self._held_back
         for chunk in chunks:
             chunk.work, chunk.landed_on = None, None
+        if self.halves is not None:
+            self.halves.start(chunks)
+            if is_last:
+                self.halves.all_started()
+            return
+        for chunk in chunks:
             held_back[chunk.index] = chunk
             self._planning.ready(chunk)
         order = self._planning.order
@@ -83,6 +94,8 @@ class Sending:
         began = self._meter.moment()
         with span("bytesched::wait"):
             for chunk in outstanding:
+                if chunk.work is None and self.halves is not None and self.halves.is_round_whole:
+                    self.hand_on()
                 if chunk.work is None:
                     self._failures.check()
                     raise PluginError(
@@ -99,6 +112,14 @@ class Sending:
                 else:
                     self._planning.waited(chunk)
         self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
+
+    def hand_on(self) -> None:
+        """Returns when all first halves have ended, and the second ones are under way."""
+        assert self.halves is not None
+        try:
+            self.halves.wait_for_sums()
+        except TransportError as error:
+            self._failures.raise_first(error)
 
     @property
     def has_streams(self) -> bool:
@@ -139,9 +160,13 @@ class Sending:
         chunks = [chunk for bucket in (*buckets, *self.buckets) for chunk in bucket.chunks]
         if not self._wire.has_streams:
             # Who is told of the end of one shall be, while there is an interpreter.
-            self._wire.wait_left(chunk.work for chunk in chunks if chunk.work is not None)
+            halves = () if self.halves is None else self.halves.works()
+            works = (chunk.work for chunk in chunks if chunk.work is not None)
+            self._wire.wait_left((*halves, *works))
         for chunk in chunks:
             chunk.work = None
+        if self.halves is not None:
+            self.halves.forget()
         self.buckets.clear()
         self._held_back.clear()
 

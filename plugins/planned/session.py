@@ -25,18 +25,25 @@ from ..figures.meter import Meter
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
 from ..proxies.pending_grads import PendingGrad
+from ..queries.operations import ASKING
 from ..routes.carrier import Traffic
+from ..routes.split.owners import late_ones
 from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import DeviceClock, HostClock
+from .cutting import Cutter, cut_dealt
+from .dealing import dealt
 from .gates import Gates
+from .halves import Halves
 from .planning import Planning, first_gates
+from .questions import asked_of
 from .reducer import hook, is_manual, keep_local, reduced_by, refuse_effective_join, renew
 from .sending import Sending
 from .source import Phase, Source
+from .splitting import Splitting
 from .updates import Updates
 from .wire import Wire
 
@@ -52,7 +59,8 @@ class PlannedSession:
         root: the module whose call is a forward pass; not kept alive.
         ddp: the same, or the DDP that is compiled there.
         slots: all of its parameters, in registration order.
-        cut: the elements after which a chunk of a bucket ends; see `Bucket`.
+        cut: buckets into chunks.
+        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         setting: the sizes in use, for figures.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
@@ -67,8 +75,9 @@ class PlannedSession:
         wire: Wire,
         observers: Observers,
         *,
-        cut: Callable[[int, int], Sequence[int]],
+        cut: Cutter,
         setting: Setting,
+        halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
     ) -> None:
@@ -92,6 +101,8 @@ class PlannedSession:
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
             clock=DeviceClock(device) if wire.has_streams else HostClock(),
         )
+        #: for how long something is under way in a round
+        self._round_busy_ns = 0
         self._meter = Meter(observers, len(slots), self._busy_ns)
         self._sending = Sending(wire, self._failures, self._meter, self._planning)
         self._updates = Updates(
@@ -118,6 +129,8 @@ class PlannedSession:
         )
         self.source.is_finalized_ahead = is_finalized_ahead
         self._bucket_bytes = bucket_bytes
+        self._halves_bytes = halves_bytes
+        self._splitting = Splitting(wire, config.split if halves_bytes else "off")
         self._stepping = Stepping(self, self._meter)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: what looks at the first steps for gradients that the script reduces itself
@@ -266,14 +279,59 @@ class PlannedSession:
     def round_begins(self) -> None:
         """See `Listener`."""
         # A rank that has joined, and begins no backward pass, has not waited for it.
-        try:
-            self._planning.landed()
-        except TransportError as error:
-            self._failures.raise_first(error)
+        self._listen()
+        if not self.source.is_early:
+            nbytes = sum(bucket.buffer.nbytes for bucket in self.source.buckets)
+            if self._splitting.round_begins(nbytes):
+                self._split()
         self._sending.round_begins()
         if not self.source.is_early:
-            self._planning.round_begins()
-            self._meter.round_begins(is_settled=True)
+            if self._sending.halves is None:
+                self._planning.round_begins()
+            self._meter.round_begins(is_settled=self._splitting.is_settled)
+
+    def _listen(self) -> None:
+        """What the ranks told each other is here; nothing else is under way."""
+        try:
+            self._planning.landed()
+            self._splitting.landed()
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def _split(self) -> None:
+        """Gradients go in two halves from now on."""
+        slots = [slot for bundle in self._updates.bundles for slot in bundle.slots]
+        nbytes = [slot.parameter.nbytes for slot in slots]
+        late = late_ones(nbytes, self._wire.size, self._halves_bytes)
+        keys = {id(slots[index].parameter) for index in late}
+        planning = self._planning
+        ways = dealt(planning.gradients(), planning.seconds_per_byte, keys)
+        planning.close()
+        self.source.let_go()
+        self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
+        self._sending.halves = Halves(self._wire, self._meter, self.observers)
+        if self._wire.rank == 0:
+            log.info(
+                "the script asks for norms of its gradients, or scales them, before step(): every "
+                "all-reduce is split into two halves"
+            )
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """See `Sums`."""
+        if func not in ASKING or not (members := asked_of(args)):
+            return NotImplemented
+        halves = self._sending.halves
+        if halves is None:
+            self._splitting.ask(members, self._sending.outstanding_bytes(self._under_way()))
+            return NotImplemented
+        self._failures.check()
+        try:
+            return halves.questions(func, args, kwargs)
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def _under_way(self) -> list[Chunk]:
+        return [chunk for bucket in self._sending.buckets for chunk in bucket.chunks]
 
     def layout_changes(self) -> None:
         """See `Listener`."""
@@ -284,8 +342,9 @@ class PlannedSession:
         self._failures.check()
         try:
             self._sending.ready(chunks, is_last=is_last)
-            if is_last and not self.source.is_early:
+            if is_last and not self.source.is_early and self._sending.halves is None:
                 self._planning.round_ends()
+                self._splitting.round_ends()
         except RuntimeError as error:
             self._failures.check()
             name = chunks[0].name
@@ -351,14 +410,16 @@ class PlannedSession:
         with self._updates.lock:
             self._updates.apply_all(by)
             self._sending.land_all(by)
-            try:
-                self._planning.landed()
-            except TransportError as error:
-                self._failures.raise_first(error)
+            self._listen()
+            halves = self._sending.halves
+            if halves is None:
+                self._round_busy_ns = self._planning.busy_ns
+            elif halves.spans.is_complete:
+                self._round_busy_ns = halves.spans.busy_ns()
 
     def _busy_ns(self) -> int:
         """For how long something has been under way, as far as rounds were measured."""
-        return self._planning.busy_ns * self._meter.rounds
+        return self._round_busy_ns * self._meter.rounds
 
     # -- steps -------------------------------------------------------------------------
 
@@ -475,6 +536,7 @@ class PlannedSession:
         self._sending.forget(self.source.buckets)
         self.source.let_go()
         self._planning.close()
+        self._splitting.forget()
         for slot in self._slots:
             slot.forget()
 
@@ -522,7 +584,7 @@ class PlannedSession:
             **self._meter.figures(Traffic()),
             "model": self._name,
             "mode": self.mode,
-            "order": "planned",
+            "order": "planned" if self._sending.halves is None else "halves",
             "levels": 1,
             "rank": self._wire.rank,
             "world_size": self._wire.size,

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from .buckets import ALONE, Bucket, Chunk, Member, uses
+from .cutting import Cutter
 
 __all__ = ["Listener", "Phase", "Source"]
 
@@ -54,6 +55,9 @@ class Listener(Protocol):
     def settle(self, member: Member) -> None:
         """Returns when the sum of ``member`` is in its gradient."""
 
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """See `Sums`."""
+
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """Gradients are what everyone sees; with ``is_early`` they have been summed."""
 
@@ -83,7 +87,7 @@ class Source:
         is_static: bool,
         is_batched: bool,
         may_be_unused: bool,
-        cut: Callable[[int, int], Sequence[int]],
+        cut: Cutter,
         future: Callable[[], torch.futures.Future[torch.Tensor]],
         is_manual: Callable[[], bool],
         keep_local: Callable[[], bool],
@@ -96,7 +100,7 @@ class Source:
         self._is_batched = is_batched
         #: whether DDP may leave a gradient alone, which shows by its version
         self._may_be_left = (may_be_unused or is_static) and not holds_gradients
-        self._cut = cut
+        self.cut = cut
         self._future = future
         self._is_manual = is_manual
         self._keep_local = keep_local
@@ -197,7 +201,7 @@ class Source:
             bucket.gradients(),
             self._names,
             holds_gradients=self._holds_gradients,
-            cut=self._cut,
+            cut=self.cut,
             first=sum(len(other.chunks) for other in self._opened),
         )
 

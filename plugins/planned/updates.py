@@ -23,7 +23,7 @@ from ..proxies.spans import span
 from ..update.deferred import Deferred
 from ..update.frozen import snapshot
 from ..update.stepping import why_now
-from .buckets import Chunk, Member
+from .buckets import Chunk, Member, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, bundled
 from .sending import Sending
 
@@ -247,6 +247,8 @@ class Updates:
         self._is_running = True
         try:
             with span("bytesched::update"), self._sending.alone():
+                slots = {slot: None for debt in debts for slot in debt.slots}
+                make_changes([slot.member for slot in slots if slot.member is not None])
                 for by, groups in _calls(debts):
                     by.update(groups)
         except BaseException as error:

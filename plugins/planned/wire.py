@@ -29,6 +29,12 @@ class Wire(Protocol):
     def start(self, tensor: torch.Tensor) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
 
+    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
+        """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
+
+        On the host alone.
+        """
+
     def start_largest(self, numbers: torch.Tensor) -> Any:
         """Begins to make ``numbers``, on the host, the largest of all ranks; returns the work."""
 
@@ -76,6 +82,7 @@ class GroupWire:
         self._groups = [*dict.fromkeys((data, control, *others))]
         self._device = device
         self.start = data.all_reduce
+        self.exchange = data.exchange
 
     def start_largest(self, numbers: torch.Tensor) -> Any:
         return self._control.largest(numbers)

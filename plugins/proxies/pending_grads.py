@@ -34,6 +34,12 @@ class LooksPlain(type(torch.Tensor)):  # type: ignore[misc]
 class Sum(Protocol):
     """What a pending gradient waits for."""
 
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` makes of gradients that wait, as far as it need not wait for all of them.
+
+        NotImplemented where it has to.
+        """
+
     def settle(self) -> None:
         """Returns when the sum is in the gradient, which is an ordinary tensor from then on."""
 
@@ -63,6 +69,10 @@ class PendingGrad(torch.Tensor, metaclass=LooksPlain):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         is_zeroing = func in _ZEROING
+        if not is_zeroing and (first := _first_in(args)) is not None:
+            answer = first.answer(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) is PendingGrad:
                 # Another thread may make it an ordinary one meanwhile.
@@ -83,6 +93,14 @@ class PendingGrad(torch.Tensor, metaclass=LooksPlain):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         self.sum_.settle()
         return self.set_(*args, **kwargs)
+
+
+def _first_in(args: Any) -> Any:
+    """What the first argument waits for, or the first of a list of gradients."""
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)):
+        first = first[0] if first else None
+    return getattr(first, "sum_", None) if type(first) is PendingGrad else None
 
 
 def make_plain(grad: PendingGrad) -> None:

@@ -43,5 +43,5 @@ def check_told_of(end: RankEnd, errors: set[str]) -> None:
     """
     assert end.told.get("error") in errors, f"{end.told}\n{end.stderr}"
     assert end.told["ours"]
-    assert end.code == 1
+    assert end.code == 1, end.stderr
     check_ended_well(end)

@@ -123,6 +123,16 @@ class Group:
         method = _unguarded(self.backend, "_allgather_base")
         return method(self.backend, _real(row), _real(part))
 
+    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
+        """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
+
+        A collective, unlike `send` and `receive`: its end is seen without a wait.
+        """
+        into_numels, sent_numels = [0, 0], [0, 0]
+        into_numels[1 - self.rank], sent_numels[1 - self.rank] = into.numel(), sent.numel()
+        method = _unguarded(self.backend, "alltoall_base")
+        return method(self.backend, into, sent, into_numels, sent_numels)
+
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
         data = text.encode()

@@ -66,8 +66,9 @@ def sizes_of(session: Any) -> list[list[int]]:
 def test_a_ddp_is_planned_unless_another_way_is_asked_for(
     fields: Any, options: dict[str, bool], why: str
 ) -> None:
-    said = why_not_planned(Config(**fields), **{"has_groups": False, "is_folded": False, **options})
-    assert said == why
+    ddp = DistributedDataParallel(mlp())
+    options = {"has_groups": False, "is_folded": False, **options}
+    assert why_not_planned(ddp, Config(**fields), **options) == why
 
 
 def test_it_trains_over_groups_of_its_own() -> None:

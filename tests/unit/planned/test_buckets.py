@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bytesched.plugins.planned.buckets import Bucket, Member
+from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.proxies.pending_grads import PendingGrad
 
 
@@ -20,6 +21,9 @@ class Sums:
 
     def __init__(self) -> None:
         self.settled: list[str] = []
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return NotImplemented
 
     def settle(self, member: Member) -> None:
         self.settled.append(member.name)
@@ -42,7 +46,7 @@ def bucket_of(
         *(Sums(), buffer, parameters, views),
         {id(parameter): name for parameter, name in zip(parameters, names, strict=False)},
         holds_gradients=holds_gradients,
-        cut=lambda numel, _: [numel] if ends is None else ends,
+        cut=lambda _, __, memory: list(map(Cut, [memory.numel()] if ends is None else ends)),
         first=first,
     )
     bucket.is_under_way = True

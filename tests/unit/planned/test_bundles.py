@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from torch import nn
 
 from bytesched.plugins.planned.buckets import ALONE, Bucket
 from bytesched.plugins.planned.bundles import Bundle, BundleState, Debt, Slot, bundled
+from bytesched.plugins.planned.cutting import Cut
 
 
 def slots_of(*sizes: int) -> list[Slot]:
@@ -101,6 +103,9 @@ def test_what_has_come_is_updated_by_itself(is_tied: bool) -> None:
 
 
 class Sums:
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return NotImplemented
+
     def settle(self, member: Any) -> None:
         raise AssertionError("nothing waits here")
 
@@ -111,7 +116,7 @@ def member_of(slot: Slot, value: float) -> Any:
     bucket = Bucket(
         *(Sums(), buffer, [slot.parameter], [view], {}),
         holds_gradients=False,
-        cut=lambda numel, _: [numel],
+        cut=lambda _, __, buffer: [Cut(buffer.numel())],
         first=0,
     )
     return bucket.members[0]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.plugins.planned.cutting import ends_of
+from bytesched.plugins.planned.cutting import Cut, cut_dealt, cut_whole
+from bytesched.plugins.planned.dealing import Way
 
 
 @given(st.integers(1, 10_000), st.sampled_from([2, 4, 8]), st.integers(1, 50_000))
 def test_parts_are_alike_and_of_about_the_size(
     numel: int, element_bytes: int, chunk_bytes: int
 ) -> None:
-    ends = list(ends_of(numel, element_bytes, chunk_bytes=chunk_bytes))
+    kind = {2: torch.float16, 4: torch.float32, 8: torch.float64}[element_bytes]
+    cuts = cut_whole([], [], torch.empty(numel, dtype=kind), chunk_bytes=chunk_bytes)
+    ends = [cut.end for cut in cuts]
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     assert sum(sizes) == ends[-1] == numel
     assert min(sizes) >= 1
@@ -23,5 +29,47 @@ def test_parts_are_alike_and_of_about_the_size(
 
 
 def test_without_a_size_there_is_one_chunk() -> None:
-    assert list(ends_of(1000, 4, chunk_bytes=0)) == [1000]
-    assert list(ends_of(1000, 4, chunk_bytes=1000)) == [250, 500, 750, 1000]
+    assert cut_whole([], [], torch.empty(1000), chunk_bytes=0) == [Cut(1000)]
+    cuts = cut_whole([], [], torch.empty(1000), chunk_bytes=1000)
+    assert [cut.end for cut in cuts] == [250, 500, 750, 1000]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 200), st.integers(0, 1)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 100),
+)
+def test_each_element_goes_its_way(gradients: list[tuple[int, int, int]], chunk_bytes: int) -> None:
+    parameters = [torch.empty(numel) for numel, *_ in gradients]
+    ways = {
+        id(parameter): Way(whole_bytes, owner)
+        for parameter, (_, whole_bytes, owner) in zip(parameters, gradients, strict=True)
+    }
+    expected: list[int | None] = []
+    starts = []
+    for numel, whole_bytes, owner in gradients:
+        starts.append(len(expected))
+        expected += [None if 4 * at + 4 <= whole_bytes else owner for at in range(numel)]
+    cuts = cut_dealt(
+        parameters, starts, torch.empty(len(expected)), ways=ways, chunk_bytes=chunk_bytes
+    )
+    found: list[int | None] = []
+    for start, cut in zip([0, *(cut.end for cut in cuts)], cuts, strict=False):
+        assert start < cut.end
+        found += [cut.owner] * (cut.end - start)
+    assert found == expected
+    # Neighbours on one way are cut as if they were one.
+    for one, other in pairwise(cuts):
+        assert one.owner != other.owner or one.end % 1 == 0
+
+
+def test_numbers_of_two_parts_and_what_nobody_was_asked_about_go_whole() -> None:
+    parameter, other = torch.empty(4), torch.empty(4)
+    ways = {id(parameter): Way(0, 1)}
+    of_complex = torch.empty(4, dtype=torch.complex64)
+    assert cut_dealt([parameter], [0], of_complex, ways=ways, chunk_bytes=0) == [Cut(4)]
+    assert cut_dealt([other], [0], torch.empty(4), ways=ways, chunk_bytes=0) == [Cut(4)]
+    assert cut_dealt([parameter], [0], torch.empty(4), ways=ways, chunk_bytes=0) == [Cut(4, 1)]

@@ -61,7 +61,8 @@ class Rank:
         self.wire = FakeWire(ranks=ranks)
         bucket: Any = None
         self.chunks = [
-            Chunk(bucket, index, torch.zeros(size), f"p{index}") for index, size in enumerate(sizes)
+            Chunk(bucket, index, torch.zeros(size), None, f"p{index}")
+            for index, size in enumerate(sizes)
         ]
         self.planning = Planning(
             self.wire,

@@ -18,6 +18,7 @@ from bytesched.observe import Observers
 from bytesched.plugins.dependency.failures import Failures
 from bytesched.plugins.figures.meter import Meter
 from bytesched.plugins.planned.buckets import Bucket, Chunk
+from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.sending import Sending
 from bytesched.plugins.planned.wire import HOST
 
@@ -78,7 +79,7 @@ def _bucket(first: int, count: int) -> Bucket:
     return Bucket(
         *(sums, buffer, [parameter], [buffer], {id(parameter): f"p{first}"}),  # type: ignore[arg-type]
         holds_gradients=True,
-        cut=lambda numel, _: range(1, numel + 1),
+        cut=lambda _, __, buffer: [Cut(end) for end in range(1, buffer.numel() + 1)],
         first=first,
     )
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
+from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.reducer import hook, keep_local, renew
 from bytesched.plugins.planned.source import Phase, Source
 from bytesched.plugins.proxies.pending_grads import PendingGrad
@@ -44,7 +45,7 @@ class Listening:
             is_static=self.ddp.static_graph,
             is_batched=False,
             may_be_unused=self.ddp.find_unused_parameters,
-            cut=lambda numel, _: [numel],
+            cut=lambda _, __, buffer: [Cut(buffer.numel())],
             future=torch.futures.Future,
             is_manual=lambda: False,
             keep_local=lambda: keeps_local and keep_local(weakref.ref(self.ddp)),
@@ -80,6 +81,9 @@ class Listening:
             self.log.append(("land", self.source.phase))
             bucket.buffer.data.mul_(self.size)
             bucket.hand_back()
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return NotImplemented
 
     def settle(self, member: Member) -> None:
         self.log.append(("settle", member.name))

@@ -10,6 +10,7 @@ from fake_cuda import CUDA, FakeCuda, FakeStream, after, fake_cuda
 from torch import nn
 
 from bytesched.plugins.planned.buckets import Bucket, Chunk
+from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.streams import Streams
 
 
@@ -24,7 +25,7 @@ def chunks_of(count: int) -> Sequence[Chunk]:
     bucket = Bucket(
         *(object(), buffer, [parameter], [buffer], {}),  # type: ignore[arg-type]
         holds_gradients=False,
-        cut=lambda numel, _: range(1, numel + 1),
+        cut=lambda _, __, buffer: [Cut(end) for end in range(1, buffer.numel() + 1)],
         first=0,
     )
     return bucket.chunks

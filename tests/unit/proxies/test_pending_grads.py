@@ -21,10 +21,15 @@ class Ones:
 
     def __init__(self, grad: Any, *, is_taken: bool = False) -> None:
         self.calls = 0
+        #: by function, of what need not wait
+        self.answers: dict[Any, Any] = {}
         self._grad = grad
         self._is_taken = is_taken
         self._grad.__class__ = PendingGrad
         self._grad.sum_ = self
+
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self.answers.get(func, NotImplemented)
 
     def settle(self) -> None:
         self.calls += 1
@@ -51,6 +56,19 @@ def test_a_use_of_the_values_settles(use: str) -> None:
     assert type(grad) is Tensor
     assert USES[use](grad)
     assert ones.calls == 1
+
+
+def test_what_is_answered_settles_nothing() -> None:
+    (grad, ones), (other, others) = pending(), pending()
+    ones.answers[torch.Tensor.norm] = torch.tensor(3.0)
+    ones.answers[torch._foreach_norm] = [torch.tensor(4.0), torch.tensor(5.0)]
+    assert float(grad.norm()) == 3.0
+    assert [float(one) for one in torch._foreach_norm([grad, other])] == [4.0, 5.0]
+    assert (ones.calls, others.calls) == (0, 0)
+    assert type(grad) is type(other) is PendingGrad
+    # The first one is asked, and has no answer.
+    torch._foreach_norm([other, grad])
+    assert (ones.calls, others.calls) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+"""What a script asks of gradients between backward and step(), while they are on their way.
+
+Iterations repeat: what was asked in the last one is measured in this one as soon as sums are there,
+by their owners, with the script's own operation, and told to all ranks in front of the gradients.
+So an answer needs no other rank's script. What was not foreseen waits for whole gradients. What is
+done to each element is noted down, and made where gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..proxies.pending_grads import PendingGrad
+from ..queries.operations import (
+    ASKING,
+    ELEMENTWISE,
+    ELEMENTWISE_OF_ALL,
+    NORMS,
+    NORMS_OF_ALL,
+    REDUCTIONS,
+    UNSCALE,
+)
+from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, question_of
+from ..update.surroundings import Surroundings, unseen
+from .buckets import Change, Chunk, Member
+
+__all__ = ["Questions", "asked_of"]
+
+#: How many questions of a round are foreseen: finite after a loss was scaled, and a norm; two more.
+_MOST: Final = 4
+
+_Measure = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A number for each gradient.
+
+    Args:
+        text: with what was done to gradients before.
+        changes: that.
+    """
+
+    text: str
+    measure: _Measure
+    changes: tuple[Change, ...]
+    surroundings: Surroundings
+
+    def of(self, gradients: list[torch.Tensor]) -> list[float]:
+        """The numbers for ``gradients``, which stay as they are."""
+        with self.surroundings.entered(), torch.no_grad():
+            if self.changes:
+                gradients = [gradient.clone() for gradient in gradients]
+                for change in self.changes:
+                    change(gradients)
+            found = torch.stack([value.double().reshape(()) for value in self.measure(gradients)])
+        numbers: list[float] = found.tolist()
+        return numbers
+
+
+class Questions:
+    """Of one session, where gradients go in two halves.
+
+    Args:
+        numbers: what all ranks have measured, added up; waits for it.
+    """
+
+    def __init__(self, rank: int, numbers: Callable[[], torch.Tensor]) -> None:
+        self._rank = rank
+        self._numbers = numbers
+        #: of the last round that asked something, and of this one
+        self._foreseen: list[_Question] = []
+        self._asked: list[_Question] = []
+        #: of the round: where the numbers of each gradient are
+        self._places: dict[Member, int] = {}
+        #: by question, one number for each place; None before they are looked at
+        self._known: dict[str, torch.Tensor] | None = None
+        self._signature = 0
+
+    def round_begins(self) -> None:
+        """What is asked from now on is asked of a new round."""
+        if self._asked:
+            self._foreseen, self._asked = self._asked, []
+        self._known = None
+
+    def measured(self, chunks: Iterable[Chunk]) -> torch.Tensor:
+        """This rank's numbers of what it owns, to be added to those of others. Any thread."""
+        buckets = {chunk.bucket: None for chunk in chunks}
+        members = [member for bucket in buckets for member in bucket.members]
+        self._places = {member: place for place, member in enumerate(members)}
+        mine = [member for member in members if member.owner == self._rank]
+        at = [self._places[member] for member in mine]
+        numbers = torch.zeros(1 + _MOST * len(members), dtype=torch.float64, device="cpu")
+        self._signature = digest(" ".join(question.text for question in self._foreseen))
+        numbers[0] = self._signature
+        rows = numbers[1:].view(_MOST, -1)
+        for row, question in zip(rows, self._foreseen, strict=False):
+            if mine:
+                try:
+                    found = question.of([member.view for member in mine])
+                except Exception:  # noqa: BLE001 - the script's own call raises it, if it comes
+                    numbers[0] = -1.0
+                    break
+                row[at] = torch.tensor(found, dtype=torch.float64)
+        return numbers
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns for gradients that have not come; or NotImplemented."""
+        if func not in ASKING:
+            return NotImplemented
+        if func in NORMS or func in REDUCTIONS:
+            return self._norm(func, args, kwargs)
+        if func in NORMS_OF_ALL:
+            return self._norms(func, args, kwargs)
+        if func in ELEMENTWISE or func in ELEMENTWISE_OF_ALL:
+            return self._change(func, args, kwargs)
+        return self._unscale(args, kwargs)
+
+    # -- numbers -----------------------------------------------------------------------
+
+    def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        members = asked_of(args)
+        if not members or not is_of_whole_tensor(func, args[1:], kwargs):
+            return NotImplemented
+
+        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [func(gradient, *args[1:], **kwargs) for gradient in gradients]
+
+        numbers = self._ask(question_of(func, args[1:], kwargs), measure, members)
+        return NotImplemented if numbers is None else numbers[0]
+
+    def _norms(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        members = asked_of(args)
+        if not members or not are_plain([*args[1:], *kwargs.values()]):
+            return NotImplemented
+
+        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            return list(func(gradients, *args[1:], **kwargs))
+
+        numbers = self._ask(question_of(func, args[1:], kwargs), measure, members)
+        return NotImplemented if numbers is None else numbers
+
+    def _ask(
+        self, text: str, measure: _Measure, members: Sequence[Member]
+    ) -> list[torch.Tensor] | None:
+        """A number for each of ``members``, as ``measure`` would find it; None: wait for them."""
+        history = members[0].history
+        if any(member.history != history for member in members):
+            return None
+        question = _Question(
+            f"{text} after {history}", measure, tuple(members[0].changes), Surroundings.here()
+        )
+        if len(self._asked) < _MOST and all(one.text != question.text for one in self._asked):
+            self._asked.append(question)
+        known = self._look()
+        if question.text not in known or any(member not in self._places for member in members):
+            return None
+        numbers = known[question.text]
+        with unseen():
+            # What kind of number that is.
+            kinds = {
+                member.view.dtype: measure([member.view.new_ones(1)])[0].dtype for member in members
+            }
+            return [
+                numbers[self._places[member]].to(kinds[member.view.dtype], copy=True)
+                for member in members
+            ]
+
+    def _look(self) -> dict[str, torch.Tensor]:
+        if self._known is None:
+            signature, *_ = numbers = self._numbers()
+            is_common = float(signature) == 2 * self._signature
+            rows = numbers[1:].view(_MOST, -1)
+            pairs = zip(self._foreseen, rows, strict=False) if is_common else ()
+            self._known = {question.text: row for question, row in pairs}
+        return self._known
+
+    # -- changes -----------------------------------------------------------------------
+
+    def _change(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        members, values = asked_of(args), kept(args[1:], kwargs)
+        if not members or values is None:
+            return NotImplemented
+        numbers, named = values
+        is_of_all = func in ELEMENTWISE_OF_ALL
+
+        def change(gradients: list[torch.Tensor]) -> None:
+            if is_of_all:
+                func(gradients, *numbers, **named)
+                return
+            for gradient in gradients:
+                func(gradient, *numbers, **named)
+
+        _note(members, change, question_of(func, numbers, named))
+        return None if is_of_all else args[0]
+
+    def _unscale(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        members = asked_of(args)
+        if not members or kwargs or len(args) != 3:
+            return NotImplemented
+        found_inf, inverse = args[1], args[2].clone()
+
+        def unscale(gradients: list[torch.Tensor]) -> None:
+            UNSCALE(gradients, torch.zeros_like(found_inf), inverse)
+
+        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            found = []
+            for gradient in gradients:
+                one = torch.zeros_like(found_inf)
+                UNSCALE([gradient.clone()], one, inverse)
+                found.append(one.reshape(()))
+            return found
+
+        text = question_of(UNSCALE, (inverse,), {})
+        infs = self._ask(text, measure, members)
+        if infs is None:
+            return NotImplemented
+        if any(bool(inf) for inf in infs):
+            found_inf.fill_(1.0)
+        _note(members, unscale, text)
+        return None
+
+    def __repr__(self) -> str:
+        return f"<Questions: {len(self._foreseen)} foreseen, {len(self._asked)} asked>"
+
+
+def asked_of(args: Sequence[Any]) -> list[Member] | None:
+    """Whose gradients the first argument is; None if one of them is none that waits for a step."""
+    first = args[0] if args else None
+    members = []
+    for tensor in first if isinstance(first, (list, tuple)) else [first]:
+        # Another thread may make it an ordinary one meanwhile.
+        member = getattr(tensor, "sum_", None) if type(tensor) is PendingGrad else None
+        if member is None or member.taken:
+            return None
+        members.append(member)
+    return members
+
+
+def _note(members: Sequence[Member], change: Change, text: str) -> None:
+    for member in members:
+        member.changes.append(change)
+        member.history = str(digest(f"{member.history} {text}"))

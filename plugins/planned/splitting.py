@@ -1,0 +1,92 @@
+"""Whether gradients go in two halves: where all ranks ask about them on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from ..queries.worth import Worth
+from .buckets import Bucket, Member
+from .wire import Wire
+
+__all__ = ["Splitting"]
+
+#: the ranks vote in rounds 4, when they know how long all of it takes, 8, 16, ..., and from here on
+#: at equal distances
+_FIRST: Final = 4
+_EVERY: Final = 256
+#: From this share of all bytes on, a script has asked about its gradients, and not about some.
+_MOST: Final = 0.5
+
+
+class Splitting:
+    """The ranks' vote on it, beside some rounds; all of them act on it before the same round.
+
+    Args:
+        mode: "auto", "on" from the first round on, or "off".
+    """
+
+    def __init__(self, wire: Wire, mode: str) -> None:
+        self._wire = wire
+        self._mode = mode
+        self._worth = Worth(is_judged=True)
+        self._rounds = 0
+        #: whose gradients the script has asked about in this round, and how much was late then
+        self._asked: dict[Bucket, None] = {}
+        self._late_bytes = 0
+        self._vote: torch.Tensor | None = None
+        self._voting: Any = None
+        self._is_wanted = mode == "on"
+
+    def ask(self, members: Iterable[Member], late_bytes: int) -> None:
+        """The script asks about these; so many bytes of the round have not come."""
+        if not self._asked:
+            self._late_bytes = late_bytes
+        self._asked |= dict.fromkeys(member.bucket for member in members)
+
+    def round_begins(self, nbytes: int) -> bool:
+        """Whether the round that begins is the first one in two halves.
+
+        Args:
+            nbytes: of the round before.
+        """
+        if self._is_wanted:
+            self._mode, self._is_wanted = "off", False
+            return True
+        asked_bytes = sum(bucket.buffer.nbytes for bucket in self._asked)
+        if asked_bytes and asked_bytes >= _MOST * nbytes:
+            self._worth.note(self._late_bytes / nbytes)
+        self._asked.clear()
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the ranks have voted on how the round that begins is carried."""
+        return self._mode != "auto" or self._rounds > _FIRST
+
+    def round_ends(self) -> None:
+        """All of its chunks have been issued: a vote goes behind them."""
+        self._rounds += 1
+        is_power = not self._rounds & (self._rounds - 1)
+        is_due = (is_power and self._rounds >= _FIRST) or not self._rounds % _EVERY
+        if self._mode != "auto" or not is_due:
+            return
+        wants = self._worth.take(is_split=False)
+        self._vote = torch.tensor([0.0 if wants else 1.0], dtype=torch.float64, device="cpu")
+        self._voting = self._wire.start_largest(self._vote)
+
+    def landed(self) -> None:
+        """Nothing else is under way. Raises `TransportError`."""
+        if self._vote is not None:
+            self._wire.wait(self._voting, "a vote on halves")
+            self._is_wanted = not float(self._vote)
+            self.forget()
+
+    def forget(self) -> None:
+        """Lets go of a vote that is under way."""
+        self._vote = self._voting = None
+
+    def __repr__(self) -> str:
+        return f"<Splitting {self._mode!r}, {self._rounds} rounds>"
