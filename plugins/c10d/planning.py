@@ -25,6 +25,7 @@ from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
+from . import carrying
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import is_within, joining
@@ -59,7 +60,7 @@ def _goes_in_halves(ddp: DistributedDataParallel) -> bool:
     """Whether a norm can be found before all of its gradients are here."""
     device = next(ddp.parameters()).device
     base = ddp.process_group
-    return device.type == "cpu" and base.size() == 2 and kind_of(base, device) == "gloo"
+    return base.size() == 2 and not carrying.splits_by_collectives(kind_of(base, device), device)
 
 
 def sums_within_hosts(ddp: DistributedDataParallel, config: Config, entry: Entry) -> bool:

@@ -125,6 +125,10 @@ class Meter:
             self._measure()
         self._is_untaken = True
 
+    def begin_anew(self) -> None:
+        """Rounds go another way from the next one on, and no figures are of the ones before."""
+        self.is_measuring = False
+
     def backward_ends(self) -> None:
         """A round is complete."""
         if self._nbytes:

@@ -288,7 +288,7 @@ class PlannedSession:
         if not self.source.is_early:
             if self._sending.halves is None:
                 self._planning.round_begins()
-            self._meter.round_begins(is_settled=self._splitting.is_settled)
+            self._meter.round_begins(is_settled=True)
 
     def _listen(self) -> None:
         """What the ranks told each other is here; nothing else is under way."""
@@ -307,6 +307,7 @@ class PlannedSession:
         planning = self._planning
         ways = dealt(planning.gradients(), planning.seconds_per_byte, keys)
         planning.close()
+        self._meter.begin_anew()
         self.source.let_go()
         self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
         self._sending.halves = Halves(self._wire, self._meter, self.observers)

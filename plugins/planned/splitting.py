@@ -61,11 +61,6 @@ class Splitting:
         self._asked.clear()
         return False
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the ranks have voted on how the round that begins is carried."""
-        return self._mode != "auto" or self._rounds > _FIRST
-
     def round_ends(self) -> None:
         """All of its chunks have been issued: a vote goes behind them."""
         self._rounds += 1

@@ -61,7 +61,7 @@ AGAIN = [
     for number in range(5)
     for victim in (LEADER, FOLLOWER)
 ]
-CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "split": "on"}
+CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "shard": True}
 IN_WARM_UP = [
     scenario(LEADER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
     scenario(FOLLOWER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
@@ -192,7 +192,7 @@ def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> Non
     died, survivor = ends if victim == LEADER else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
-    assert died.told["order"] == "exchange"
+    assert died.told["order"] == "halves"
 
 
 @each(IN_SHARD)
