@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter_ns
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from bytesched.errors import SchedulerTimeout
+from bytesched.errors import PluginError, SchedulerTimeout
 from bytesched.observe import Observers
 
 from ..figures.meter import Meter
@@ -29,6 +29,9 @@ from .spans import Spans
 from .wire import Wire
 
 __all__ = ["Halves"]
+
+#: how many buckets a chunk waits for one of the other owner: alone it leaves one direction idle
+_PATIENCE: Final = 4
 
 _Queue: TypeAlias = deque[tuple[int, Chunk]]
 
@@ -61,7 +64,7 @@ class Halves:
         self._is_handed_on = threading.Event()
         self._numbers: torch.Tensor | None = None
         self._telling: Any = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self.spans = Spans()
 
     def round_begins(self) -> None:
@@ -83,7 +86,7 @@ class Halves:
             else:
                 waiting = self._waiting.setdefault(chunk.sent.dtype, (deque(), deque()))
                 waiting[chunk.owner].append((self._buckets, chunk))
-        self._begin_pairs(self._buckets - 1)
+        self._begin_pairs(self._buckets - _PATIENCE)
 
     def all_started(self) -> None:
         """No more chunks follow in this round."""
@@ -107,19 +110,19 @@ class Halves:
         self.spans.begin(chunk.index, perf_counter_ns())
         work = begin()
         self._summing.append((work, chunk.name))
-        work.get_future().add_done_callback(partial(self._summed, chunk, ended))
+        work.get_future().add_done_callback(partial(self._summed, self.spans, chunk, ended))
         return work
 
     # -- in a thread of the carrier, mostly --------------------------------------------
 
-    def _summed(self, chunk: Chunk, ended: Callable[[], None], future: Any) -> None:
+    def _summed(self, spans: Spans, chunk: Chunk, ended: Callable[[], None], future: Any) -> None:
         """A first half has ended, which is named after ``chunk``."""
-        self._note(chunk, chunk.index)
+        self._note(spans, chunk, chunk.index)
         try:
             # Whoever waits for it is told of an error; the second half never begins then.
             future.wait()
             ended()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the sum is waited for
+        except Exception as error:  # noqa: BLE001 - it is raised where the sum is waited for
             self._fail(error)
             return
         self._ended()
@@ -131,11 +134,15 @@ class Halves:
         if is_last:
             try:
                 self._hand_on()
-            except BaseException as error:  # noqa: BLE001 - it is raised by who waits
+            except BaseException as error:
                 self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
             self._is_handed_on.set()
 
     def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            error = PluginError(f"{type(error).__name__} while sums were handed on")
         self._error = self._error or error
         self._is_handed_on.set()
 
@@ -149,18 +156,20 @@ class Halves:
             for pair in map(self._pair, zip_longest(*by_owner)):
                 self.spans.begin(~pair.first.index, perf_counter_ns())
                 work = pair.begin_return(self._wire)
-                work.get_future().add_done_callback(partial(self._returned, pair.first))
+                work.get_future().add_done_callback(partial(self._returned, self.spans, pair.first))
+        # What has ended keeps the memory of what came.
+        self._summing = []
 
-    def _returned(self, chunk: Chunk, future: Any) -> None:
-        self._note(chunk, ~chunk.index)
+    def _returned(self, spans: Spans, chunk: Chunk, future: Any) -> None:
+        self._note(spans, chunk, ~chunk.index)
 
-    def _note(self, chunk: Chunk, number: int) -> None:
+    def _note(self, spans: Spans, chunk: Chunk, number: int) -> None:
         """The end of what was under way under ``number``."""
         now_ns = perf_counter_ns()
-        self.spans.end(number, now_ns)
+        spans.end(number, now_ns)
         if self._observers.are_any:
             args = {"bytes": chunk.sent.nbytes, "chunk": chunk.index}
-            began_ns = self.spans.began_ns[number]
+            began_ns = spans.began_ns[number]
             self._observers.on_span("send", chunk.name, began_ns, now_ns, args)
 
     # -- waits -------------------------------------------------------------------------
@@ -207,6 +216,12 @@ class Halves:
         self._summing.clear()
         self._telling = None
         self.is_round_whole = False
+
+    def let_go(self) -> None:
+        """The same, and nothing of gradients is kept."""
+        self.forget()
+        self._numbers = None
+        self.questions.forget()
 
     def __repr__(self) -> str:
         state = "handed on" if self._is_handed_on.is_set() else f"{self._left} to be summed"

@@ -46,7 +46,8 @@ class Pair:
         return work
 
     def _memory(self, chunk: Chunk | None) -> torch.Tensor:
-        return self.first.sent[:0] if chunk is None else chunk.sent
+        # Not over the memory of a bucket, whose uses are counted.
+        return torch.empty(0, dtype=self.first.sent.dtype) if chunk is None else chunk.sent
 
     def __repr__(self) -> str:
         return f"<Pair of {self._own} and {self._other}>"

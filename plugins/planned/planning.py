@@ -311,19 +311,25 @@ class Planning:
             self._planned = [indices[position] for position in order]
             self.stage = Stage.PLANNED
 
-    def gradients(self) -> list[Gradient]:
-        """What all ranks have told of them, in the order in which they are ready.
+    def gradients(self, buckets: Sequence[Bucket]) -> list[Gradient]:
+        """What all ranks have told of those in ``buckets``, in the order in which they are ready.
 
         Without times before they have done so. The same on all ranks.
         """
-        ready_s: dict[Bucket, float] = {}
-        for index, chunk in zip(sorted(self._chunks), self._times, strict=False):
-            ready_s[self._chunks[index].bucket] = chunk.ready_s
-        buckets = dict.fromkeys(self._chunks[index].bucket for index in sorted(self._chunks))
+        # By index: a rank that has joined has sent other buckets.
+        ready_s = {
+            index: chunk.ready_s
+            for index, chunk in zip(sorted(self._chunks), self._times, strict=False)
+        }
         return [
-            Gradient(id(m.parameter), m.view.nbytes, number, ready_s.get(bucket, 0.0))
+            Gradient(
+                id(member.parameter),
+                member.view.nbytes,
+                number,
+                ready_s.get(bucket.chunks[-1].index, 0.0),
+            )
             for number, bucket in enumerate(buckets)
-            for m in bucket.members
+            for member in bucket.members
         ]
 
     @property

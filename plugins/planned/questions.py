@@ -72,20 +72,29 @@ class Questions:
     def __init__(self, rank: int, numbers: Callable[[], torch.Tensor]) -> None:
         self._rank = rank
         self._numbers = numbers
-        #: of the last round that asked something, and of this one
+        #: of the last round that asked something, those that may come again, and of this one
         self._foreseen: list[_Question] = []
         self._asked: list[_Question] = []
+        #: texts of the last round
+        self._before: frozenset[str] = frozenset()
         #: of the round: where the numbers of each gradient are
         self._places: dict[Member, int] = {}
         #: by question, one number for each place; None before they are looked at
         self._known: dict[str, torch.Tensor] | None = None
-        self._signature = 0
 
     def round_begins(self) -> None:
         """What is asked from now on is asked of a new round."""
         if self._asked:
-            self._foreseen, self._asked = self._asked, []
+            # After a change by another number each time nothing comes again.
+            before, self._before = self._before, frozenset(one.text for one in self._asked)
+            self._foreseen = [one for one in self._asked if not one.changes or one.text in before]
+            self._asked = []
         self._known = None
+
+    def forget(self) -> None:
+        """Nothing is foreseen, and no gradient is kept."""
+        self._foreseen, self._asked, self._known = [], [], None
+        self._places = {}
 
     def measured(self, chunks: Iterable[Chunk]) -> torch.Tensor:
         """This rank's numbers of what it owns, to be added to those of others. Any thread."""
@@ -94,19 +103,16 @@ class Questions:
         self._places = {member: place for place, member in enumerate(members)}
         mine = [member for member in members if member.owner == self._rank]
         at = [self._places[member] for member in mine]
-        numbers = torch.zeros(1 + _MOST * len(members), dtype=torch.float64, device="cpu")
-        self._signature = digest(" ".join(question.text for question in self._foreseen))
-        numbers[0] = self._signature
-        rows = numbers[1:].view(_MOST, -1)
+        # Of each question a digest, which shows whether the other rank foresees it, too.
+        rows = torch.zeros(_MOST, 1 + len(members), dtype=torch.float64, device="cpu")
         for row, question in zip(rows, self._foreseen, strict=False):
-            if mine:
-                try:
-                    found = question.of([member.view for member in mine])
-                except Exception:  # noqa: BLE001 - the script's own call raises it, if it comes
-                    numbers[0] = -1.0
-                    break
-                row[at] = torch.tensor(found, dtype=torch.float64)
-        return numbers
+            try:
+                found = question.of([member.view for member in mine]) if mine else []
+            except Exception:  # noqa: BLE001 - the script's own call raises it, if it comes
+                continue
+            row[0] = digest(question.text)
+            row[1:][at] = torch.tensor(found, dtype=torch.float64, device="cpu")
+        return rows.view(-1)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns for gradients that have not come; or NotImplemented."""
@@ -127,10 +133,13 @@ class Questions:
         if not members or not is_of_whole_tensor(func, args[1:], kwargs):
             return NotImplemented
 
-        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [func(gradient, *args[1:], **kwargs) for gradient in gradients]
+        # What is kept of it keeps no gradient.
+        others = args[1:]
 
-        numbers = self._ask(question_of(func, args[1:], kwargs), measure, members)
+        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [func(gradient, *others, **kwargs) for gradient in gradients]
+
+        numbers = self._ask(question_of(func, others, kwargs), measure, members)
         return NotImplemented if numbers is None else numbers[0]
 
     def _norms(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -138,10 +147,12 @@ class Questions:
         if not members or not are_plain([*args[1:], *kwargs.values()]):
             return NotImplemented
 
-        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-            return list(func(gradients, *args[1:], **kwargs))
+        others = args[1:]
 
-        numbers = self._ask(question_of(func, args[1:], kwargs), measure, members)
+        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+            return list(func(gradients, *others, **kwargs))
+
+        numbers = self._ask(question_of(func, others, kwargs), measure, members)
         return NotImplemented if numbers is None else numbers
 
     def _ask(
@@ -163,7 +174,8 @@ class Questions:
         with unseen():
             # What kind of number that is.
             kinds = {
-                member.view.dtype: measure([member.view.new_ones(1)])[0].dtype for member in members
+                dtype: measure([torch.ones(1, dtype=dtype, device="cpu")])[0].dtype
+                for dtype in {member.view.dtype for member in members}
             }
             return [
                 numbers[self._places[member]].to(kinds[member.view.dtype], copy=True)
@@ -172,11 +184,12 @@ class Questions:
 
     def _look(self) -> dict[str, torch.Tensor]:
         if self._known is None:
-            signature, *_ = numbers = self._numbers()
-            is_common = float(signature) == 2 * self._signature
-            rows = numbers[1:].view(_MOST, -1)
-            pairs = zip(self._foreseen, rows, strict=False) if is_common else ()
-            self._known = {question.text: row for question, row in pairs}
+            rows = self._numbers().view(_MOST, -1)
+            self._known = {
+                question.text: row[1:]
+                for question, row in zip(self._foreseen, rows, strict=False)
+                if float(row[0]) == 2 * digest(question.text)
+            }
         return self._known
 
     # -- changes -----------------------------------------------------------------------

@@ -42,6 +42,9 @@ class Sending:
         self._position = 0
         self._held_back.clear()
         if self.halves is not None:
+            if self.halves.is_round_whole:
+                # A rank that has joined, and begins no backward pass, has waited for nothing.
+                self.hand_on()
             self.halves.round_begins()
         # A rank that has joined lands each round by itself.
         self.buckets = [bucket for bucket in self.buckets if bucket.is_under_way]
@@ -93,9 +96,10 @@ class Sending:
             return
         began = self._meter.moment()
         with span("bytesched::wait"):
+            if self.halves is not None and self.halves.is_round_whole:
+                # Nor may anything change what is still to be measured.
+                self.hand_on()
             for chunk in outstanding:
-                if chunk.work is None and self.halves is not None and self.halves.is_round_whole:
-                    self.hand_on()
                 if chunk.work is None:
                     self._failures.check()
                     raise PluginError(
@@ -118,7 +122,7 @@ class Sending:
         assert self.halves is not None
         try:
             self.halves.wait_for_sums()
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised, here and on the other rank
             self._failures.raise_first(error)
 
     @property
@@ -166,7 +170,7 @@ class Sending:
         for chunk in chunks:
             chunk.work = None
         if self.halves is not None:
-            self.halves.forget()
+            self.halves.let_go()
         self.buckets.clear()
         self._held_back.clear()
 

@@ -300,12 +300,12 @@ class PlannedSession:
 
     def _split(self) -> None:
         """Gradients go in two halves from now on."""
-        slots = [slot for bundle in self._updates.bundles for slot in bundle.slots]
-        nbytes = [slot.parameter.nbytes for slot in slots]
+        # All of it is the same on both ranks: what they have told each other, and registration.
+        nbytes = [slot.parameter.nbytes for slot in self._slots]
         late = late_ones(nbytes, self._wire.size, self._halves_bytes)
-        keys = {id(slots[index].parameter) for index in late}
+        keys = {id(self._slots[index].parameter) for index in late}
         planning = self._planning
-        ways = dealt(planning.gradients(), planning.seconds_per_byte, keys)
+        ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
         planning.close()
         self._meter.begin_anew()
         self.source.let_go()
@@ -323,16 +323,18 @@ class PlannedSession:
             return NotImplemented
         halves = self._sending.halves
         if halves is None:
-            self._splitting.ask(members, self._sending.outstanding_bytes(self._under_way()))
+            self._splitting.ask(members, self._late_bytes)
             return NotImplemented
         self._failures.check()
         try:
-            return halves.questions(func, args, kwargs)
+            with self._updates.lock:
+                return halves.questions(func, args, kwargs)
         except TransportError as error:
             self._failures.raise_first(error)
 
-    def _under_way(self) -> list[Chunk]:
-        return [chunk for bucket in self._sending.buckets for chunk in bucket.chunks]
+    def _late_bytes(self) -> int:
+        chunks = (chunk for bucket in self._sending.buckets for chunk in bucket.chunks)
+        return self._sending.outstanding_bytes(chunks)
 
     def layout_changes(self) -> None:
         """See `Listener`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -40,10 +40,16 @@ class Splitting:
         self._voting: Any = None
         self._is_wanted = mode == "on"
 
-    def ask(self, members: Iterable[Member], late_bytes: int) -> None:
-        """The script asks about these; so many bytes of the round have not come."""
+    def ask(self, members: Iterable[Member], late_bytes: Callable[[], int]) -> None:
+        """The script asks about these.
+
+        Args:
+            late_bytes: how much of the round has not come.
+        """
+        if self._mode != "auto":
+            return
         if not self._asked:
-            self._late_bytes = late_bytes
+            self._late_bytes = late_bytes()
         self._asked |= dict.fromkeys(member.bucket for member in members)
 
     def round_begins(self, nbytes: int) -> bool:
@@ -77,11 +83,12 @@ class Splitting:
         if self._vote is not None:
             self._wire.wait(self._voting, "a vote on halves")
             self._is_wanted = not float(self._vote)
-            self.forget()
+            self._vote = self._voting = None
 
     def forget(self) -> None:
-        """Lets go of a vote that is under way."""
+        """Lets go of a vote that is under way, and of buckets."""
         self._vote = self._voting = None
+        self._asked.clear()
 
     def __repr__(self) -> str:
         return f"<Splitting {self._mode!r}, {self._rounds} rounds>"
