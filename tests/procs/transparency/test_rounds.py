@@ -154,6 +154,22 @@ def test_hook_of_the_script(
 
 
 @views
+@cases(*ROUNDS)
+def test_rounds_in_two_halves(
+    two_ranks: Ranks, script: Script, args: list[Any], views: bool
+) -> None:
+    figures = equal(two_ranks, script, views, args, hold=False, sizes={**SIZES, "split": "on"})
+    assert {stats["order"] for stats in figures} == {"halves"}
+
+
+@views
+@pytest.mark.parametrize("first", [0, 1, 6])
+def test_join_in_two_halves(two_ranks: Ranks, views: bool, first: int) -> None:
+    sizes = {**SIZES, "split": "on"}
+    equal(two_ranks, scripts.joined, views, [False, first], hold=False, sizes=sizes)
+
+
+@views
 def test_probe_on_one_rank_and_a_barrier(two_ranks: Ranks, views: bool) -> None:
     """Not held: the other rank would not begin what this one waits for."""
     equal(two_ranks, scripts.probed_on_one_rank, views, [True], hold=False)
