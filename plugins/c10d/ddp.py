@@ -50,7 +50,7 @@ from .grouping import (
     refuse_settings,
 )
 from .grouping import statements as group_statements
-from .joining import is_within, joining
+from .joining import joining
 from .planning import attach_planned, sums_within_hosts, why_not_planned
 from .shell import finalizes_by_hand, take_over
 from .syncing import Syncing
@@ -308,7 +308,6 @@ def attach(
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
-        session.watch_reductions(partial(is_within, frozenset(dist.get_process_group_ranks(base))))
         session.on_close(make_norms_urgent(model))
         if ddp is not None and weak_ddp is not None:
             if buffers is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from bytesched.config import Config
 from bytesched.observe import Observers
@@ -18,7 +17,7 @@ from ..routes.groups.group import Group
 from ..routes.groups.opening import closed_on_error, open_group
 from ..warmup.agree import agree
 
-__all__ = ["Joining", "is_within", "joining"]
+__all__ = ["Joining", "joining"]
 
 
 class Joining:
@@ -90,9 +89,3 @@ def joining(base: dist.ProcessGroup, name: str, config: Config) -> Joining:
         return open_group(base, kind, name=f"{name}/{purpose}", timeout_s=config.timeout_s)
 
     return Joining(opened, config)
-
-
-def is_within(ranks: Set[int], group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has several ranks, and no others than ``ranks``."""
-    others = distributed_c10d._world.pg_group_ranks.get(group, {})
-    return len(others) > 1 and ranks >= others.keys()

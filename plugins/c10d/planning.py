@@ -8,7 +8,6 @@ from functools import partial
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +27,7 @@ from ..warmup.agree import settings
 from . import carrying
 from .buffers import BufferBroadcast
 from .entry import Entry
-from .joining import is_within, joining
+from .joining import joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
 __all__ = ["attach_planned", "sums_within_hosts", "why_not_planned"]
@@ -129,7 +128,6 @@ def attach_planned(
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
         half_attached.callback(session.give_back)
-        session.watch_reductions(partial(is_within, frozenset(dist.get_process_group_ranks(base))))
         if buffers is not None:
             session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
         half_attached.pop_all()

@@ -40,9 +40,6 @@ class RoundSteps:
         """An update is about to begin: the round ends, at the latest."""
         self._progress.check()
         self._rounds.finish()
-        by_hand = self._rounds.by_hand
-        if by_hand is not None and by_hand.step_begins():
-            self._rounds.by_hand = None
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """See `Phase.step`."""

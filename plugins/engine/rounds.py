@@ -24,7 +24,6 @@ from bytesched.round import GradientState
 from ..dependency.context import Context
 from ..layout.slots import Slot
 from ..routes.handover import Handover
-from .by_hand import ByHand
 from .phase import Phase
 from .turns import ModelTurns
 
@@ -72,8 +71,6 @@ class Rounds:
         self.forward_seen = False
         #: rounds that came to their end
         self.finished = 0
-        #: what looks at the first steps for gradients that the script reduces itself
-        self.by_hand: ByHand | None = None
         #: on a device that several jobs share
         self.turns: ModelTurns | None = None
         self._rank = context.backend.rank
@@ -236,8 +233,6 @@ class Rounds:
         if phase is not self.phase:
             self._enter(phase)
         self._round.end()
-        if self.by_hand is not None:
-            self.by_hand.backward_ends()
         self._meter.backward_ends()
 
     def _enter(self, phase: Phase) -> None:

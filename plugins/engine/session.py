@@ -28,7 +28,6 @@ from ..update.stepping import Stepping
 from ..warmup.retuning import Decisions
 from ..zero1.checkpoint import ShardedState, plain_name
 from ..zero1.sharding import ShardedSplitter
-from .by_hand import ByHand
 from .hooked import HookedModel
 from .phase import Life
 from .round_steps import RoundSteps
@@ -181,23 +180,6 @@ class Session(HookedModel):
         """
         self._handover.use(take, can_stop=can_stop)
         self.on_close(self._handover.give_back)
-
-    def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
-        """Warns of a script that reduces all gradients itself.
-
-        Args:
-            is_again: whether a process group has no ranks but those of this session.
-        """
-        slots = {id(slot.parameter): slot for slot in self._rounds.slots}
-
-        def is_read(parameter: nn.Parameter) -> bool:
-            slot = slots[id(parameter)]
-            return slot.is_read or parameter.grad is not slot.lazy
-
-        parameters = [slot.parameter for slot in self._rounds.slots]
-        by_hand = ByHand(parameters, is_read, is_again, speaks=self._backend.rank == 0)
-        self._rounds.by_hand = by_hand
-        self._undo.append(by_hand.close)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""

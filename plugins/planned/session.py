@@ -20,11 +20,9 @@ from bytesched.urgency import URGENCY
 from bytesched.values import size_text
 
 from ..dependency.failures import Failures
-from ..engine.by_hand import ByHand
 from ..figures.meter import Meter
 from ..proxies.entries import guard_entries
 from ..proxies.passes import watch_passes
-from ..proxies.pending_grads import PendingGrad
 from ..queries.operations import ASKING
 from ..routes.carrier import Traffic
 from ..routes.split.owners import late_ones
@@ -133,8 +131,6 @@ class PlannedSession:
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
         self._stepping = Stepping(self, self._meter)
         self._gates = Gates(root, slots, self._updates, self, observers)
-        #: what looks at the first steps for gradients that the script reduces itself
-        self._by_hand: ByHand | None = None
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0
         #: an exception has ended a backward pass in the middle of a round
@@ -170,21 +166,6 @@ class PlannedSession:
     def steps_whole(self, why: str) -> None:
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
-
-    def watch_reductions(self, is_again: Callable[[Any], bool]) -> None:
-        """Warns of a script that reduces all gradients itself.
-
-        Args:
-            is_again: whether a process group has no ranks but those of this session.
-        """
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._by_hand = ByHand(
-            trained,
-            lambda parameter: type(parameter.grad) is not PendingGrad,
-            is_again,
-            speaks=self._wire.rank == 0,
-        )
-        self._undo.append(self._by_hand.close)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""
@@ -375,8 +356,6 @@ class PlannedSession:
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         self._meter.backward_ends()
-        if self._by_hand is not None and not is_early:
-            self._by_hand.backward_ends()
         if is_early and not self.source.is_early and self._gates.are_learned():
             # A gate waits for the whole of its bundles.
             self._planning.gate_of = first_gates(
@@ -443,8 +422,6 @@ class PlannedSession:
     def begin(self) -> None:
         """See `Steps`."""
         self._failures.check()
-        if self._by_hand is not None and self._by_hand.step_begins():
-            self._by_hand = None
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         """See `Steps`."""

@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias
-from weakref import WeakMethod
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from .lazy_grads import LazyGrad, keep_apart, plain, ready
 from .pending import PendingParameter
 from .pending_grads import PendingGrad
 
-__all__ = ["Watch", "guard_entries", "watch_reductions"]
+__all__ = ["guard_entries"]
 
 #: where they are found, by module and class
 _ENTRIES: dict[str, str] = {
@@ -41,21 +40,11 @@ _OF_GROUPS = """
     _allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather
     allgather_coalesced allgather_into_tensor_coalesced alltoall alltoall_base broadcast gather
     gather_into_tensor gather_single new_window recv recv_anysource scatter send
-"""
-#: methods of what ``new_window`` returns, from torch 2.15 on
-_OF_WINDOWS = "put tensor_register"
-#: those that reduce
-_REDUCING = """
     _reduce_scatter_base allreduce allreduce_coalesced allreduce_sparse reduce reduce_scatter
     reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced
 """
-
-#: is told of a reduction of the script's: its process group, and how many elements it sends
-Watch: TypeAlias = Callable[[Any, int], None]
-
-#: those that look at the moment, none of them kept alive
-_watches: tuple[WeakMethod[Watch], ...] = ()
-
+#: methods of what ``new_window`` returns, from torch 2.15 on
+_OF_WINDOWS = "put tensor_register"
 _guarded = False
 
 
@@ -68,14 +57,9 @@ def guard_entries() -> None:
     entries = dict(_ENTRIES)
     if torch.distributed.is_available():
         for group in ("ProcessGroup", "Backend"):
-            entries[f"torch._C._distributed_c10d.{group}"] = _OF_GROUPS + _REDUCING
+            entries[f"torch._C._distributed_c10d.{group}"] = _OF_GROUPS
         if hasattr(import_module("torch._C._distributed_c10d"), "Window"):
             entries["torch._C._distributed_c10d.Window"] = _OF_WINDOWS
-        # What is sent here goes over its ``Backend``.
-        groups = torch.distributed.ProcessGroup
-        for name in _REDUCING.split():
-            if hasattr(groups, name):
-                setattr(groups, name, _watched(getattr(groups, name)))
     for place, names in entries.items():
         owner = _found(place)
         for name in names.split():
@@ -87,41 +71,6 @@ def guard_entries() -> None:
     )
     for kind in (PendingParameter, LazyGrad, PendingGrad):
         ForkingPickler.register(kind, _for_processes(kind))
-
-
-def watch_reductions(watch: Watch) -> Callable[[], None]:
-    """Calls the method ``watch`` before every reduction of the script's.
-
-    Returns what ends that; so does the end of its object.
-    """
-    global _watches
-    watching = WeakMethod(watch)
-    _watches = (*(other for other in _watches if other() is not None), watching)
-
-    def end() -> None:
-        global _watches
-        _watches = tuple(other for other in _watches if other is not watching)
-
-    return end
-
-
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for watching in _watches:
-            if (watch := watching()) is not None:
-                given = (*args[1:], *kwargs.values())
-                # A scatter has what it sends beside what it receives.
-                watch(args[0], max(map(_elements, given), default=0))
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _elements(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    return sum(map(_elements, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _found(place: str) -> Any:

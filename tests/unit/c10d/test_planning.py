@@ -146,16 +146,19 @@ def test_buffers_are_broadcast_by_us() -> None:
 def test_a_session_that_fails_half_way_leaves_ddp_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bytesched.plugins.planned.session import PlannedSession
+    from bytesched.plugins.c10d.buffers import BufferBroadcast
 
-    def refuse(session: object, is_again: object) -> None:
+    def refuse(buffers: object, ddp: object) -> None:
         raise PluginError("half way")
 
-    monkeypatch.setattr(PlannedSession, "watch_reductions", refuse)
-    ddp = DistributedDataParallel(mlp())
+    def normalized() -> nn.Module:
+        return nn.Sequential(mlp(), nn.BatchNorm1d(4))
+
+    monkeypatch.setattr(BufferBroadcast, "take_over", refuse)
+    ddp = DistributedDataParallel(normalized())
     with pytest.raises(PluginError, match="half way"):
         attached(ddp)
-    plain = DistributedDataParallel(mlp())
+    plain = DistributedDataParallel(normalized())
     for one in (ddp, plain):
         train(one, 2)
     for mine, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):

@@ -31,7 +31,7 @@ class Steps:
         self.log: list[Any] = []
         slots = [SimpleNamespace(parameter=object(), name=name) for name in ("a", "b")]
         phase = Told(self.log, "phase")
-        self.rounds: Any = Told(self.log, "rounds", slots=slots, by_hand=None, phase=phase)
+        self.rounds: Any = Told(self.log, "rounds", slots=slots, phase=phase)
         self.handover: Any = SimpleNamespace(off=False)
         self.progress: Any = Told(self.log, "progress")
         parts: list[Any] = [self.rounds, self.handover, self.progress]
@@ -65,15 +65,6 @@ def test_a_step_ends_the_round_unless_there_was_an_error(made: Steps) -> None:
     with pytest.raises(PluginError, match="lost"):
         made.steps.begin()
     assert len(made.log) == 2
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-def test_what_looks_at_the_first_steps_is_asked_until_it_is_over(
-    made: Steps, is_over: bool
-) -> None:
-    made.rounds.by_hand = by_hand = SimpleNamespace(step_begins=lambda: is_over)
-    made.steps.begin()
-    assert made.rounds.by_hand is (None if is_over else by_hand)
 
 
 def test_the_rest_is_up_to_the_life_of_the_moment(made: Steps) -> None:

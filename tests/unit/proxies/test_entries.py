@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, HashStore
 
 from bytesched.plugins.proxies import hold
-from bytesched.plugins.proxies.entries import guard_entries, watch_reductions
+from bytesched.plugins.proxies.entries import guard_entries
 
 KINDS = [dist.ProcessGroup, Backend]
 if hasattr(_distributed_c10d, "Window"):
@@ -55,33 +54,3 @@ def test_what_a_group_sends_is_waited_for(alone: None) -> None:
     world: Any = dist.group.WORLD
     world.broadcast([parameter])
     assert len(waited) == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_reductions_of_the_script_are_told_of(alone: None) -> None:
-    class Watcher:
-        def __init__(self) -> None:
-            self.told: list[tuple[dist.ProcessGroup, int]] = []
-
-        def look(self, group: dist.ProcessGroup, count: int) -> None:
-            self.told.append((group, count))
-
-    guard_entries()
-    watcher, dropped = Watcher(), Watcher()
-    told, world = watcher.told, dist.group.WORLD
-    end = watch_reductions(watcher.look)
-    watch_reductions(dropped.look)
-    still_told = dropped.told
-    del dropped
-    gc.collect()
-    dist.all_reduce(torch.ones(3))
-    dist.all_reduce_coalesced([torch.ones(3), torch.ones(4)])
-    dist.reduce(torch.ones(5), 0)
-    dist.reduce_scatter_tensor(torch.empty(6), torch.ones(6))
-    dist.reduce_scatter(torch.empty(2), [torch.ones(2)])
-    dist.broadcast(torch.ones(8), 0)
-    assert told == [(world, 3), (world, 7), (world, 5), (world, 6), (world, 2)]
-    end()
-    dist.all_reduce(torch.ones(3))
-    assert len(told) == 5
-    assert still_told == []
