@@ -24,7 +24,7 @@ from ..queries.operations import (
     REDUCTIONS,
     UNSCALE,
 )
-from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, question_of
+from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, question_of, unscaling
 from ..update.surroundings import Surroundings, unseen
 from .buckets import Change, Chunk, Member
 
@@ -217,17 +217,7 @@ class Questions:
             return NotImplemented
         found_inf, inverse = args[1], args[2].clone()
 
-        def unscale(gradients: list[torch.Tensor]) -> None:
-            UNSCALE(gradients, torch.zeros_like(found_inf), inverse)
-
-        def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-            found = []
-            for gradient in gradients:
-                one = torch.zeros_like(found_inf)
-                UNSCALE([gradient.clone()], one, inverse)
-                found.append(one.reshape(()))
-            return found
-
+        unscale, measure = unscaling(found_inf, inverse)
         text = question_of(UNSCALE, (inverse,), {})
         infs = self._ask(text, measure, members)
         if infs is None:

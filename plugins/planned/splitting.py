@@ -7,16 +7,15 @@ from typing import Any, Final
 
 import torch
 
+from ..queries.vote import Vote
 from ..queries.worth import Worth
 from .buckets import Bucket, Member
 from .wire import Wire
 
 __all__ = ["Splitting"]
 
-#: the ranks vote in rounds 4, when they know how long all of it takes, 8, 16, ..., and from here on
-#: at equal distances
+#: the round of the first vote, when the ranks know how long all of it takes
 _FIRST: Final = 4
-_EVERY: Final = 256
 #: From this share of all bytes on, a script has asked about its gradients, and not about some.
 _MOST: Final = 0.5
 
@@ -25,7 +24,7 @@ class Splitting:
     """The ranks' vote on it, beside some rounds; all of them act on it before the same round.
 
     Args:
-        mode: "auto", "on" from the first round on, or "off".
+        mode: "auto", "on" from the first planned round on, or "off".
     """
 
     def __init__(self, wire: Wire, mode: str) -> None:
@@ -70,9 +69,7 @@ class Splitting:
     def round_ends(self) -> None:
         """All of its chunks have been issued: a vote goes behind them."""
         self._rounds += 1
-        is_power = not self._rounds & (self._rounds - 1)
-        is_due = (is_power and self._rounds >= _FIRST) or not self._rounds % _EVERY
-        if self._mode != "auto" or not is_due:
+        if self._mode != "auto" or self._rounds < _FIRST or not Vote.is_due(self._rounds):
             return
         wants = self._worth.take(is_split=False)
         self._vote = torch.tensor([0.0 if wants else 1.0], dtype=torch.float64, device="cpu")

@@ -20,7 +20,7 @@ from .answers import Answers
 from .expressions import Asked, Expression, derived, expression_of
 from .operations import ELEMENTWISE, ELEMENTWISE_OF_ALL, NORMS, NORMS_OF_ALL, REDUCTIONS, UNSCALE
 from .parts import Places, Rule, rule_of
-from .questions import are_plain, digest, is_of_whole_tensor, kept, question_of
+from .questions import are_plain, digest, is_of_whole_tensor, kept, question_of, unscaling
 
 __all__ = ["GradientQueries", "Summing"]
 
@@ -352,17 +352,7 @@ class GradientQueries:
         found_inf, inverse = args[1], args[2].clone()
         self._lend([found_inf, inverse])
 
-        def unscale(tensors: list[torch.Tensor]) -> None:
-            UNSCALE(tensors, torch.zeros_like(found_inf), inverse)
-
-        def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            found = []
-            for tensor in tensors:
-                one = torch.zeros_like(found_inf)
-                UNSCALE([tensor.clone()], one, inverse)
-                found.append(one.reshape(()))
-            return found
-
+        unscale, measure = unscaling(found_inf, inverse)
         question = question_of(UNSCALE, (inverse,), {})
         infs = self._ask(question, measure, slots, Rule.SUM)
         if infs is None:

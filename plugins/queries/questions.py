@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from .operations import REDUCTIONS
+from .operations import REDUCTIONS, UNSCALE
 
 __all__ = [
     "are_plain",
@@ -17,7 +17,11 @@ __all__ = [
     "kept",
     "kind_of_norm",
     "question_of",
+    "unscaling",
 ]
+
+_Change: TypeAlias = Callable[[list[torch.Tensor]], None]
+_Measure: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def are_plain(values: Sequence[Any]) -> bool:
@@ -68,6 +72,27 @@ def question_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 def _number(value: Any) -> str:
     return repr(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def unscaling(
+    found_inf: torch.Tensor, inverse: torch.Tensor
+) -> tuple[
+    Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], list[torch.Tensor]]
+]:
+    """What `GradScaler` does to gradients, and what it asks of each: whether all is finite."""
+
+    def unscale(tensors: list[torch.Tensor]) -> None:
+        UNSCALE(tensors, torch.zeros_like(found_inf), inverse)
+
+    def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        for tensor in tensors:
+            one = torch.zeros_like(found_inf)
+            UNSCALE([tensor.clone()], one, inverse)
+            found.append(one.reshape(()))
+        return found
+
+    return unscale, measure
 
 
 def digest(text: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,9 +59,15 @@ def test_each_element_goes_its_way(gradients: list[tuple[int, int, int]], chunk_
         assert start < cut.end
         found += [cut.owner] * (cut.end - start)
     assert found == expected
-    # Neighbours on one way are cut as if they were one.
-    for one, other in pairwise(cuts):
-        assert one.owner != other.owner or one.end % 1 == 0
+
+
+def test_neighbours_on_one_way_are_cut_as_if_they_were_one() -> None:
+    parameters = [torch.empty(3), torch.empty(3), torch.empty(6)]
+    ways = {id(one): Way(0, owner) for one, owner in zip(parameters, (0, 0, 1), strict=True)}
+    cuts = cut_dealt(parameters, [0, 3, 6], torch.empty(12), ways=ways, chunk_bytes=12)
+    assert cuts == [Cut(3, 0), Cut(6, 0), Cut(9, 1), Cut(12, 1)]
+    cuts = cut_dealt(parameters, [0, 3, 6], torch.empty(12), ways=ways, chunk_bytes=100)
+    assert cuts == [Cut(6, 0), Cut(12, 1)]
 
 
 def test_numbers_of_two_parts_and_what_nobody_was_asked_about_go_whole() -> None:
