@@ -16,11 +16,11 @@ _NEVER_SENT = 1 << 20
 
 
 class _Come(NamedTuple):
-    """What one rank brings to a collective."""
+    """What one rank brings to a collective: what it changes, and what it gives."""
 
     kind: str
     row: torch.Tensor
-    part: torch.Tensor
+    given: torch.Tensor
     work: FakeWork
 
 
@@ -47,15 +47,13 @@ class Meeting:
         if met:
             assert len({(one.kind, one.row.shape, one.row.dtype) for one in met}) == 1, met
             if come.kind == "sum":
-                total = met[0].row.clone()
+                whole = met[0].given.clone()
                 for one in met[1:]:
-                    total += one.row
-                for one, part in zip(met, total.chunk(len(met)), strict=True):
-                    one.part.copy_(part)
+                    whole += one.given
             else:
-                whole = torch.cat([one.part for one in met])
-                for one in met:
-                    one.row.copy_(whole)
+                whole = torch.cat([one.given for one in met])
+            for one in met:
+                one.row.copy_(whole)
         for one in met:
             one.work.end()
         return come.work
@@ -85,8 +83,8 @@ class _MetGloo(FakeGloo):
         super().__init__(rank, size)
         self._meeting = meeting
 
-    def _reduce_scatter_base(self, part: torch.Tensor, row: torch.Tensor) -> FakeWork:
-        return self._come("sum", row, part)
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> FakeWork:
+        return self._come("sum", tensors[0], tensors[0])
 
     def _allgather_base(self, row: torch.Tensor, part: torch.Tensor) -> FakeWork:
         return self._come("spread", row, part)
@@ -103,6 +101,6 @@ class _MetGloo(FakeGloo):
             self._meeting.receive((peer, self._rank), tensors[0], work)
         return work
 
-    def _come(self, kind: str, row: torch.Tensor, part: torch.Tensor) -> FakeWork:
+    def _come(self, kind: str, row: torch.Tensor, given: torch.Tensor) -> FakeWork:
         work = self._begin(kind, row, -1)
-        return self._meeting.come(self._rank, _Come(kind, row, part, work))
+        return self._meeting.come(self._rank, _Come(kind, row, given, work))

@@ -85,6 +85,6 @@ def test_trains_as_without_and_crosses(outcomes: list[dict[str, Any]], trainer: 
         assert outcome["figures"]["mode"] == "cross", outcome
         if outcome["way"] in CLIPPED:
             # How much then crosses depends on how busy the machine is.
-            assert outcome["figures"]["order"] == "exchange", outcome
+            assert outcome["figures"]["order"] == "halves", outcome
         else:
             assert outcome["figures"]["barrier_crossed_pct"] > 0, outcome
