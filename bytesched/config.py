@@ -99,7 +99,8 @@ class Config:
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
     split: str = "auto"
     """Send each gradient in two halves, a reduce-scatter and an all-gather, so that norms of all
-    gradients wait for half of the bytes. `auto`: once all ranks ask for norms; `on` or `off`."""
+    gradients wait for half of the bytes: a DDP of two ranks over Gloo on CPUs. `auto`: once both
+    ask for norms; `on` or `off`."""
     hierarchy: str = "auto"
     """Sum within hosts first and then between them, if hosts have several ranks each (DDP on Gloo).
     `auto`: if a trial on the link shows that it is faster; `on` or `off`."""

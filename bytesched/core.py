@@ -119,11 +119,6 @@ class SchedulerCore:
         self.lanes[lane].set_credit(credit_bytes)
         return self._start_next(self.lanes[lane])
 
-    def set_background(self, lane: int, is_background: bool) -> list[CommTask]:
-        """Whether a lane sends one hop at a time, and only when those it yields to send nothing."""
-        self.lanes[lane].is_background = is_background
-        return self._start_next(self.lanes[lane])
-
     def yield_to(self, lane: int, lanes: tuple[Lane, ...]) -> list[CommTask]:
         """``lanes``, and no others, go before this one from now on."""
         self.lanes[lane].yield_to(lanes)

@@ -9,9 +9,9 @@ class Figures(TypedDict):
     """What every plugin reports so far; shares, and times, which are means per iteration.
 
     An iteration is a round of gradients that is summed over the ranks and then stepped, by however
-    many optimizers. Shares and means leave out the warm-up, and the rounds until the ranks have
-    voted for the first time on whether all-reduces are split. Beside these, ``wait_ms/<module>``
-    names the eight modules that training waited for longest, for gradients and updates together.
+    many optimizers. Shares and means leave out the warm-up, and start anew when gradients go in two
+    halves. Beside these, ``wait_ms/<module>`` names the eight modules that training waited for
+    longest, for gradients and updates together.
     """
 
     iterations: int

@@ -19,18 +19,23 @@ LEVELS: Final = ("flat", "two levels")
 SIZES: Final = ("given", "tuned")
 WIRES: Final = ("messages", "collectives")
 
-#: the setting that asks for it
+#: what asks for it
 _SETTINGS: Final = {
     "split": "split = 'on'",
     "sharded": "shard = True",
     "two levels": "hierarchy = 'on'",
     "tuned": "tune = True",
+    "collectives": "NCCL",
 }
 
 #: What does not go together, and why.
 _IMPOSSIBLE: Final = {
     ("split", "two levels"): (
         "both halves of a split all-reduce go between all ranks at once, so that no host sums first"
+    ),
+    ("split", "tuned"): "sizes that are tuned are those of whole all-reduces",
+    ("split", "collectives"): (
+        "gradients go in two halves between two ranks over Gloo on CPUs, and whole on all others"
     ),
     ("sharded", "two levels"): (
         "sums go to their owners, and parameters from them, between all ranks at once, so that no "

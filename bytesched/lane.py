@@ -47,8 +47,6 @@ class Lane:
         self.in_flight: dict[int, CommTask] = {}
         self.in_flight_bytes = 0
         self._yields_to: tuple[Lane, ...] = ()
-        #: one hop at a time, and only while nothing of those that it yields to is in flight
-        self.is_background = False
         #: lanes that wait for this one
         self.followers: list[Lane] = []
         self.yield_to(yields_to)
@@ -87,8 +85,6 @@ class Lane:
             return started
         if self.admission is not None:
             window_bytes = max(window_bytes, self.admission.block_bytes(window_bytes))
-        if self.is_background:
-            window_bytes = 1
         while self.in_flight_bytes < window_bytes:
             if self.is_held and not self.has_next:
                 break
@@ -105,10 +101,6 @@ class Lane:
         return started
 
     def _must_yield(self) -> bool:
-        if self.is_background and (
-            self.in_flight or any(lane.in_flight for lane in self._yields_to)
-        ):
-            return True
         # Without a call for each lane: this is asked at every hop.
         for lane in self._yields_to:
             task = lane.queue.peek()

@@ -89,7 +89,7 @@ def sim_parser() -> argparse.ArgumentParser:
     add(
         "--systems",
         metavar="LIST",
-        help=f"what to predict ({','.join(SYSTEMS[:-1])}; of a profile with layers of experts "
+        help=f"what to predict ({','.join(SYSTEMS)}; of a profile with layers of experts "
         f"{','.join(EXCHANGE_SYSTEMS)})",
     )
     add(

@@ -34,7 +34,6 @@ __all__ = [
 _OPTIONS = {
     "ddp": ("bucket_mb", "bucket_view"),
     "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
-    "split": ("partition_bytes", "credit_bytes"),
     "ddp-own-group": ("bucket_mb", "bucket_view"),
     "bytesched-no-lane": ("partition_bytes", "credit_bytes", "policy"),
     "bytesched-pieces": ("partition_bytes", "credit_bytes", "policy"),
@@ -86,7 +85,7 @@ def systems_of(options: argparse.Namespace, *, has_experts: bool) -> tuple[Syste
     if has_experts:
         _check_alike(options)
     known: tuple[str, ...] = EXCHANGE_SYSTEMS if has_experts else SYSTEMS
-    text = options.systems or ",".join(known if has_experts else SYSTEMS[:-1])
+    text = options.systems or ",".join(known)
     systems = parse_systems(text, known, tuple(_OPTIONS))
     for system in systems:
         for name, value in system.options.items():

@@ -31,13 +31,13 @@ ADVICE: Final = (
         r"reads all gradients",
         "`clip_grad_norm_ reads all gradients (train.py:88)`",
         "that line needs values of gradients before `step()`, so it waits for them",
-        'under DDP try `split="on"`: norms, sums and maxima of whole gradients then wait for half '
-        "of what is sent; read other values less often",
+        'of a DDP between two ranks on CPUs try `split="on"`: norms, sums and maxima of whole '
+        "gradients then wait for half of what is sent; read other values less often",
     ),
     Advice(
         r"asks for norms of all gradients",
         "`clip_grad_norm_ asks for norms of all gradients (train.py:88)`",
-        "the same with split all-reduces: it waits for the first half of what is sent",
+        "the same where gradients go in two halves: it waits for the first half of what is sent",
         "nothing; if compute is much longer than communication, that half is all there is to wait "
         "for",
     ),

@@ -147,8 +147,6 @@ class Use(Enum):
 
     #: ask for its norm, or note down a change of it: that is done with the sum when it is here
     ASK = "ask"
-    #: make another tensor of it, which stays on the wire with it
-    DERIVE = "derive"
     #: set it to zero, in other memory, as the one that it has is needed for an update
     ZERO_APART = "zero apart"
 
@@ -158,7 +156,6 @@ class Use(Enum):
 #: In which states; what else a script does waits until nothing of the gradient is under way.
 ALLOWED: Final[Mapping[Use, frozenset[GradientState]]] = {
     Use.ASK: frozenset(_S) - TAKEN - {_S.LOST},
-    Use.DERIVE: UNTAKEN,
     Use.ZERO_APART: TAKEN,
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
 from bytesched.sim.curve import AXES, Axis, Case
 from bytesched.sim.predict import Prediction
-from bytesched.sim.systems import SCHEDULED
 from bytesched.sim.verdict import gain
 
 __all__ = ["draw_map", "draw_sweep"]
@@ -32,7 +31,7 @@ def draw_sweep(
         _frame(axes, axis.title)
         axes.set_ylabel("x T*", color=QUIET, size=9)
         for number, system in enumerate(case.systems):
-            ours = system.kind in SCHEDULED
+            ours = system.kind == "bytesched"
             axes.plot(
                 [point for point, _ in found],
                 [of_point[number].to_optimum for _, of_point in found],

@@ -22,12 +22,10 @@ from bytesched.sim.systems import (
     BUCKETS_MB,
     CALIBRATED,
     DEFAULT_BUCKET_MB,
-    SCHEDULED,
     Model,
     buckets,
     scheduled,
     sharded,
-    split,
 )
 from bytesched.tree import FAN_OUT
 from bytesched.tunable import ORDERS
@@ -114,11 +112,8 @@ def predict(
     """What ``system`` takes per iteration. Raises `ConfigError` for options it does not know."""
     order = system.options.get("order", ORDERS[0])
     control = control_of(fabric, order, send_s=send_s)
-    if system.kind == "split":
-        # Its messages have tags: no rank waits for another's word, nor for what is not ready there.
-        control = replace(control, fanout=0, replay=False, repeat=False, foresight=True)
     costs = model.costs
-    cpu = costs.scheduled if system.kind in SCHEDULED else costs.plain
+    cpu = costs.scheduled if system.kind == "bytesched" else costs.plain
     model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
     fabric = replace(
         fabric,
@@ -187,11 +182,10 @@ def _candidates(system: System, fabric: Fabric) -> list[tuple[Callable[[Model], 
         return [(partial(buckets, bucket_mb=size, are_views=are_views), chosen)]
     if system.kind == "fsdp2":
         return [(partial(sharded, ranks=fabric.ranks, by_gloo=fabric.overlaps), "")]
-    chunked = split if system.kind == "split" else scheduled
-    return [(partial(chunked, fabric=fabric, options=options), "")]
+    return [(partial(scheduled, fabric=fabric, options=options), "")]
 
 
 def _size(system: System, work: Work, chosen: str) -> str:
-    if system.kind not in SCHEDULED:
+    if system.kind != "bytesched":
         return chosen
     return f"{max(job.nbytes for job in work.jobs) / 1e6:.2f} MB"

@@ -20,7 +20,6 @@ __all__ = [
     "CALIBRATED",
     "DEFAULT_BUCKET_MB",
     "LAB_COSTS",
-    "SCHEDULED",
     "SYSTEMS",
     "Costs",
     "CpuCosts",
@@ -29,11 +28,9 @@ __all__ = [
     "buckets",
     "scheduled",
     "sharded",
-    "split",
 ]
 
-SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched", "split")
-SCHEDULED = ("bytesched", "split")
+SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: those whose predictions scripts/sim-referee and scripts/calibrate-sim hold against the lab
 CALIBRATED = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
@@ -246,41 +243,6 @@ def scheduled(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
         forward_s=model.forward_s,
         backward_s=model.backward_s,
         jobs=jobs,
-        bundles=bundles,
-        bundle_of=gates,
-        led=True,
-        policy=options.get("policy", "priority"),
-        credit_bytes=credit_bytes,
-    )
-
-
-def split(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
-    """bytesched with every all-reduce split: a norm needs the first halves alone."""
-    chunks, credit_bytes = _chunks(model, fabric, options)
-    count = len(chunks)
-    firsts = [
-        Job(chunk.nbytes, index, _first_layer(chunk), 0.5) for index, chunk in enumerate(chunks)
-    ]
-    # Where a norm is asked for, all first halves stand before it.
-    later = count if model.clip else 0
-    seconds = [
-        Job(chunk.nbytes, index + later, -1, 0.5, after=index) for index, chunk in enumerate(chunks)
-    ]
-    bundles, gates = _own_bundles(model, chunks)
-    norm_s = fabric.start_up_s(ELEMENT_BYTES) if model.clip else 0.0
-    needed = tuple(range(count)) if model.clip else ()
-    bundles = tuple(
-        Bundle(
-            (*needed, *(count + index for index in bundle.jobs)),
-            norm_s + bundle.update_s,
-        )
-        for bundle in bundles
-    )
-    return Work(
-        name="split",
-        forward_s=model.forward_s,
-        backward_s=model.backward_s,
-        jobs=(*firsts, *seconds),
         bundles=bundles,
         bundle_of=gates,
         led=True,

@@ -7,7 +7,6 @@ from typing import Final
 
 from bytesched.sim.curve import Case
 from bytesched.sim.predict import Prediction
-from bytesched.sim.systems import SCHEDULED
 
 __all__ = ["gain", "rivals", "verdict"]
 
@@ -22,7 +21,7 @@ _MUCH, _LITTLE = 2.5, 0.5
 
 def rivals(found: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
     """The fastest of ours, and the fastest calibrated peer; None where there is none."""
-    ours = [one for one in found if one.system.startswith(SCHEDULED)]
+    ours = [one for one in found if one.system.startswith("bytesched")]
     peers = [one for one in found if one.calibrated and one not in ours]
     return _fastest(ours), _fastest(peers)
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.link.levels import shares_hosts
 
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
@@ -19,10 +18,10 @@ from ..routes.groups.opening import open_group, open_part
 from ..routes.levels.choosing import open_levels
 from ..routes.levels.sums import TwoLevelSums
 from .joining import Joining
-from .row_splitter import RowSplitter
-from .splitter import ExchangeSplitter
+from .row_sharder import RowSharder
+from .sharder import MessageSharder
 
-__all__ = ["broadcast", "levels_of", "splits_by_collectives", "splitter_of"]
+__all__ = ["broadcast", "levels_of", "sharder_of", "splits_by_collectives"]
 
 log = logging.getLogger("bytesched")
 
@@ -44,23 +43,19 @@ def splits_by_collectives(wire: str, device: torch.device) -> bool:
     return wire != "gloo" or device.type != "cpu"
 
 
-def splitter_of(
+def sharder_of(
     base: dist.ProcessGroup,
     backend: C10dBackend,
     device: torch.device,
     name: str,
     hosts: Sequence[str],
     config: Config,
-) -> ExchangeSplitter | None:
-    """What splits the all-reduces of the session ``name``; None if nothing does.
+) -> MessageSharder | None:
+    """What shards the update of the session ``name``; None if nothing does.
 
-    By messages over Gloo on CPUs; and if a script only asks for norms, where each host has one
-    rank, or there is one host: from g ranks on each of N hosts, an exchange sends g times 2(N-1)/N
-    of the bytes, more than the all-reduce it takes the place of. Elsewhere by collectives; never
-    where hosts sum first.
+    By messages over Gloo on CPUs, elsewhere by collectives.
     """
-    asks_alone = config.split == "auto" and not config.shard
-    if backend.levels > 1 and asks_alone:
+    if not config.shard:
         return None
     numbers = itertools.count()
 
@@ -71,10 +66,8 @@ def splitter_of(
         return backend.add(group)
 
     if splits_by_collectives(backend.wire, device):
-        return RowSplitter(backend.size, opened, backend.remove, backend.wire)
-    if asks_alone and shares_hosts(hosts):
-        return None
-    return ExchangeSplitter(backend.size, opened, backend.remove)
+        return RowSharder(backend.size, opened, backend.remove, backend.wire)
+    return MessageSharder(backend.size, opened, backend.remove)
 
 
 def broadcast(group: Group, module: nn.Module, *, left_out: Container[int] = ()) -> None:

@@ -37,7 +37,7 @@ from ..update.delegation import stepping_optimizer
 from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast
-from .carrying import broadcast, levels_of, splitter_of
+from .carrying import broadcast, levels_of, sharder_of
 from .entry import Entry
 from .grouping import (
     grouping_of,
@@ -51,7 +51,7 @@ from .grouping import (
 )
 from .grouping import statements as group_statements
 from .joining import joining
-from .planning import attach_planned, sums_within_hosts, why_not_planned
+from .planning import attach_planned, refuse_halves, sums_within_hosts, why_not_planned
 from .shell import finalizes_by_hand, take_over
 from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
@@ -253,6 +253,7 @@ def attach(
             accumulation, slots, config, find_unused=find_unused, has_groups=bool(in_groups)
         )
         find_unused = False
+    refuse_halves(base, config)
     if in_groups and config.find_unused_parameters is None:
         # Whether an expert is used depends on the batch, and DDP does not look at it.
         find_unused = True
@@ -297,9 +298,9 @@ def attach(
         slots,
         config,
         backend=backend,
-        splitter=None
+        sharder=None
         if parts or is_folded
-        else splitter_of(base, backend, device, name, data.hosts, config),
+        else sharder_of(base, backend, device, name, data.hosts, config),
         sync=Syncing(model, weak_ddp),
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),

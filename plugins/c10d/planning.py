@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +31,7 @@ from .entry import Entry
 from .joining import joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = ["attach_planned", "sums_within_hosts", "why_not_planned"]
+__all__ = ["attach_planned", "refuse_halves", "sums_within_hosts", "why_not_planned"]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
 _BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
@@ -53,6 +54,19 @@ def why_not_planned(
     if config.compression != "none":
         return "gradients are compressed"
     return ""
+
+
+def refuse_halves(base: dist.ProcessGroup, config: Config) -> None:
+    """Raises PluginError where ``split = "on"`` cannot be: gradients are not planned.
+
+    One rank sends nothing, however that is asked for.
+    """
+    if config.split == "on" and not config.shard and base.size() > 1:
+        raise PluginError(
+            "split = 'on': gradients go in two halves between two ranks over Gloo on CPUs, of a "
+            "model in DistributedDataParallel, uncompressed and with devices of their own; leave "
+            "split as it is"
+        )
 
 
 def _goes_in_halves(ddp: DistributedDataParallel) -> bool:

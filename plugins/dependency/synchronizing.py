@@ -88,7 +88,7 @@ class Synchronizing:
             if URGENCY.is_held:
                 URGENCY.passed()
             for slot in bundle.slots:
-                if slot.changes or slot.looks:
+                if slot.changes:
                     self._change_one(slot)
             # A parameter that was not read in this round may be held since an earlier one.
             release_held([slot.parameter for slot in bundle.slots])
@@ -173,7 +173,7 @@ class Synchronizing:
     def _change(self) -> None:
         """Makes changes that were noted of gradients which no ``step()`` has taken."""
         for slot in self._plan.slots:
-            if slot.changes or slot.looks:
+            if slot.changes:
                 self._change_one(slot)
 
     def _change_one(self, slot: Slot) -> None:
@@ -190,7 +190,7 @@ class Synchronizing:
             and slot.state is GradientState.SUMMED
             and bundle.state is BundleState.FREE
             and self._elsewhere is None
-            and not (slot.changes or slot.looks)
+            and not slot.changes
         ):
             # It was read in this round, and is what it was then.
             return
@@ -209,7 +209,7 @@ class Synchronizing:
             self._meter.causes.read(slot.name, waited_ns)
         if self._elsewhere is not None:
             self._elsewhere.complete(slot)
-        if (slot.changes or slot.looks) and slot.state not in TAKEN:
+        if slot.changes and slot.state not in TAKEN:
             slot.change()
         slot.is_read = True
 

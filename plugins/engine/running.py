@@ -19,7 +19,6 @@ from ..layout.flags import from_cells, to_cells
 from ..layout.slots import Slot
 from ..proxies.lazy_grads import keep_apart, move_apart
 from ..proxies.pending import release_held
-from ..queries.splitting import Splitting
 from ..routes.carrier import Traffic
 from ..update.deferred import Deferred
 from ..update.pending_updates import PendingUpdates
@@ -38,7 +37,7 @@ class Running:
         setting: what training begins with.
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
-        splitting: chooses the carrier of each round, if there is another than that of ``parts``.
+        sharding: carries rounds, in place of the carrier of ``parts``.
         traffic: what all of them have carried.
     """
 
@@ -52,7 +51,7 @@ class Running:
         setting: Setting,
         find_unused: bool,
         retuning: Retuning | None,
-        splitting: Splitting | Sharding | None,
+        sharding: Sharding | None,
         traffic: Callable[[], Traffic],
     ) -> None:
         self.plan = parts.plan
@@ -69,8 +68,7 @@ class Running:
         self._meter = context.meter
         self._rank = context.backend.rank
         self._retuning = retuning
-        self._splitting = splitting
-        self._sharding = splitting if isinstance(splitting, Sharding) else None
+        self._sharding = sharding
         self._whole_carrier = parts.carrier
         self._traffic = traffic
         self._optimizers: list[Deferred] = []
@@ -108,8 +106,8 @@ class Running:
             )
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
-        if self._splitting is not None:
-            self._carrier = self._splitting.carrier()
+        if self._sharding is not None:
+            self._carrier = self._sharding.carrier()
         for slot in kept_or_seen(plan.slots):
             if self._sharding is not None:
                 self._sharding.complete_kept(slot)
@@ -121,9 +119,9 @@ class Running:
         with self._progress.lock:
             self._round.begin()
         self._steps = 0
-        if self._splitting is not None:
-            self._splitting.begin_round()
-        self._meter.round_begins(is_settled=self._splitting is None or self._splitting.is_settled)
+        if self._sharding is not None:
+            self._sharding.begin_round()
+        self._meter.round_begins()
 
     def gradient(self, slot: Slot) -> None:
         if not slot.take_gradient():
@@ -145,8 +143,8 @@ class Running:
         if self.find_unused:
             self._complete()
         self.hand_out()
-        if self._splitting is not None:
-            self._splitting.backward_ends()
+        if self._sharding is not None:
+            self._sharding.backward_ends()
         return self
 
     def _complete(self) -> None:
@@ -210,8 +208,8 @@ class Running:
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
         eager = self._pending_updates.step(deferred, whole_because=whole_because)
         self._steps += 1
-        if self._splitting is not None and self._steps == sum(o.is_alive for o in self._optimizers):
-            self._splitting.end_round()
+        if self._sharding is not None and self._steps == sum(o.is_alive for o in self._optimizers):
+            self._sharding.end_round()
         return eager
 
     def stepped(self) -> None:
@@ -255,8 +253,8 @@ class Running:
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
-        if self._splitting is not None:
-            self._splitting.close()
+        if self._sharding is not None:
+            self._sharding.close()
         self._whole_carrier.close()
         self._updater.close()
         if release_parameters:

@@ -27,7 +27,7 @@ from ..routes.handover import Handover
 from ..update.stepping import Stepping
 from ..warmup.retuning import Decisions
 from ..zero1.checkpoint import ShardedState, plain_name
-from ..zero1.sharding import ShardedSplitter
+from ..zero1.sharding import Sharder
 from .hooked import HookedModel
 from .phase import Life
 from .round_steps import RoundSteps
@@ -58,7 +58,7 @@ class Session(HookedModel):
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
-        splitter: makes carriers that split every all-reduce, where there can be any.
+        sharder: makes carriers of a sharded update, if there is to be one.
         accumulation: gradients are folded into the moments of its optimizer, for which ``slots``
             are made; it says what is reduced in place of ``sync``.
     """
@@ -74,7 +74,7 @@ class Session(HookedModel):
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
-        splitter: ShardedSplitter | None = None,
+        sharder: Sharder | None = None,
         accumulation: Accumulation | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
@@ -103,7 +103,7 @@ class Session(HookedModel):
             first_use=self._first_use,
             handover=self._handover,
             decisions=decisions,
-            splitter=splitter if config.split != "off" else None,
+            sharder=sharder,
             folding=self._folding,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,

@@ -20,7 +20,6 @@ from ..layout.slots import Slot
 from ..moments.folding import Folding
 from ..moments.updates import MomentUpdates
 from ..proxies.first_use import FirstUse
-from ..queries.splitting import Splitting
 from ..routes.carrier import Traffic
 from ..routes.handover import Handover
 from ..update.completions import Completions
@@ -33,7 +32,7 @@ from ..warmup.first_round import WarmedUp, WarmUp
 from ..warmup.retuning import Decisions, Retuning
 from ..zero1.checkpoint import HeldEntry
 from ..zero1.sharded_updates import ShardedUpdates
-from ..zero1.sharding import Dealing, ShardedSplitter, Sharding
+from ..zero1.sharding import Dealing, Sharder, Sharding
 from .running import Running
 
 __all__ = ["WarmingUp"]
@@ -65,7 +64,7 @@ class WarmingUp:
         first_use: FirstUse,
         handover: Handover,
         decisions: Decisions | None,
-        splitter: ShardedSplitter | None,
+        sharder: Sharder | None,
         folding: Folding | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
@@ -81,7 +80,7 @@ class WarmingUp:
         self._first_use = first_use
         self._handover = handover
         self._decisions = decisions
-        self._splitter = splitter
+        self._sharder = sharder
         self._folding = folding
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
@@ -151,10 +150,9 @@ class WarmingUp:
         progress.story = carrier.story
         meter.active(plan.nbytes, len(plan.chunks), setting)
         sharding: Sharding | None = None
-        if self._config.shard:
-            assert self._splitter is not None
+        if self._sharder is not None:
             sharding = Sharding(
-                self._splitter,
+                self._sharder,
                 plan,
                 warm.packer,
                 context,
@@ -167,7 +165,6 @@ class WarmingUp:
         used = [slot for slot in plan.slots if slot.state in UNTAKEN]
         gates = Gates(plan, used, self._first_use, synchronizing, self._inside_compiled)
         parts = PlanParts(plan, warm.packer, synchronizing, gates, carrier)
-        splitting: Splitting | Sharding | None = sharding
         if sharding is not None:
             pending_updates: PendingUpdates = ShardedUpdates(
                 plan.slots, synchronizing, updater, context, sharding
@@ -178,25 +175,12 @@ class WarmingUp:
             )
         else:
             pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)
-            if self._splitter is not None:
-                splitting = Splitting(
-                    self._splitter,
-                    parts,
-                    context,
-                    setting,
-                    mode=self._config.split,
-                    is_tuned=self._decisions is not None,
-                    reduced=completions.reduced,
-                )
 
         def traffic() -> Traffic:
             whole = carrier.traffic
-            return whole if splitting is None else whole + splitting.traffic
+            return whole if sharding is None else whole + sharding.traffic
 
         def cut(changed: Setting) -> None:
-            if isinstance(splitting, Splitting):
-                splitting.change(changed)
-                return
             parts.cut_whole(changed)
             meter.changed(len(plan.chunks), changed)
 
@@ -221,7 +205,7 @@ class WarmingUp:
             setting=setting,
             find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
             retuning=retuning,
-            splitting=splitting,
+            sharding=sharding,
             traffic=traffic,
         )
 

@@ -114,13 +114,9 @@ class Meter:
         if self._observers.are_any and self._forward_ns:
             self._observers.on_span("forward", "forward", self._forward_ns, self._backward_ns)
 
-    def round_begins(self, *, is_settled: bool) -> None:
-        """A round begins, and nothing of the last one is outstanding.
-
-        Args:
-            is_settled: it is sent as those after it will be, as far as that is known.
-        """
-        if is_settled and not self.is_measuring:
+    def round_begins(self) -> None:
+        """A round begins, and nothing of the last one is outstanding."""
+        if not self.is_measuring:
             self.is_measuring = True
             self._measure()
         self._is_untaken = True

@@ -179,12 +179,6 @@ class Plan:
         turn = sorted(self._ownership.bounds).index(self._position[slot])
         return shares[turn % len(shares)].rank
 
-    def measurer_of(self, chunk: CommTask) -> int | None:
-        """The rank that measures a tensor in ``chunk``, if that is not the owner of the chunk."""
-        owner = self.owners[chunk.index]
-        ranks = (self.measurer(slice_.slot) for slice_ in self.slices[chunk.index])
-        return next((rank for rank in ranks if rank not in (None, owner)), None)
-
     def _owner_at(self, slice_: Slice) -> int | None:
         shares = self.shares(slice_.slot)
         return next((s.rank for s in shares if s.start_at <= slice_.start_at < s.stop_at), None)

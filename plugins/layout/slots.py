@@ -45,10 +45,6 @@ class Slot(Gradient):
     queries: QueryHandler | None = field(init=False, default=None)
     #: what the script has done to the elements of the gradient while it was outstanding
     changes: list[Callable[[list[torch.Tensor]], None]] = field(init=False, default_factory=list)
-    #: what looks at the gradient once it is here, after so many of the changes
-    looks: list[tuple[int, Callable[[torch.Tensor], None]]] = field(
-        init=False, default_factory=list
-    )
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
@@ -135,10 +131,6 @@ class Slot(Gradient):
         """Makes the changes that were noted, once; nothing of it may be outstanding."""
         change([self])
 
-    def look(self, look: Callable[[torch.Tensor], None]) -> None:
-        """``look`` is called with the gradient as it is now, once it is here."""
-        self.looks.append((len(self.changes), look))
-
     def is_taken(self) -> bool:
         """True while the memory of the gradient is an update's, or has become a parameter's.
 
@@ -198,16 +190,13 @@ def change(slots: Iterable[Slot]) -> None:
     Those with the same changes, as after one of all gradients, are changed in one call.
     """
     # Once each: a group may name a parameter twice.
-    changed = [slot for slot in dict.fromkeys(slots) if slot.changes or slot.looks]
+    changed = [slot for slot in dict.fromkeys(slots) if slot.changes]
     if not changed:
         return
     alike: dict[tuple[int, ...], list[Slot]] = {}
     with torch.no_grad():
         for slot in changed:
-            if slot.looks:
-                _change_and_look(slot)
-            else:
-                alike.setdefault(tuple(map(id, slot.changes)), []).append(slot)
+            alike.setdefault(tuple(map(id, slot.changes)), []).append(slot)
         for some in alike.values():
             changes = some[0].changes
             for slot in some:
@@ -215,14 +204,3 @@ def change(slots: Iterable[Slot]) -> None:
             views = [slot.view for slot in some]
             for make in changes:
                 make(views)
-
-
-def _change_and_look(slot: Slot) -> None:
-    changes, slot.changes = slot.changes, []
-    looks, slot.looks = slot.looks, []
-    for number in range(len(changes) + 1):
-        for after, look in looks:
-            if after == number:
-                look(slot.view)
-        for make in changes[number : number + 1]:
-            make([slot.view])

@@ -14,10 +14,11 @@ from bytesched.errors import PluginError, in_one_line
 from bytesched.grid import why_not
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast, levels_of, splitter_of
+from ..c10d.carrying import broadcast, levels_of, sharder_of
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.joining import joining
+from ..c10d.planning import refuse_halves
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, slots_of, stays_plain
 from ..engine.session import Session
@@ -138,6 +139,7 @@ def _attach(
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
         if name in getattr(ddp, "parameters_to_ignore", ())
     }
+    refuse_halves(base, config)
     slots = slots_of(root, optimizer, ignored=ignored)
     device = slots[0].parameter.device
     kind = kind_of(base, device)
@@ -168,7 +170,7 @@ def _attach(
         slots,
         config,
         backend=backend,
-        splitter=splitter_of(base, backend, device, name, data.hosts, config),
+        sharder=sharder_of(base, backend, device, name, data.hosts, config),
         sync=None,
         find_unused=find_unused,
         static_graph=False,

@@ -269,7 +269,7 @@ class PlannedSession:
         if not self.source.is_early:
             if self._sending.halves is None:
                 self._planning.round_begins()
-            self._meter.round_begins(is_settled=True)
+            self._meter.round_begins()
 
     def _listen(self) -> None:
         """What the ranks told each other is here; nothing else is under way."""

@@ -7,15 +7,19 @@ from typing import Any, Final
 
 import torch
 
-from ..queries.vote import Vote
-from ..queries.worth import Worth
 from .buckets import Bucket, Member
 from .wire import Wire
 
 __all__ = ["Splitting"]
 
-#: the round of the first vote, when the ranks know how long all of it takes
+#: the round of the first vote, when the ranks know how long all of it takes; then 8, 16, …
 _FIRST: Final = 4
+#: rounds from which on they vote at equal distances
+_EVERY: Final = 256
+#: A norm waits for all late bytes where they are sent whole, for half of them in two halves, which
+#: cost more messages: so much of all bytes has to be late, on average of so many rounds.
+_LATE: Final = 0.15
+_JUDGED: Final = 8
 #: From this share of all bytes on, a script has asked about its gradients, and not about some.
 _MOST: Final = 0.5
 
@@ -30,8 +34,10 @@ class Splitting:
     def __init__(self, wire: Wire, mode: str) -> None:
         self._wire = wire
         self._mode = mode
-        self._worth = Worth(is_judged=True)
         self._rounds = 0
+        #: rounds in which the script has asked, whether it has since the last vote, and the sum of
+        #: the shares of those rounds that were late
+        self._asking, self._was_asked, self._late = 0, False, 0.0
         #: whose gradients the script has asked about in this round, and how much was late then
         self._asked: dict[Bucket, None] = {}
         self._late_bytes = 0
@@ -62,16 +68,20 @@ class Splitting:
             return True
         asked_bytes = sum(bucket.buffer.nbytes for bucket in self._asked)
         if asked_bytes and asked_bytes >= _MOST * nbytes:
-            self._worth.note(self._late_bytes / nbytes)
+            self._asking, self._was_asked = self._asking + 1, True
+            self._late += self._late_bytes / nbytes
         self._asked.clear()
         return False
 
     def round_ends(self) -> None:
         """All of its chunks have been issued: a vote goes behind them."""
         self._rounds += 1
-        if self._mode != "auto" or self._rounds < _FIRST or not Vote.is_due(self._rounds):
+        if self._mode != "auto" or not _is_due(self._rounds):
             return
-        wants = self._worth.take(is_split=False)
+        wants, self._was_asked = self._was_asked, False
+        if self._asking >= _JUDGED:
+            wants = wants and self._late >= _LATE * self._asking
+            self._asking, self._late = 0, 0.0
         self._vote = torch.tensor([0.0 if wants else 1.0], dtype=torch.float64, device="cpu")
         self._voting = self._wire.start_largest(self._vote)
 
@@ -89,3 +99,10 @@ class Splitting:
 
     def __repr__(self) -> str:
         return f"<Splitting {self._mode!r}, {self._rounds} rounds>"
+
+
+def _is_due(rounds: int) -> bool:
+    """Whether there is a vote in this round, from 1 on."""
+    if rounds < _EVERY:
+        return rounds >= _FIRST and rounds & (rounds - 1) == 0
+    return rounds % _EVERY == 0

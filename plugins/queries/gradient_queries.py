@@ -9,16 +9,25 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from bytesched.round import TAKEN, UNREADABLE, UNTAKEN, Memory
+from bytesched.round import ALLOWED, UNTAKEN, Memory, Use
 
 from ..dependency.progress import Progress
 from ..figures.meter import Meter
+from ..layout.memory import lies_over
 from ..layout.packing import elements
 from ..layout.plan import Plan
 from ..layout.slots import Slot
+from ..proxies.lazy_grads import LazyGrad, alias_of, moves_alone
 from .answers import Answers
-from .expressions import Asked, Expression, derived, expression_of
-from .operations import ELEMENTWISE, ELEMENTWISE_OF_ALL, NORMS, NORMS_OF_ALL, REDUCTIONS, UNSCALE
+from .operations import (
+    ALIASES,
+    ELEMENTWISE,
+    ELEMENTWISE_OF_ALL,
+    NORMS,
+    NORMS_OF_ALL,
+    REDUCTIONS,
+    UNSCALE,
+)
 from .parts import Places, Rule, rule_of
 from .questions import are_plain, digest, is_of_whole_tensor, kept, question_of, unscaling
 
@@ -40,7 +49,7 @@ class Summing(Protocol):
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sums of this round that this rank measures are in the arena."""
+        """Whether the sums of this round that this rank owns are in the arena."""
 
 
 class GradientQueries:
@@ -55,11 +64,7 @@ class GradientQueries:
         rank: this one.
         exchange: with the end of phase one.
         answers: what other ranks found.
-        is_whole: whether all gradients have come: no answer is needed then.
-        assembled: asks for the gradients of tensors that have several owners; None: every gradient
-            comes to every rank, so that it may be looked at then.
-        is_told: whether the end of phase one includes what others own of a tensor that is measured
-            here.
+        assembled: asks for the gradients of tensors that have several owners.
         lend: called with what changes keep, which another stream of a GPU may read.
     """
 
@@ -72,19 +77,13 @@ class GradientQueries:
         progress: Progress,
         meter: Meter,
         *,
-        is_whole: Callable[[], bool],
-        assembled: Callable[[list[Slot]], list[torch.Tensor]] | None,
-        is_told: Callable[[Slot], bool],
+        assembled: Callable[[list[Slot]], list[torch.Tensor]],
         lend: Callable[[Iterable[object]], None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._rank = rank
-        self._is_whole = is_whole
         self._assembled = assembled
-        self._is_told = is_told
         self._lend = lend
-        #: something was asked in this round that needed all of a tensor that has several owners
-        self.measured_whole = False
         #: other ranks gave no answer in time
         self._gave_up = False
         self._began_s = monotonic()
@@ -107,8 +106,6 @@ class GradientQueries:
         self._questions = 0
         #: a digest of all changes in this round: what ranks must have in common for an answer
         self._changes = 0
-        #: what the script has asked about or changed in this round
-        self._asked = Asked(plan.slots, progress)
         #: the backward pass of this round has not ended: hooks see gradients of the last one
         self._is_backward = False
 
@@ -117,15 +114,9 @@ class GradientQueries:
         self._is_backward = True
         self._known.clear()
         self._questions = self._changes = 0
-        self.measured_whole = self._gave_up = False
+        self._gave_up = False
         self._began_s = monotonic()
-        self._asked.clear()
         self._answers.begin_round()
-
-    @property
-    def asked(self) -> Asked:
-        """What the script has asked about or changed in this round."""
-        return self._asked
 
     def backward_ends(self) -> None:
         """All gradients of the round are those that are asked about."""
@@ -145,39 +136,36 @@ class GradientQueries:
             return self._change_all(func, args, kwargs)
         if func is UNSCALE:
             return self._unscale(args, kwargs)
-        return derived(func, args, kwargs, with_memory=self._assembled is None)
+        if func in ALIASES and not moves_alone(args[0]) and self._slots(args[:1]):
+            return alias_of(args[0])
+        if func is torch.Tensor.cpu and not args[1:] and not kwargs and not args[0].is_cuda:
+            return args[0]
+        return NotImplemented
 
     # -- norms -------------------------------------------------------------------------
 
     def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._expressions(args[:1])
-        if found is None or not is_of_whole_tensor(func, args[1:], kwargs):
+        slots = self._slots(args[:1])
+        if slots is None or not is_of_whole_tensor(func, args[1:], kwargs):
             return NotImplemented
-        (expression,) = found
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [func(expression.of(tensor), *args[1:], **kwargs) for tensor in tensors]
+            return [func(tensor, *args[1:], **kwargs) for tensor in tensors]
 
-        question = question_of(func, args[1:], kwargs) + expression.text
         rule = self._rule(func, args[1:], kwargs)
-        numbers = self._ask(question, measure, [expression.slot], rule)
+        numbers = self._ask(question_of(func, args[1:], kwargs), measure, slots, rule)
         return NotImplemented if numbers is None else numbers[0]
 
     def _norms(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._expressions(args[0])
-        if not found or not are_plain([*args[1:], *kwargs.values()]):
-            return NotImplemented
-        first = found[0]
-        if {first.text} != {other.text for other in found}:
+        slots = self._slots(args[0])
+        if not slots or not are_plain([*args[1:], *kwargs.values()]):
             return NotImplemented
 
         def measure(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            made = [first.of(tensor) for tensor in tensors]
-            return list(func(made, *args[1:], **kwargs)) if made else []
+            return list(func(tensors, *args[1:], **kwargs)) if tensors else []
 
-        question = question_of(func, args[1:], kwargs) + first.text
         rule = self._rule(func, args[1:], kwargs)
-        numbers = self._ask(question, measure, [expression.slot for expression in found], rule)
+        numbers = self._ask(question_of(func, args[1:], kwargs), measure, slots, rule)
         return NotImplemented if numbers is None else numbers
 
     def _rule(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Rule:
@@ -191,7 +179,6 @@ class GradientQueries:
         rule: Rule,
     ) -> list[torch.Tensor] | None:
         """A number for each slot, as ``measure`` would find it; None: look at whole gradients."""
-        self._asked.add(slots)
         if not self._answers.is_open:
             return None
         key = question, self._changes
@@ -255,13 +242,10 @@ class GradientQueries:
             # In this order: a rank that has ended the round may have answered before.
             is_missing = self._answers.is_missing(number, signature)
             total = self._answers.total(number, signature, own)
-            return total is not None or is_missing or self._is_whole()
+            return total is not None or is_missing
 
-        # Where all gradients come here, that ends it.
-        until = inf
-        if self._assembled is not None:
-            # Another rank may still be told sums, which takes less than what was sent until now.
-            until = monotonic() + _PATIENCE_S + 2 * (monotonic() - self._began_s)
+        # Another rank may still be sent gradients, which takes less than what was sent until now.
+        until = monotonic() + _PATIENCE_S + 2 * (monotonic() - self._began_s)
         self._wait(has_come, "the norms of other ranks' gradients", until)
         self._gave_up = monotonic() >= until
         return total
@@ -294,13 +278,8 @@ class GradientQueries:
     ) -> None:
         """Tensors of several owners: each measures its part, or one of them the whole."""
         if rule is Rule.NONE:
-            self.measured_whole = self.measured_whole or bool(self._cut)
-            mine = [slot for slot in self._cut if self._plan.measurer(slot) == self._rank]
-            here = [slot for slot in mine if self._is_told(slot) and not _may_be_other(slot)]
-            self._measure(into, self._at(here), [slot.changed() for slot in here], measure)
-            if others := [slot for slot in mine if slot not in here]:
-                assert self._assembled is not None
-                self._measure(into, self._at(others), self._assembled(others), measure)
+            if mine := [slot for slot in self._cut if self._plan.measurer(slot) == self._rank]:
+                self._measure(into, self._at(mine), self._assembled(mine), measure)
             return
         at, gradients = [], []
         for slot, shares in self._cut.items():
@@ -363,34 +342,30 @@ class GradientQueries:
         return None
 
     def _note(self, slots: Sequence[Slot], change: _Change, what: str) -> None:
-        self._asked.add(slots)
         positions = [self._index[slot] for slot in slots]
         self._changes = digest(f"{self._changes} {what} of {positions}")
         for slot in slots:
             slot.changes.append(change)
 
     def _slots(self, tensors: Sequence[Any]) -> list[Slot] | None:
-        """Those of ``tensors``, if each is a whole gradient itself; see `_expressions`."""
-        found = self._expressions(tensors)
-        if found is None or [expression for expression in found if expression.text]:
-            return None
-        return [expression.slot for expression in found]
-
-    def _expressions(self, tensors: Sequence[Any]) -> list[Expression] | None:
-        """What ``tensors`` are made of; None if one has to be waited for."""
+        """Whose gradients ``tensors`` are; None if one has to be waited for."""
         found = []
         for tensor in tensors:
-            expression = expression_of(tensor)
-            if (
-                expression is None
-                or expression.slot not in self._index
-                or expression.slot.memory is Memory.SPOILED
-            ):
+            slot = _slot_of(tensor)
+            if slot is None or slot not in self._index or slot.memory is Memory.SPOILED:
                 return None
-            found.append(expression)
+            found.append(slot)
         return found
 
 
-def _may_be_other(slot: Slot) -> bool:
-    """Whether something else than what was summed may be in the memory of the gradient."""
-    return slot.is_read or slot.state in TAKEN or slot.memory in UNREADABLE
+def _slot_of(tensor: object) -> Slot | None:
+    """Whose gradient ``tensor`` is, if that may be on the wire and no step has taken it.
+
+    None where the gradient was read whole in this round: there may be aliases of its memory. None
+    for what was kept from an earlier round, whose memory is its own.
+    """
+    slot = tensor.owner if type(tensor) is LazyGrad else None
+    if not isinstance(slot, Slot) or not lies_over(tensor, slot.view):  # type: ignore[arg-type]
+        return None
+    is_askable = slot.state in ALLOWED[Use.ASK] and not slot.is_read
+    return slot if is_askable else None

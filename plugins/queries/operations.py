@@ -13,7 +13,6 @@ __all__ = [
     "ELEMENTWISE_OF_ALL",
     "NORMS",
     "NORMS_OF_ALL",
-    "PURE",
     "REDUCTIONS",
     "UNSCALE",
 ]
@@ -44,36 +43,6 @@ REDUCTIONS: Final = _both(
 ALIASES: Final[frozenset[Any]] = frozenset(
     {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-#: The same elements in another shape, where -1 or nothing is given.
-FLATTENING: Final = _both("flatten", "ravel", "reshape", "view")
-#: A tensor that is made of one, element by element.
-PURE: Final = (
-    FLATTENING
-    | _both(
-        "abs",
-        "absolute",
-        "div",
-        "divide",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "logical_not",
-        "mul",
-        "multiply",
-    )
-    | _both("neg", "pow", "sqrt", "square", "true_divide")
-    | _both("__abs__", "__invert__", "__mul__", "__neg__", "__pow__", "__rmul__", "__truediv__")
-    | frozenset(
-        {
-            torch.Tensor.bfloat16,
-            torch.Tensor.contiguous,
-            torch.Tensor.double,
-            torch.Tensor.float,
-            torch.Tensor.half,
-            torch.Tensor.to,
-        }
-    )
-)
 
 #: What is done in place to each element by itself, with numbers.
 ELEMENTWISE: Final[frozenset[Any]] = frozenset(
@@ -96,5 +65,5 @@ ELEMENTWISE_OF_ALL: Final[frozenset[Any]] = frozenset(
 )
 UNSCALE: Final[Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
-#: A carrier that splits answers these, or notes them down.
+#: Those that need not wait for whole gradients.
 ASKING: Final = NORMS | NORMS_OF_ALL | REDUCTIONS | ELEMENTWISE | ELEMENTWISE_OF_ALL | {UNSCALE}

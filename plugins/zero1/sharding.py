@@ -1,6 +1,6 @@
 """The sharded update: each parameter is updated by its owner, which then sends it to all ranks.
 
-In the first phase of a round every gradient is summed by its owner, as where all-reduces are split.
+In the first phase of a round every gradient is summed by its owner.
 The second phase follows `step()`: what travels is the parameters (ZeRO, Rajbhandari et al., SC'20,
 stage 1; their overlap with the next forward pass as in DeAR, Zhang et al., ICDCS'23).
 """
@@ -25,8 +25,7 @@ from ..figures.meter import Meter
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..layout.slots import Slot
-from ..queries.splitting import SplitCarrier, Splitter
-from ..queries.vote import Vote
+from ..proxies.lazy_grads import QueryHandler
 from ..routes.carrier import Carrier, Traffic
 from ..routes.streams import Streams
 from ..update.updater import Updater
@@ -40,12 +39,11 @@ from .shards import OwnedShards
 from .spreading import SpreadCarrier, Spreading
 from .unstepped import UnsteppedGradients
 
-__all__ = ["Dealing", "Listener", "ShardedCarrier", "ShardedSplitter", "Sharding"]
+__all__ = ["Dealing", "Listener", "ShardedCarrier", "Sharder", "Sharding"]
 
 log = logging.getLogger("bytesched")
 
 _ENTRY: Final = "to shard the update"
-_VOTE: Final = "who sends sums to whom"
 
 
 class Listener(Protocol):
@@ -67,28 +65,34 @@ class Listener(Protocol):
         """Another rank has come to ``place``, perhaps its last one."""
 
 
-class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
+class ShardedCarrier(Carrier, SpreadCarrier, Protocol):
     """Carries every chunk to its owner, and from there what the owner wants, when it wants it.
 
-    A chunk is reported as reduced when its gradients have been summed here or have left.
+    A chunk is reported as reduced when its gradients have been summed here or have left. In between
+    it answers for gradients, see `LazyGrad.queries`.
     """
+
+    @property
+    def queries(self) -> QueryHandler:
+        """What answers."""
+
+    def begin_round(self) -> None:
+        """A new backward pass begins: what was asked of the last one is over."""
+
+    def backward_ends(self) -> None:
+        """Every gradient of the round is there, and may be asked about."""
+
+    def end_round(self) -> None:
+        """Every optimizer has stepped: nothing more is asked."""
+
+    def lost(self) -> BaseException | None:
+        """The error of something that is waited for and cannot come, if there is one."""
 
     def ask(self, questions: Mapping[int, bytes], *, task: str) -> Iterator[tuple[int, bytes]]:
         """What ranks answer to a question each. Not in the user's thread: it waits for messages."""
 
     def answer(self, rank: int, answer: bytes) -> None:
         """Sends ``rank`` what it has asked for first, of what was not answered. Any thread."""
-
-    @property
-    def may_tell(self) -> bool:
-        """Whether any rank measures what others own; the same on all ranks."""
-
-    def tell_measurers(self, tells: bool) -> None:
-        """Whether owners send their sums to who measures them, in rounds from the next one on."""
-
-    @property
-    def measured_whole(self) -> bool:
-        """Whether anything of the last round was asked for which that saves a question."""
 
     def announce(self, place: Place, is_last: bool) -> None:
         """Tells all other ranks where this one is, and whether it goes no further."""
@@ -100,10 +104,10 @@ class ShardedCarrier(SplitCarrier, SpreadCarrier, Protocol):
         """
 
 
-class ShardedSplitter(Splitter, Protocol):
-    """Makes carriers for sharded updates as well."""
+class Sharder(Protocol):
+    """Makes carriers for sharded updates."""
 
-    def cut_for_owners(
+    def cut(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
         """Cuts ``plan`` such that every chunk has one owner, with even bytes of each kind.
@@ -112,7 +116,7 @@ class ShardedSplitter(Splitter, Protocol):
         several owners.
         """
 
-    def sharded(
+    def carrier(
         self,
         plan: Plan,
         packer: Packer,
@@ -154,7 +158,7 @@ class Sharding:
 
     def __init__(
         self,
-        splitter: ShardedSplitter,
+        sharder: Sharder,
         plan: Plan,
         packer: Packer,
         context: Context,
@@ -168,8 +172,6 @@ class Sharding:
         self._streams = context.streams
         self._rank = context.backend.rank
         self._timeout_s = context.backend.timeout_s
-        #: rounds that have begun, with the one before this
-        self._rounds = 1
         # What other ranks ask and announce is heard as soon as there is a carrier.
         self._answering = Answering(
             context.progress, self._timeout_s, find=self._find, answer=self._answer
@@ -177,7 +179,7 @@ class Sharding:
         self.lockstep = Lockstep(context.progress, self._rank, self._announce)
         here = torch.zeros(1, device=plan.slots[0].view.device)
         context.backend.wait(context.backend.sum(here, _ENTRY), task=_ENTRY)
-        splitter.cut_for_owners(plan, setting.partition_bytes, dealing.kinds, dealing.may_cut)
+        sharder.cut(plan, setting.partition_bytes, dealing.kinds, dealing.may_cut)
         packer.plan_cut()
         context.meter.changed(len(plan.chunks), setting)
         self.ownerships = OwnedShards(plan, self._rank)
@@ -186,7 +188,7 @@ class Sharding:
             plan, context, self.ownerships, self._ask, self.waits_for_ranks
         )
         # What other ranks ask and announce is answered as soon as there is a carrier.
-        self._carrier = splitter.sharded(
+        self._carrier = sharder.carrier(
             plan,
             packer,
             context.progress,
@@ -202,34 +204,21 @@ class Sharding:
         for slot in plan.slots:
             slot.queries = self._carrier.queries
         self.spreading = Spreading(plan, context.progress, self.ownerships, self._carrier, updater)
-        self._ballot = Vote(context, _VOTE, here.device)
-        #: rounds since the last vote, and those that measured something whole
-        self._seen = self._measured_whole = 0
         self._unstepped = UnsteppedGradients(
             plan, context.progress, self.spreading, self.full_gradients, self.lockstep
         )
 
-    # -- rounds (see splitting.Splitting) ----------------------------------------------
+    # -- rounds ------------------------------------------------------------------------
 
     def carrier(self) -> Carrier:
         """What carries the round that begins."""
         self.full_gradients.check()
-        self._rounds += 1
         self.lockstep.begins_round()
-        if (tells := self._ballot.outcome()) is not None:
-            self._carrier.tell_measurers(tells)
         return self._carrier
 
     def begin_round(self) -> None:
         """A new backward pass begins, and nothing of it is on the wire."""
         self.full_gradients.begin_round()
-        # The first round was not carried here: nothing of it is known.
-        if self._carrier.may_tell and self._rounds > 2:
-            self._seen += 1
-            self._measured_whole += self._carrier.measured_whole
-            if Vote.is_due(self._rounds - 1):
-                self._ballot.cast(yes=2 * self._measured_whole > self._seen)
-                self._seen = self._measured_whole = 0
         self._carrier.begin_round()
 
     def waits_for_ranks(self) -> None:
@@ -271,11 +260,6 @@ class Sharding:
         self._carrier.end_round()
 
     @property
-    def is_settled(self) -> bool:
-        """Whether rounds are carried as they will be: from the first on."""
-        return True
-
-    @property
     def traffic(self) -> Traffic:
         """What was carried in rounds."""
         return self._carrier.traffic
@@ -296,7 +280,6 @@ class Sharding:
                 log.warning("rank %d ends before ranks %s", self._rank, left)
         self._answering.close()
         self.optimizer_shards.close()
-        self._ballot.close()
         self._carrier.close()
 
     def restore(self) -> None:

@@ -23,7 +23,6 @@ LIMIT_S = 100.0
         ("in forward", {}),
         ("in backward", {}),
         ("after step", {}),
-        ("in backward", {"split": "on"}),
         ("in backward", {"shard": True}),
     ],
     ids=str,

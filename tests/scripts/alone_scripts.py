@@ -9,7 +9,7 @@ from unittest import mock
 from training import compare
 
 from bytesched.plugins.proxies import lazy_grads
-from bytesched.plugins.queries import expressions
+from bytesched.plugins.queries import gradient_queries
 
 
 def compare_alone(
@@ -17,6 +17,6 @@ def compare_alone(
 ) -> Any:
     """`training.compare` with gradients that move alone."""
     with ExitStack() as patches:
-        for module in (lazy_grads, expressions):
+        for module in (lazy_grads, gradient_queries):
             patches.enter_context(mock.patch.object(module, "moves_alone", return_value=True))
         return compare(address, args, options, rtol)

@@ -227,7 +227,7 @@ def run_over_nccl(
 
     Args:
         norms: with batch norm, whose buffers DDP broadcasts.
-        clips: by the norm of gradients whose rows are summed and spread.
+        clips: by the norm of all gradients.
         alone: a module, of which bytesched takes the whole job's group, is wrapped without DDP.
     """
     torch.manual_seed(7)
@@ -243,8 +243,7 @@ def run_over_nccl(
         stats: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if wrapped:
-                split = "on" if clips else "auto"
-                session = stack.enter_context(attached(optimizer, model, split=split))
+                session = stack.enter_context(attached(optimizer, model))
             for _ in wide_steps(model, optimizer, x, clips=clips):
                 pass
             if wrapped:

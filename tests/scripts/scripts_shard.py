@@ -543,52 +543,6 @@ def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
     job.record_state(model, optimizer)
 
 
-def sums_asked_for() -> list[int]:
-    """How often, in each step of `cut_and_clipped`, this rank asks another one for its sums."""
-    asked: list[int] = []
-    counts = [0]
-    assembled = FullGradients.assembled
-
-    def count(*args: Any) -> Any:
-        counts[0] += 1
-        return assembled(*args)
-
-    def clip(step: int) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        asked.append(counts[0])
-        counts[0] = 0
-
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(FullGradients, "assembled", count):
-        model = job.ddp(uneven())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, before_step=clip)
-    return asked
-
-
-def rounds_told(norms_every: int) -> list[bool]:
-    """Of each round, whether owners send sums to who measures; norms come every so many rounds."""
-    told: list[bool] = []
-    tell = Exchange.tell_measurers
-    tells = [False]
-
-    def look(self: Exchange, now: bool) -> None:
-        tells[0] = now
-        tell(self, now)
-
-    def clip(step: int) -> None:
-        told.append(tells[0])
-        if step % norms_every == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(Exchange, "tell_measurers", look):
-        model = job.ddp(uneven())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=24, before_step=clip)
-    return told
-
-
 class BesideComplex(nn.Module):
     """Two large tensors, one of them of complex numbers, which are not rounded on their way."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import STEPS, Job, adamw, mlp, sgd, train
 
-from bytesched.plugins.dependency.progress import Progress
+from bytesched.errors import PluginError
 
 
 def _train(job: Job, before_step: Callable[[nn.Module, int], object], steps: int = STEPS) -> None:
@@ -406,20 +405,6 @@ def giant_and_unused(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def clipped_for_a_while(job: Job, clipped_steps: int, steps: int) -> None:
-    def clip(model: nn.Module, step: int) -> None:
-        if step < clipped_steps:
-            job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-
-    _train(job, clip, steps)
-
-
-def clipped_without_a_wait(job: Job, steps: int) -> None:
-    """All gradients are there when it asks, whatever else the machine does."""
-    with patch.object(Progress, "outstanding_bytes", 0):
-        clipped_for_a_while(job, steps, steps)
-
-
 def aliases_kept(job: Job) -> None:
     """Other tensors over the gradients of a round, used and changed in the next one."""
     kept: list[Tensor] = []
@@ -455,3 +440,15 @@ def norms_inside_backward(job: Job) -> None:
         job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
     job.record_state(model, optimizer)
+
+
+def refused(alone: bool) -> str:
+    """What is said of ``split="on"``, of a plain module if it is ``alone`` or else of a DDP."""
+    job = Job(wrapped=True, split="on", module_alone=alone)
+    with contextlib.closing(job):
+        model = job.ddp(nn.Linear(2, 2))
+        try:
+            job.wrap(sgd(model), model)
+        except PluginError as error:
+            return str(error)
+    return ""

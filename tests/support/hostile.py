@@ -33,7 +33,7 @@ HANGS_S = 90.0
 #: fields of Config, by mode
 MODES: dict[str, dict[str, Any]] = {
     "wrap": {},
-    "split": {"split": "on"},
+    "whole": {"split": "off"},
     "shard": {"shard": True},
     "barrier": {"cross_barrier": False},
 }

@@ -65,7 +65,7 @@ class Wire:
             find_unused=False,
             static_graph=False,
             observers=Observers(),
-            splitter=_Splitter(self, rank),
+            sharder=_Sharder(self, rank),
         )
         for optimizer in optimizers:
             kind = type(optimizer)
@@ -127,7 +127,6 @@ class WireCarrier:
     """One rank's end of it (see sharding.ShardedCarrier), and what was carried."""
 
     order = "wire"
-    may_tell = measured_whole = False
 
     def __init__(
         self, wire: Wire, rank: int, plan: Plan, progress: Any, owners: Listener, whole: Any
@@ -235,20 +234,14 @@ class WireCarrier:
         self._sums.close()
 
 
-class _Splitter:
-    """Makes these carriers (see sharding.ShardedSplitter)."""
+class _Sharder:
+    """Makes these carriers (see sharding.Sharder)."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self._rank = rank
 
-    def cut(self, plan: Plan, partition_bytes: int) -> None:
-        raise AssertionError
-
-    def carrier(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError
-
-    def cut_for_owners(
+    def cut(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
         bounds = {
@@ -259,7 +252,7 @@ class _Splitter:
         assert all(may_cut[position] for position in bounds)
         plan.cut(partition_bytes, Ownership(2, self._wire.owners, kinds, bounds))
 
-    def sharded(
+    def carrier(
         self,
         plan: Plan,
         packer: Any,

@@ -76,17 +76,17 @@ class Soak:
 
     def _script(self, draw: random.Random, seed: str) -> str:
         name = draw.choice(sorted(cases.scripts()))
-        options = _settings(draw)
+        options = _settings(draw, self.ranks.world_size)
         self._compare(cases.scripts()[name], (), options, f"{name} {options}")
         return f"{name} {options}"
 
     def _wander(self, draw: random.Random, seed: str) -> str:
-        options = _settings(draw)
+        options = _settings(draw, self.ranks.world_size)
         self._compare(cases.wander, (seed,), options, f"{seed} {options}")
         return str(options)
 
     def _hostile(self, draw: random.Random, seed: str) -> str:
-        options = _settings(draw, tuned=False)
+        options = _settings(draw, self.ranks.world_size, tuned=False)
         sharded = draw.random() < 0.3
         if sharded:
             options |= {"shard": True, "split": "auto"}
@@ -116,14 +116,14 @@ class Soak:
                 self.failures.append(f"{what}: rank {rank}: {found[:5]}")
 
     def _faulty(self, draw: random.Random, seed: str) -> str:
-        fault, options = self._fault(draw), _settings(draw, tuned=False)
+        fault, options = self._fault(draw), _settings(draw, self.ranks.world_size, tuned=False)
         raised = self.ranks.run(cases.faulty, seed, fault, options, timeout_s=_HANGS_S)
         if any(raised) and raised[fault[0]] != "Fault":
             self.failures.append(f"{seed} {fault} {options}: {raised}")
         return f"{fault} {options}: {raised}"
 
     def _killed(self, draw: random.Random, seed: str) -> str:
-        fault, options = self._fault(draw), _settings(draw, tuned=False)
+        fault, options = self._fault(draw), _settings(draw, self.ranks.world_size, tuned=False)
         ended = run_fresh(
             cases.killed, self.ranks.world_size, args=(seed, fault, options), timeout_s=_HANGS_S
         )
@@ -141,7 +141,8 @@ class Soak:
         return rank, draw.randrange(6), draw.choice(cases.MOMENTS)
 
     def _ended(self, draw: random.Random, seed: str) -> str:
-        options, world_size = _settings(draw, tuned=False), draw.choice((2, 2, 3, 4))
+        world_size = draw.choice((2, 2, 3, 4))
+        options = _settings(draw, world_size, tuned=False)
         if draw.random() < 0.4:
             options |= {"shard": True, "split": "auto"}
         ended = run_fresh(
@@ -186,14 +187,14 @@ class Soak:
         return "\n".join(lines)
 
 
-def _settings(draw: random.Random, *, tuned: bool = True) -> dict[str, Any]:
+def _settings(draw: random.Random, ranks: int, *, tuned: bool = True) -> dict[str, Any]:
     partition_bytes = draw.choice((0, 256, 1000, 4096, 1 << 16))
     settings = {
         "partition_bytes": partition_bytes,
         "credit_bytes": draw.choice((0, 1, 2, 8)) * (partition_bytes or 1 << 16),
         "policy": draw.choice(("priority", "fifo")),
         "order": draw.choice(("auto", "leader", "replay")),
-        "split": draw.choice(("off", "off", "auto", "on")),
+        "split": draw.choice(("off", "off", "auto", "on" if ranks == 2 else "auto")),
         "cross_barrier": draw.random() < 0.9,
     }
     if tuned and draw.random() < 0.2:

@@ -1,13 +1,12 @@
-"""The split all-reduce over Gloo: chunks to their owners, and sums back from them, as hops.
+"""The first phase of a sharded update over Gloo: chunks to their owners, as hops.
 
-Gloo's own reduce-scatter and all-gather take as long as its all-reduce; exchanged by sends and
-receives, each phase moves half of its bytes in half of its time. Messages have tags, so that
-those of the second phase need no agreed order. What is a hop of which chunk, `ChunkRoutes` says.
+Gloo's own reduce-scatter takes as long as its all-reduce; exchanged by sends and receives, the
+phase moves half of its bytes in half of its time. What is a hop of which chunk, `ChunkRoutes` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from time import perf_counter_ns
@@ -21,7 +20,7 @@ from bytesched.errors import BytesschedError, SchedulerClosed
 from bytesched.lane import Lane
 from bytesched.observe import Observers
 from bytesched.order import Following, Leading
-from bytesched.policy import Fifo, Priority
+from bytesched.policy import Fifo
 from bytesched.scheduler import EventThread, InTurn, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done
@@ -37,7 +36,6 @@ from ..groups.messages import Messages
 from ..groups.waiters import Waiters
 from .chunk_routes import (
     FROM_OWNER,
-    TO_MEASURER,
     TO_OWNER,
     ChunkRoutes,
     Lanes,
@@ -61,19 +59,16 @@ _LEARNED_AFTER: Final = frozenset({1, 8})
 class Exchange:
     """One rank's part in the hops of every chunk.
 
-    An owner sums each chunk in the order of the ranks, and sends the sum, front chunks first. The
-    lanes to one rank share a link: gradients, in the one order in which all ranks send them, and
-    sums that a norm waits for go before all other sums, which fill the link when there are none.
+    An owner sums each chunk in the order of the ranks. The lanes to one rank share a link:
+    gradients, in the one order in which all ranks send them, and sums of what no rank updates.
 
     Args:
         group: only this carrier uses it.
         plan: cut by owners.
         packer: of the plan.
         setting: its credit, as a multiple of its partition, is that of each lane.
-        is_spread: whether the sum of a chunk goes to all ranks at once.
-        measurers: the rank that measures a chunk, by index, if that is not its owner.
         reduced: called when the route of a chunk has come to its end.
-        summed: called after the last sum of a round that this rank measures.
+        summed: called after the last sum of a round that this rank owns.
         failed: called with the first error.
     """
 
@@ -90,8 +85,6 @@ class Exchange:
         summed: Callable[[], None],
         failed: Callable[[BaseException], None],
         observers: Observers,
-        is_spread: Callable[[CommTask], bool] = lambda _: True,
-        measurers: Mapping[int, int] | None = None,
     ) -> None:
         self.group = group
         self.messages = Messages(group)
@@ -106,12 +99,10 @@ class Exchange:
         #: of a lane to one rank
         self.credit_bytes = 1 + int(ahead * largest_bytes)
         #: the hops of every chunk
-        self.routes = ChunkRoutes(plan, group.rank, is_spread, measurers or {})
+        self.routes = ChunkRoutes(plan, group.rank)
         #: of rank 0: as they were submitted in this round
         self._seen: list[int] = []
         self._rounds = 0
-        #: owners tell measurers in this round
-        self._tells = False
         #: of this round: chunks that were submitted, which the user's thread counts; before the
         #: first one, no rank waits for any
         self._submitted = len(plan.chunks)
@@ -153,22 +144,17 @@ class Exchange:
 
     def _add_lanes(self) -> Lanes:
         """Those to every other rank."""
-        leaves, shares, spreads = {}, {}, {}
+        leaves, shares = {}, {}
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
             # Another rank may wait for these in front of a step that is over here.
             share = Lane(
-                Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"soon to {peer}", front=inf
+                Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"sums to {peer}", front=inf
             )
-            spread = Lane(
-                Leading(Priority()), credit_bytes=self.credit_bytes, name=f"sums to {peer}"
-            )
-            spread.yield_to((leave, share))
             self.first_to[peer] = leave, share
             leaves[peer] = self.add_lane(leave, self._send_gradients)
             shares[peer] = self.add_lane(share, self._send_sum)
-            spreads[peer] = self.add_lane(spread, self._send_sum)
-        return Lanes(_SUMS, leaves, shares, spreads)
+        return Lanes(_SUMS, leaves, shares)
 
     def _move_fronts(self) -> list[CommTask]:
         return self.move_fronts()
@@ -186,21 +172,8 @@ class Exchange:
 
     @property
     def is_summed(self) -> bool:
-        """Whether the sums of this round that this rank measures are in the arena."""
+        """Whether the sums of this round that this rank owns are in the arena."""
         return self._unsummed == 0
-
-    @property
-    def may_tell(self) -> bool:
-        """Whether any rank measures what others own; the same on all ranks."""
-        return self.routes.has_measurers
-
-    def tell_measurers(self, tells: bool) -> None:
-        """From the round on that begins next, owners send their sums to who measures them."""
-        self._tells = tells
-
-    def is_told(self, chunks: Iterable[CommTask]) -> bool:
-        """Whether the sums of this round that others own of ``chunks`` come in phase one."""
-        return self._tells and self.routes.is_told(chunks)
 
     def lost(self) -> BaseException | None:
         """The error of a message that is waited for and cannot come, if there is one."""
@@ -232,12 +205,11 @@ class Exchange:
             # Nothing of the last round is under way.
             self._count_round()
             # Before this thread can expect parameters, which may come after these alone.
-            if receives := self.routes.receives(tells=self._tells):
+            if receives := self.routes.receives():
                 self._gathers.begin(partial(self._receive_all, receives))
         self._submitted += 1
         self._seen.append(chunk.index)
-        is_last = self._submitted == len(self._plan.chunks)
-        event = partial(self._submit, chunk, now_ns, first=is_first, last=is_last)
+        event = partial(self._submit, chunk, now_ns, first=is_first)
         # Not here: a hop that starts is packed, which would hold up backward.
         self._submits.put(self.scheduler.act, event)
 
@@ -312,29 +284,20 @@ class Exchange:
 
     # -- events, one at a time ---------------------------------------------------------
 
-    def _submit(self, chunk: CommTask, now_ns: int, *, first: bool, last: bool) -> list[CommTask]:
+    def _submit(self, chunk: CommTask, now_ns: int, *, first: bool) -> list[CommTask]:
         if first:
             self._begin_round()
         self._started_ns[chunk.index] = now_ns
         self.busy.begins(now_ns)
-        core = self.scheduler.core
-        started = core.ready(chunk)
-        if last:
-            for lane in self._lanes.spread.values():
-                started += core.set_background(lane, False)
-        return started
+        return self.scheduler.core.ready(chunk)
 
     def _count_round(self) -> None:
-        self._hops_left = self.routes.hops(tells=self._tells)
-        self._unsummed = self.routes.sums(tells=self._tells)
+        self._hops_left = list(self.routes.hops)
+        self._unsummed = len(self.routes.owned)
         self._left = len(self._plan.chunks)
 
     def _begin_round(self) -> None:
         core = self.scheduler.core
-        # While backward computes, sums fill the link where there are no gradients: so none of those
-        # waits for more than one sum.
-        for lane in self._lanes.spread.values():
-            core.set_background(lane, True)
         for peer, lane in self._lanes.leave.items():
             core.ordered(self.routes.leaving(peer), lane)
         core.ordered([chunk.index for chunk in self.routes.owned], _SUMS)
@@ -346,16 +309,10 @@ class Exchange:
             hop.ended(hop.chunk)
             return
         if hop.lane == _SUMS:
-            self._count_sum()
-            if self._tells and (telling := self.routes.telling.get(hop.index)) is not None:
-                telling.notify_ready()
-                self.scheduler.act(partial(self.scheduler.core.ready, telling))
+            self._unsummed -= 1
+            if not self._unsummed:
+                self._tell_summed()
         self._end_hop(hop)
-
-    def _count_sum(self) -> None:
-        self._unsummed -= 1
-        if not self._unsummed:
-            self._tell_summed()
 
     def _end_hop(self, chunk: CommTask) -> None:
         self._hops_left[chunk.index] -= 1
@@ -375,24 +332,21 @@ class Exchange:
 
     # -- what comes from other owners --------------------------------------------------
 
-    def _receive_all(self, receives: Iterable[tuple[CommTask, int]]) -> list[Gather]:
+    def _receive_all(self, chunks: Iterable[CommTask]) -> list[Gather]:
         # Owners send when they have all that this rank sends from the same memory.
-        return [self._gather(chunk, kind) for chunk, kind in receives]
+        return [self._gather(chunk) for chunk in chunks]
 
-    def _gather(self, chunk: CommTask, kind: int) -> Gather:
+    def _gather(self, chunk: CommTask) -> Gather:
         owner = self._plan.owners[chunk.index]
-        work = self.receive(self._packer.memory(chunk), owner, chunk, kind)
-        return partial(self._arrived, chunk, kind, owner, work)
+        work = self.receive(self._packer.memory(chunk), owner, chunk, FROM_OWNER)
+        return partial(self._arrived, chunk, owner, work)
 
-    def _arrived(self, chunk: CommTask, kind: int, owner: int, work: Any) -> None:
+    def _arrived(self, chunk: CommTask, owner: int, work: Any) -> None:
         self.messages.wait(work, owner, task=chunk.name)
-        if kind == FROM_OWNER:
-            self._packer.receive(chunk)
-        self.scheduler.act(partial(self._end_arrival, chunk, kind))
+        self._packer.receive(chunk)
+        self.scheduler.act(partial(self._end_arrival, chunk))
 
-    def _end_arrival(self, chunk: CommTask, kind: int) -> list[CommTask]:
-        if kind == TO_MEASURER:
-            self._count_sum()
+    def _end_arrival(self, chunk: CommTask) -> list[CommTask]:
         self._end_hop(chunk)
         return []
 

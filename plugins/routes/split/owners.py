@@ -13,7 +13,6 @@ __all__ = [
     "has_parts",
     "large_ones",
     "late_ones",
-    "owners_of",
     "owners_or_cuts",
     "whole_owners_of",
 ]
@@ -24,32 +23,6 @@ _UNEVEN: Final = 0.03
 #: Elements. Kernels of CPUs compute the last ones of a range by other instructions than those
 #: before, in steps of two of the longest vectors: parts of whole steps keep every element's bits.
 _STEP: Final = 64
-
-
-def owners_of(
-    nbytes: Sequence[int], ranks: int, run_bytes: int, without: Collection[int] = ()
-) -> list[int | None]:
-    """The owner of each tensor, from their bytes in forward order; None for those of ``without``.
-
-    Neighbours go together in runs, so that chunks stay large: of ``run_bytes``, and of less in
-    front, where one owner's run would keep the others' links idle, see `large_ones`. Runs are dealt
-    from the first to the last to the rank that has least: so what is still to be sent at any time
-    of a backward pass is even over the ranks, and above all at its end, where norms wait.
-    """
-    owners: list[int | None] = [None] * len(nbytes)
-    loads = [0] * ranks
-    run: list[int] = []
-    before_bytes = 0
-    for index, n in enumerate(nbytes):
-        if index not in without:
-            run.append(index)
-        enough_bytes = _alone_bytes(before_bytes, ranks, run_bytes)
-        if index in without or sum(nbytes[i] for i in run) >= enough_bytes:
-            _deal(run, nbytes, owners, loads)
-            run = []
-        before_bytes += n
-    _deal(run, nbytes, owners, loads)
-    return owners
 
 
 def late_ones(nbytes: Sequence[int], ranks: int, run_bytes: int) -> set[int]:

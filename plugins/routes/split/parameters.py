@@ -189,7 +189,7 @@ class ParameterSpread:
     def _messages_of(self, chunk: CommTask) -> list[Message]:
         if chunk.index not in self._messages:
             self._messages[chunk.index] = [
-                self._exchange.routes.message(chunk, peer, FROM_OWNER, 0, self._has_left)
+                self._exchange.routes.message(chunk, peer, 0, self._has_left)
                 for peer in self._exchange.peers
             ]
         return self._messages[chunk.index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from bytesched.task import CommTask
 from ...layout.packing import Packer
 from ...layout.plan import Plan
 
-__all__ = ["Row", "RowHop", "RowMemory", "rows_of"]
+__all__ = ["Row", "RowCounts", "RowHop", "RowMemory", "hops_of", "rows_of"]
 
 
 #: of what, where, and how many parts
@@ -135,3 +135,72 @@ class RowMemory:
     def clear(self) -> None:
         with self._lock:
             self._free.clear()
+
+
+def hops_of(rows: Sequence[Row], plan: Plan) -> tuple[list[RowHop], list[RowHop]]:
+    """The sums of all rows, and their spreads; each spread follows its sum."""
+    count, chunks = len(rows), len(plan.chunks)
+    sums, spreads = [], []
+    for row in rows:
+        front = min(chunk.index for chunk in row.present())
+        behind = count if row.is_shared else count + chunks
+        sums.append(RowHop(row, index=row.number, priority=row.number, is_spread=False))
+        spreads.append(
+            RowHop(row, index=count + row.number, priority=behind + front, is_spread=True)
+        )
+        sums[-1].members = tuple(row.present())
+        sums[-1].missing = len(sums[-1].members)
+    return sums, spreads
+
+
+class RowCounts:
+    """Which chunks of a round have come, and which rows are summed."""
+
+    def __init__(self, rows: Sequence[Row], sums: Sequence[RowHop]) -> None:
+        self._sum_of = {
+            chunk.index: hop for row, hop in zip(rows, sums, strict=True) for chunk in row.present()
+        }
+        self._rows = len(rows)
+        #: of this round: chunks that were not submitted, rows that are not summed, and chunks that
+        #: were not reported
+        self.unsubmitted = self.unsummed = self.unreported = 0
+
+    def begin_round(self) -> None:
+        """Every chunk comes once more; none is under way."""
+        self.unsubmitted = self.unreported = len(self._sum_of)
+        self.unsummed = self._rows
+
+    def submitted(self, chunk: CommTask) -> RowHop | None:
+        """The sum that can begin now, if ``chunk`` was the last one of its row."""
+        self.unsubmitted -= 1
+        hop = self._sum_of[chunk.index]
+        return hop if hop.notify_ready() else None
+
+    def summed(self) -> bool:
+        """One more row is; whether that was the last one."""
+        self.unsummed -= 1
+        return not self.unsummed
+
+    def report(self, row: Row, reduced: Callable[[CommTask], None]) -> None:
+        """The chunks of ``row`` are reduced, and wait for gradients again."""
+        for chunk in row.present():
+            chunk.start()
+            chunk.notify_finish()
+            chunk.rearm()
+            self.unreported -= 1
+            reduced(chunk)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no other rank waits for the rest of a round."""
+        # Before its first chunk, nobody waits for any.
+        begun = self.unsubmitted < len(self._sum_of)
+        return not (begun and (self.unsubmitted or self.unreported))
+
+    def story(self) -> str:
+        """For the message of an error."""
+        chunks = len(self._sum_of)
+        return (
+            f"  {chunks - self.unsubmitted} of {chunks} chunks submitted, {self.unsummed} of "
+            f"{self._rows} rows to be summed, {self.unreported} chunks on their way"
+        )

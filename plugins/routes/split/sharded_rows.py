@@ -27,9 +27,8 @@ from ...layout.plan import Plan
 from ..carrier import Traffic
 from ..groups.group import PATIENCE_S, Group
 from ..streams import Streams
-from .collectives import RowCounts, hops_of
 from .row_transport import ParameterHop, RowTransport
-from .rows import RowHop, RowMemory, rows_of
+from .rows import RowCounts, RowHop, RowMemory, hops_of, rows_of
 from .turns import Sent, Turns
 
 __all__ = ["RowParameters", "ShardedRows"]
@@ -49,7 +48,6 @@ class ShardedRows:
     """
 
     order = "rows"
-    may_tell = False
 
     def __init__(
         self,
@@ -103,13 +101,6 @@ class ShardedRows:
     def is_summed(self) -> bool:
         """Whether the sums of this round that this rank owns are in the arena."""
         return self._counts.unsummed == 0
-
-    def tell_measurers(self, tells: bool) -> None:
-        """Owners tell nobody."""
-
-    def is_told(self, chunks: Iterable[CommTask]) -> bool:
-        """Nobody measures what others own."""
-        return False
 
     def lost(self) -> BaseException | None:
         """Dead ranks are seen by answers and requests.

@@ -147,7 +147,7 @@ class StoreRunning:
             slot.lazy = _absent(slot)
         with self._progress.lock:
             self._round.begin()
-        self._meter.round_begins(is_settled=True)
+        self._meter.round_begins()
 
     # -- step --------------------------------------------------------------------------
 

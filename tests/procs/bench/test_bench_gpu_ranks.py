@@ -65,7 +65,7 @@ def test_all_systems_have_the_same_losses(
 
 
 def test_clipped_ones_have_nearly_the_same_losses(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--clip", "0.1", "--systems", "ddp,bytesched:split=on")
+    done = _run(tmp_path, "--clip", "0.1", "--systems", "ddp,bytesched:split=off")
     assert done.returncode == 0, done.stderr
     assert "clipped to 0.1" in done.stdout
     assert "DIFFER" not in done.stdout

@@ -89,12 +89,8 @@ IN_SHARD = [
     scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SHARD),
     scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SHARD),
 ]
-WAYS: list[dict[str, object]] = [{"split": "on"}, {"shard": True}]
 ROWS = [
-    scenario(
-        victim, moment, fault, *limit, suffix=f"-of-rows-{number}", fields={**way, "rows": True}
-    )
-    for number, way in enumerate(WAYS)
+    scenario(victim, moment, fault, *limit, suffix="-of-rows", fields={"shard": True, "rows": True})
     for victim, moment, fault, *limit in (
         (LEADER, "in_backward", "kill"),
         (FOLLOWER, "after_step", "kill"),

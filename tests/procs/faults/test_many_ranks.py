@@ -1,6 +1,6 @@
 """Sixteen ranks: they start, stay equal, and every one names the rank that was killed.
 
-Their all-reduces are whole, split for clipping, or the first half of a sharded update.
+Their all-reduces are whole, with and without clipping, or the first half of a sharded update.
 """
 
 from __future__ import annotations

@@ -81,7 +81,6 @@ def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ra
     "fields",
     [
         {"shard": True},
-        {"split": "on"},
         {"tune": True, "partition_bytes": 0, "credit_bytes": 0},
         {"policy": "fifo"},
     ],

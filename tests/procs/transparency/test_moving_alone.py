@@ -26,7 +26,6 @@ def check(ranks: Ranks, script: Callable[..., None], **options: Any) -> None:
     split.clipped_by_hand,
     split.changed_out_of_sight,
     split.aliases_kept,
-    split.squares_kept,
     gradients.gradients_written_through_data,
     gradients.gradients_seen_through_views,
     gradients.gradients_replaced,

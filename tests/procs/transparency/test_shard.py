@@ -123,21 +123,6 @@ def test_memory_is_that_of_a_share(two_ranks: Ranks, three_ranks: Ranks) -> None
             assert held <= 1.05 * whole / ranks.world_size
 
 
-def test_sums_come_to_who_measures_by_themselves(two_ranks: Ranks) -> None:
-    # The first round is reduced as a whole, the second shows what is asked, the third votes.
-    for asked in two_ranks.run(shard.sums_asked_for):
-        assert asked[3:] == [0, 0, 0, 0]
-        assert sum(asked) <= 2
-
-
-@pytest.mark.parametrize("norms_every", [1, 4])
-def test_sums_are_told_while_most_rounds_ask_for_norms(two_ranks: Ranks, norms_every: int) -> None:
-    for told in two_ranks.run(shard.rounds_told, norms_every):
-        # After the votes of rounds 2, 4, 8 and 16.
-        assert not any(told[:3])
-        assert told[20:] == [norms_every == 1] * 4
-
-
 def test_no_round_is_over_before_its_sums_are_counted(two_ranks: Ranks) -> None:
     for missing in two_ranks.run(shard.sums_missing_at_the_end):
         # Of two threads that end the last two chunks, neither may have seen a last one.

@@ -36,7 +36,7 @@ def test_two_ranks(two_ranks: Ranks, script: Callable[..., None], way: str) -> N
         assert float(stats["held_s"]) <= float(stats["urgent_s"])
 
 
-@pytest.mark.parametrize("way", ["split", "sharded"])
+@pytest.mark.parametrize("way", ["whole", "sharded"])
 @named(urgent.mixed_by_collectives, urgent.mixed_and_clipped)
 def test_three_ranks(three_ranks: Ranks, script: Callable[..., None], way: str) -> None:
     check(three_ranks, script, rtol=1e-5, **WAYS[way])

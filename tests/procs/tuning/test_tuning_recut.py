@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -131,17 +130,3 @@ def test_sizes_change_while_an_order_is_replayed(pool: str, request: pytest.Fixt
         assert sum(map(bool, led)) == 4, figures["orders"]
         assert figures["orders"].split()[-1] == "leader"
         assert len(set(figures["sizes"].split())) == 3
-
-
-@pytest.mark.parametrize("mode", ["auto", "on"])
-def test_sizes_change_while_all_reduces_are_split(two_ranks: Ranks, mode: str) -> None:
-    """Also after scheduling was off for a while, when gradients were DDP's."""
-    off = replace(setting(1), enabled=False)
-    turns = [(setting(1), 3), (setting(0.3), 2), (off, 2), (setting(2), 3), (setting(100), 1)]
-    for figures in check(two_ranks, 14, *turns, clips=True, split=mode):
-        orders = figures["orders"].split()
-        assert len(set(figures["sizes"].split())) == 4
-        assert orders.count("off") == 2
-        # The ranks vote beside the second round.
-        assert set(orders[2:]) == {"exchange", "off"}
-        assert "p" not in figures["passed"][1:]

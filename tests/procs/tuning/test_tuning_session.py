@@ -15,7 +15,6 @@ import scripts_gradients as gradients
 import scripts_models as models
 import scripts_optimizers as optimizers
 import scripts_reading as reading
-import scripts_split as split
 from ranks import Ranks, address_of
 from restless import RestlessJob
 from torch import nn
@@ -86,44 +85,6 @@ def test_model(two_ranks: Ranks, name: str) -> None:
 )
 def test_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        split.norm_only_logged,
-        split.norms_of_rows,
-        split.clipped_by_hand,
-        split.clipped_in_a_closure,
-        split.squares_kept,
-        split.norm_after_changes,
-        split.nonfinite_norm,
-        split.two_optimizers,
-        split.accumulated,
-        split.clipped_and_kept,
-        split.giant_and_unused,
-        gradients.clip_norm,
-        gradients.clip_value,
-        gradients.gradients_scaled_in_place,
-        gradients.gradients_kept,
-        gradients.gradients_replaced,
-        optimizers.parameter_groups,
-        optimizers.step_skipped,
-        reading.unwrapped_in_the_middle,
-    ],
-    ids=lambda script: script.__name__,
-)
-def test_split_script(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(two_ranks, script, split="on")
-
-
-@pytest.mark.parametrize("script", [split.clipped_by_hand, split.two_optimizers])
-def test_split_script_of_three_ranks(three_ranks: Ranks, script: Callable[..., None]) -> None:
-    check(three_ranks, script, split="on", rtol=1e-5)
-
-
-def test_infs_of_one_rank_while_split(two_ranks: Ranks) -> None:
-    check(two_ranks, split.scaled_with_infs, "adamw", split="on")
 
 
 def test_unused_parameters(two_ranks: Ranks) -> None:

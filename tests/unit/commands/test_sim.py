@@ -35,7 +35,7 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--ranks 4,8 --straggler 4:3%", "no such rank among 4"),
         ("--curve ranks --ranks 8 --straggler 4:3%", "no such rank among 2"),
         ("--ranks 8 --straggler 4:3% --png map.png", "no such rank among 2"),
-        ("--systems split:order=replay", "'order'"),
+        ("--systems ddp:order=replay", "'order'"),
         ("--latency-us 0", "a positive number"),
         ("--cores-per-rank 0", "a positive number"),
         ("--cpu-load -1", "a positive number"),

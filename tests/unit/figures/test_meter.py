@@ -23,10 +23,10 @@ def meter(busy_ns: list[int] | None = None) -> Meter:
     return made
 
 
-def train(meter: Meter, count: int, *crossing_bytes: int, is_settled: bool = True) -> Meter:
+def train(meter: Meter, count: int, *crossing_bytes: int) -> Meter:
     """So many rounds, each with a step for each of the numbers of bytes."""
     for _ in range(count):
-        meter.round_begins(is_settled=is_settled)
+        meter.round_begins()
         for nbytes in crossing_bytes:
             meter.stepped(nbytes)
     return meter
@@ -48,15 +48,15 @@ def test_the_share_that_crossed_is_of_rounds_not_of_steps() -> None:
     assert figures["steps"] == figures["barrier_crossed_steps"] == 8
 
 
-def test_rounds_before_the_first_settled_one_do_not_count() -> None:
+def test_rounds_that_went_another_way_do_not_count() -> None:
     busy_ns = [50 * MS]
     ours = meter(busy_ns)
     ours.stepped(0)
-    train(ours, 2, 0, is_settled=False)
+    train(ours, 2, 0)
     ours.causes.read("weight", waited_ns=10)
     ours.waited("weight.grad", Moment(perf_counter_ns(), 0))
-    assert ours.figures(Traffic())["comm_ms"] == ours.figures(Traffic())["iterations"] == 0
-    ours.round_begins(is_settled=True)
+    ours.begin_anew()
+    ours.round_begins()
     busy_ns[0] += 8 * MS
     ours.stepped(1000)
     train(ours, 1, 300)

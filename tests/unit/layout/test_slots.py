@@ -37,15 +37,3 @@ def test_gradients_with_the_same_changes_are_changed_in_one_call() -> None:
     change([one, apart, other])
     assert counts == [2]
     assert all(slot.view.tolist() == [0.5, 0.5] for slot in (one, other, apart))
-
-
-def test_a_look_sees_the_gradient_after_the_changes_before_it() -> None:
-    seen: list[list[float]] = []
-    slot = made()
-    slot.look(lambda view: seen.append(view.tolist()))
-    slot.changes.append(halve)
-    slot.look(lambda view: seen.append(view.tolist()))
-    slot.changes.append(halve)
-    change([slot])
-    assert seen == [[1.0, 1.0], [0.5, 0.5]]
-    assert slot.view.tolist() == [0.25, 0.25]

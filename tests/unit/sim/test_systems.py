@@ -11,7 +11,7 @@ from bytesched.bench.systems import parse_systems
 from bytesched.link.fabric import Fabric
 from bytesched.sim.curve import Case
 from bytesched.sim.predict import bound_s
-from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded, split
+from bytesched.sim.systems import SYSTEMS, Costs, Model, buckets, scheduled, sharded
 from bytesched.sim.weather import Climate
 
 FABRIC = Fabric(ranks=4, bytes_per_s=1e8, latency_s=1e-4)
@@ -30,13 +30,10 @@ def test_every_system_sends_every_gradient_once(name: str, clip: bool) -> None:
         buckets(one),
         sharded(one, 4),
         scheduled(one, FABRIC, {}),
-        split(one, FABRIC, {}),
     ):
         assert work.nbytes == one.profile.nbytes
         waited_for = {index for bundle in work.bundles for index in bundle.jobs}
-        seconds = {index for index, job in enumerate(work.jobs) if job.after >= 0}
-        firsts = set(range(len(work.jobs))) - seconds
-        assert waited_for >= (seconds or firsts)
+        assert waited_for >= set(range(len(work.jobs)))
 
 
 def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
@@ -63,17 +60,6 @@ def test_gradients_are_copied_into_buckets_that_are_no_views_and_out_of_them() -
     assert copied.jobs == views.jobs
 
 
-def test_a_norm_needs_all_first_halves_and_a_layer_its_own_second() -> None:
-    work = split(model(clip=True), FABRIC, {"partition_bytes": "1MiB"})
-    count = len(work.jobs) // 2
-    for bundle in work.bundles:
-        assert set(range(count)) < set(bundle.jobs)
-        assert len(bundle.jobs) < len(work.jobs)
-    assert max(job.priority for job in work.jobs[:count]) < min(
-        job.priority for job in work.jobs[count:]
-    )
-
-
 def test_given_sizes_are_kept_and_others_follow_the_links() -> None:
     given = scheduled(model(), FABRIC, {"partition_bytes": "512KiB", "credit_bytes": "3MiB"})
     assert given.credit_bytes == 3 << 20
@@ -84,7 +70,7 @@ def test_given_sizes_are_kept_and_others_follow_the_links() -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_no_system_is_faster_than_the_bound(clip: bool) -> None:
-    systems = parse_systems("ddp-best,fsdp2,split" if clip else "ddp,bytesched", SYSTEMS)
+    systems = parse_systems("ddp-best,fsdp2,bytesched" if clip else "ddp,bytesched", SYSTEMS)
     case = Case(model("vgg", clip=clip), FABRIC, systems, Climate(), 1, alike=2)
     for one in case.predictions():
         assert one.iteration_s >= bound_s(case.model, case.fabric) * (1 - 1e-12)

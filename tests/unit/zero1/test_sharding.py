@@ -28,7 +28,6 @@ from bytesched.round import GradientState, Memory
 from bytesched.tunable import Setting
 
 #: as many rounds as have votes, and some more
-ROUNDS = 9
 
 
 class Rank:
@@ -37,7 +36,6 @@ class Rank:
     def __init__(self) -> None:
         self.log = Mock()
         self.rank, self.size, self.timeout_s = 0, 2, TIMEOUT_S
-        self.other_says_yes = True
         self.answers: dict[int, Any] = {}
         self.changed = threading.Condition()
         self.plan = plan_of(parameters((8,), (6,)))
@@ -45,7 +43,6 @@ class Rank:
         self.progress = Progress(self, self.plan.slots)  # type: ignore[arg-type]
         self.carrier = self.log.carrier
         self.carrier.answer = self._answer
-        self.carrier.may_tell = self.carrier.measured_whole = False
         self.carrier.leave.return_value = []
         streams = Mock(wraps=Streams())
         self.log.attach_mock(streams.settle, "settle")
@@ -57,8 +54,9 @@ class Rank:
             observers=Observers(),
         )
         self.setting = Setting(1 << 20, 1 << 20)
+        sharder: Any = SimpleNamespace(cut=self._cut, carrier=self._make)
         self.sharding = Sharding(
-            self,
+            sharder,
             self.plan,
             self.packer,
             context,
@@ -77,7 +75,6 @@ class Rank:
 
     def sum(self, tensor: torch.Tensor, key: str) -> str:
         self.log.sum(key)
-        tensor += int(self.other_says_yes)
         return key
 
     def wait(self, work: Any, *, task: str = "") -> None:
@@ -89,18 +86,15 @@ class Rank:
     def abort(self) -> None:
         self.log.abort()
 
-    # -- the splitter ------------------------------------------------------------------
+    # -- the sharder -------------------------------------------------------------------
 
-    def cut(self, *args: Any) -> None:
-        raise AssertionError
-
-    def cut_for_owners(self, plan: Any, partition_bytes: int, kinds: Any, may_cut: Any) -> None:
+    def _cut(self, plan: Any, partition_bytes: int, kinds: Any, may_cut: Any) -> None:
         self.log.cut(partition_bytes, kinds, may_cut)
         plan.cut(partition_bytes, Ownership(2, [0, 1], kinds))
 
-    def sharded(self, *args: Any, reduced: Callable[..., None], **others: Any) -> Any:
+    def _make(self, *args: Any, reduced: Callable[..., None], **others: Any) -> Any:
         self.listener = args[5]
-        self.log.sharded(reduced)
+        self.log.made(reduced)
         return self.carrier
 
     # -- what its carrier does ---------------------------------------------------------
@@ -136,9 +130,9 @@ def test_all_ranks_meet_then_the_plan_is_cut_and_what_carries_is_the_new_carrier
     rank: Rank,
 ) -> None:
     names = [name for name, *_ in rank.log.mock_calls]
-    assert names == ["sum", "cut", "sharded"]
+    assert names == ["sum", "cut", "made"]
     rank.log.cut.assert_called_once_with(1 << 20, [0, 3], [True, False])
-    rank.log.sharded.assert_called_once_with(rank.log.reduced)
+    rank.log.made.assert_called_once_with(rank.log.reduced)
     assert rank.listener is rank.sharding
     first, second = rank.plan.slots
     assert rank.sharding.ownerships.own == {first: first}
@@ -153,7 +147,6 @@ def test_all_ranks_meet_then_the_plan_is_cut_and_what_carries_is_the_new_carrier
     rank.carrier.lost.return_value = PeerLost("rank 1 is gone")
     assert isinstance(rank.progress.look(), PeerLost)
     assert rank.sharding.traffic is rank.carrier.traffic
-    assert rank.sharding.is_settled
 
 
 def test_each_round_is_announced_and_compared(rank: Rank) -> None:
@@ -164,24 +157,6 @@ def test_each_round_is_announced_and_compared(rank: Rank) -> None:
     rank.listener.heard(1, place._replace(steps=1, taken=5), False)
     with pytest.raises(MismatchError, match="after 1 calls of step"):
         rank.progress.check()
-
-
-@pytest.mark.parametrize("other_says_yes", [True, False])
-def test_sums_are_told_if_all_ranks_measure_them_in_most_rounds(other_says_yes: bool) -> None:
-    rank = Rank()
-    rank.carrier.may_tell = rank.carrier.measured_whole = True
-    rank.other_says_yes = other_says_yes
-    for _ in range(ROUNDS):
-        rank.round()
-    # Cast in the second round that is carried here, in the fourth and the eighth; each is
-    # acted on when the next one begins.
-    told = [tuple(made.args) for made in rank.carrier.tell_measurers.mock_calls]
-    assert told == [(other_says_yes,)] * 3
-    rank.carrier.measured_whole = False
-    for _ in range(ROUNDS):
-        rank.round()
-    assert rank.carrier.tell_measurers.mock_calls[-1] == call(False)
-    rank.sharding.close()
 
 
 def test_questions_of_other_ranks_are_answered_by_whom_they_are_for(rank: Rank) -> None:

@@ -1,11 +1,10 @@
-"""The split all-reduce between ranks of this process: sums, windows, orders and threads."""
+"""Sums for owners between ranks of this process: windows, orders and threads."""
 
 from __future__ import annotations
 
 import random
 import threading
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from together import together
 from torch import nn
 
 from bytesched.observe import Observers
-from bytesched.plugins.c10d.splitter import ExchangeSplitter
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.split.exchange import Exchange
@@ -35,8 +33,8 @@ class Rank:
         self.group = group
         self.slots = [Slot(f"p{n}", nn.Parameter(torch.zeros(n_))) for n, n_ in enumerate(SIZES)]
         self.plan = Plan(self.slots, partition_bytes=PARTITION_BYTES)
-        splitter = ExchangeSplitter(group.size, _unused, _unused)
-        splitter.cut(self.plan, PARTITION_BYTES)
+        # Of no optimizer: every rank gets the sums.
+        self.plan.cut(PARTITION_BYTES, Ownership(group.size, [None] * len(SIZES)))
         self.errors: list[BaseException] = []
         self._reduced = threading.Semaphore(0)
         self.exchange = Exchange(
@@ -82,10 +80,6 @@ def _round(found: list[Rank], number: int, orders: list[list[int]], rank: int) -
 
 def _close(found: list[Rank], rank: int) -> None:
     found[rank].close()
-
-
-def _unused(*_: Any) -> Any:
-    raise AssertionError
 
 
 def gradient(rank: int, number: int, position: int) -> torch.Tensor:

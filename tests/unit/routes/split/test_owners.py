@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -15,23 +15,11 @@ from bytesched.plugins.routes.split.owners import (
     has_parts,
     large_ones,
     late_ones,
-    owners_of,
     owners_or_cuts,
     whole_owners_of,
 )
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
-
-
-@given(SIZES, st.integers(2, 8), st.integers(1, 20_000))
-def test_loads_differ_by_no_more_than_a_run(sizes: list[int], ranks: int, run: int) -> None:
-    owners = owners_of(sizes, ranks, run)
-    assert len(owners) == len(sizes)
-    loads = [
-        sum(n for n, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(ranks)
-    ]
-    owned = [n for n, owner in zip(sizes, owners, strict=True) if owner is not None]
-    assert max(loads) - min(loads) <= run + max(owned, default=0)
 
 
 def test_on_two_ranks_what_is_computed_last_and_needed_first_comes_too_late_to_one() -> None:
@@ -56,24 +44,6 @@ def test_what_one_of_four_ranks_would_receive_too_late(place: int) -> None:
     sizes = [10] * 12
     sizes[place] = 100
     assert max(late_ones(sizes, 4, 10)) == place
-
-
-@given(SIZES, st.integers(3, 8), st.integers(1, 20_000))
-def test_what_is_left_out_has_no_owner_and_the_rest_is_even(
-    sizes: list[int], ranks: int, run: int
-) -> None:
-    large = large_ones(sizes, ranks, run)
-    owners = owners_of(sizes, ranks, run, large)
-    assert {index for index, owner in enumerate(owners) if owner is None} == large
-    owned = [(n, owner) for n, owner in zip(sizes, owners, strict=True) if owner is not None]
-    loads = [sum(n for n, owner in owned if owner == rank) for rank in range(ranks)]
-    assert max(loads) - min(loads) <= run + max((n for n, _ in owned), default=0)
-
-
-def test_small_neighbours_go_together_in_runs_that_grow_and_ranks_take_turns() -> None:
-    owners = owners_of([10] * 20, 2, 40)
-    runs = [(owner, len(list(members))) for owner, members in groupby(owners)]
-    assert runs == [(0, 2), (1, 2), (0, 3), (1, 4), (0, 4), (1, 4), (0, 1)]
 
 
 @given(SIZES, st.integers(2, 8), st.integers(1, 20_000), st.integers(1, 3))

@@ -5,24 +5,23 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from connected import connected
+from laid_out import parameters, plan_of
 from together import together
 from torch import nn
 
 from bytesched.observe import Observers
-from bytesched.plugins.c10d.splitter import ExchangeSplitter
 from bytesched.plugins.layout.packing import Packer
-from bytesched.plugins.layout.plan import Plan
+from bytesched.plugins.layout.plan import Ownership, Plan
 from bytesched.plugins.layout.slots import Slot
 from bytesched.plugins.routes.groups.group import Group
-from bytesched.plugins.routes.split.collectives import RowExchange
-from bytesched.plugins.routes.split.rows import RowMemory, rows_of
+from bytesched.plugins.routes.split.rows import Row, RowCounts, RowMemory, hops_of, rows_of
+from bytesched.plugins.routes.split.sharded_rows import ShardedRows
 from bytesched.plugins.routes.streams import Streams
-from bytesched.task import CommTask
+from bytesched.task import CommTask, TaskState
 from bytesched.tunable import Setting
 
 SIZES = [700, 40, 40, 3000, 64, 900, 900, 1200]
@@ -30,14 +29,11 @@ PARTITION_BYTES = 1024
 _LIMIT_S = 60.0
 
 
-def _unused(*_: Any) -> Any:
-    raise AssertionError
-
-
-def cut(ranks: int) -> tuple[list[Slot], Plan, Packer]:
+def cut(ranks: int, *, is_updated: bool = True) -> tuple[list[Slot], Plan, Packer]:
     slots = [Slot(f"p{n}", nn.Parameter(torch.zeros(size))) for n, size in enumerate(SIZES)]
     plan = Plan(slots, partition_bytes=PARTITION_BYTES, find_unused=True)
-    ExchangeSplitter(ranks, _unused, _unused).cut(plan, PARTITION_BYTES)
+    owners = [n % ranks if is_updated and n != 2 else None for n in range(len(SIZES))]
+    plan.cut(PARTITION_BYTES, Ownership(ranks, owners))
     packer = Packer(plan, ranks, "none")
     return slots, plan, packer
 
@@ -70,11 +66,11 @@ class Rank:
     """One rank: its plan, the exchange of it, and what it has reduced."""
 
     def __init__(self, data: Group, control: Group) -> None:
-        self.slots, self.plan, packer = cut(data.size)
+        self.slots, self.plan, packer = cut(data.size, is_updated=False)
         self.rank = data.rank
         self.errors: list[BaseException] = []
         self._reduced = threading.Semaphore(0)
-        self.exchange = RowExchange(
+        self.exchange = ShardedRows(
             data,
             control,
             self.plan,
@@ -126,8 +122,7 @@ def gradient(rank: int, position: int, number: int) -> torch.Tensor:
 def test_every_rank_has_the_same_sums(ranks: int) -> None:
     data, control = connected(ranks), connected(ranks)
     made = together(lambda rank: Rank(data[rank], control[rank]), ranks)
-    # More than are led before an order is repeated.
-    for number in range(12):
+    for number in range(4):
         found = together(partial(_round, made, number), ranks)
         for position in range(len(SIZES)):
             parts = [gradient(rank, position, number) * (1 / ranks) for rank in range(ranks)]
@@ -138,6 +133,72 @@ def test_every_rank_has_the_same_sums(ranks: int) -> None:
                     assert torch.equal(views[position], total)
                 torch.testing.assert_close(views[position], total)
     together(lambda rank: made[rank].exchange.close(), ranks)
+
+
+#: by position, of two ranks; nobody alone sums the one in the middle
+OWNERS = (0, 1, None, 1, 0)
+#: the rows of these, as backward completes them: what is behind, the shared one, and the front
+ROWS = (("p4", "p3"), ("p2",), ("p0", "p1"))
+
+
+def cut_for_two() -> tuple[Plan, list[Row]]:
+    plan = plan_of(parameters((6,), (8,), (4,), (8,), (8,)))
+    plan.cut(1 << 20, Ownership(2, OWNERS))
+    return plan, rows_of(plan, Packer(plan, 2, "none"), 2)
+
+
+def test_sums_go_first_then_what_all_ranks_sum_then_the_front() -> None:
+    plan, rows = cut_for_two()
+    assert [tuple(chunk.name for chunk in row.present()) for row in rows] == list(ROWS)
+    sums, spreads = hops_of(rows, plan)
+    in_order = sorted([*spreads, *sums], key=lambda hop: hop.priority)
+    assert [(hop.is_spread, hop.row.number) for hop in in_order] == [
+        *((False, number) for number in (0, 1, 2)),
+        *((True, number) for number in (1, 2, 0)),
+    ]
+    assert [hop.index for hop in (*sums, *spreads)] == list(range(6))
+    assert [hop.row for hop in sums] == [hop.row for hop in spreads] == rows
+    for hop in sums:
+        assert (hop.members, hop.missing) == (tuple(hop.row.present()), len(hop.row.present()))
+    assert {hop.missing for hop in spreads} == {1}
+
+
+def test_a_sum_begins_with_the_last_chunk_of_its_row() -> None:
+    plan, rows = cut_for_two()
+    sums, _ = hops_of(rows, plan)
+    counts = RowCounts(rows, sums)
+    counts.begin_round()
+    begun = [counts.submitted(chunk) for chunk in plan.chunks]
+    # p0 to p4: the front row is complete with p1, the one behind with p4.
+    assert begun == [None, sums[2], sums[1], None, sums[0]]
+    assert [counts.summed() for _ in rows] == [False, False, True]
+
+
+def test_others_wait_between_the_first_chunk_of_a_round_and_the_last_report() -> None:
+    plan, rows = cut_for_two()
+    counts = RowCounts(rows, hops_of(rows, plan)[0])
+    assert counts.is_idle
+    counts.begin_round()
+    assert counts.is_idle
+    for chunk in plan.chunks:
+        for _ in chunk.members:
+            chunk.notify_ready()
+        counts.submitted(chunk)
+        assert not counts.is_idle
+    counts.summed()
+    assert counts.story() == (
+        "  5 of 5 chunks submitted, 2 of 3 rows to be summed, 5 chunks on their way"
+    )
+    reduced: list[CommTask] = []
+    for row in rows:
+        assert not counts.is_idle
+        counts.report(row, reduced.append)
+    assert counts.is_idle
+    assert [chunk.name for chunk in reduced] == [name for row in ROWS for name in row]
+    # They can have gradients again.
+    assert {chunk.state for chunk in plan.chunks} == {TaskState.WAITING}
+    counts.begin_round()
+    assert counts.story().startswith("  0 of 5 chunks submitted, 3 of 3 rows")
 
 
 def test_memory_serves_rows_of_any_length() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bytesched.plugins.c10d.splitter import ExchangeSplitter
+from bytesched.plugins.c10d.sharder import MessageSharder
 from bytesched.plugins.layout.plan import Plan
 from bytesched.plugins.layout.slots import Slot
 
@@ -21,42 +21,32 @@ def plan() -> Plan:
     return Plan(slots, partition_bytes=PARTITION_BYTES)
 
 
-def splitter(ranks: int) -> ExchangeSplitter:
+def sharder(ranks: int) -> MessageSharder:
     def unused(*_: Any) -> Any:
         raise AssertionError
 
-    return ExchangeSplitter(ranks, unused, unused)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_norm_is_taken_of_whole_tensors_whoever_takes_it(ranks: int) -> None:
-    found = plan()
-    splitter(ranks).cut(found, PARTITION_BYTES)
-    assert all(len(found.shares(slot)) <= 1 for slot in found.slots)
-    assert set(found.owners) == set(range(ranks))
+    return MessageSharder(ranks, unused, unused)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_chunk_occupies_a_link_as_long_as_one_of_an_all_reduce(ranks: int) -> None:
     found = plan()
-    splitter(ranks).cut(found, PARTITION_BYTES)
+    sharder(ranks).cut(found, PARTITION_BYTES, [0] * 8, [True] * 8)
     most_bytes = max(chunk.nbytes for chunk in found.chunks)
     assert most_bytes <= 1.5 * 2 * PARTITION_BYTES / ranks
 
 
 def test_tensors_with_several_owners_are_measured_by_turns() -> None:
     found = plan()
-    splitter(3).cut_for_owners(found, PARTITION_BYTES, [0] * 8, [True] * 8)
+    sharder(3).cut(found, PARTITION_BYTES, [0] * 8, [True] * 8)
     cut = [slot for slot in found.slots if len(found.shares(slot)) > 1]
     assert [found.measurer(slot) for slot in cut] == [n % 3 for n in range(len(cut))]
     assert {found.measurer(slot) for slot in found.slots if slot not in cut} == {None}
-    for chunk in found.chunks:
-        assert found.measurer_of(chunk) != found.owners[chunk.index]
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_of_many_ranks_each_updates_a_part_of_what_is_large(ranks: int) -> None:
     found = plan()
-    splitter(ranks).cut_for_owners(found, PARTITION_BYTES, [0] * 8, [True] * 7 + [False])
+    sharder(ranks).cut(found, PARTITION_BYTES, [0] * 8, [True] * 7 + [False])
     parts = [len(found.shares(slot)) for slot in found.slots]
     assert parts == [ranks, 1, 1, ranks, 1, ranks, ranks, 1]

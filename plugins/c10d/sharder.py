@@ -1,8 +1,8 @@
-"""Splits what a session sends by exchanging slices over Gloo."""
+"""Shards the update of a session, by messages over Gloo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -25,29 +25,22 @@ from ..routes.split.owners import (
     has_parts,
     large_ones,
     late_ones,
-    owners_of,
     owners_or_cuts,
 )
 from ..routes.split.parameters import ParameterSpread
 from ..routes.streams import Streams
 from ..zero1.requests import Requests
 from ..zero1.sharding import Listener
-from .split_carriers import (
-    ExchangeCarrier,
-    Parameters,
-    ShardedCarrier,
-    ShardedExchange,
-    SplitExchange,
-)
+from .sharded_carrier import Parameters, ShardedCarrier, ShardedExchange
 
-__all__ = ["ExchangeSplitter", "notifier"]
+__all__ = ["MessageSharder", "notifier"]
 
 #: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
 _UNSENT_BYTES: Final = 128 << 10
 
 
-class ExchangeSplitter:
-    """See splitting.Splitter.
+class MessageSharder:
+    """See sharding.Sharder.
 
     Args:
         ranks: how many there are.
@@ -65,15 +58,7 @@ class ExchangeSplitter:
         self._open_group = open_group
         self._close_group = close_group
 
-    def cut(self, plan: Plan, partition_bytes: int) -> None:
-        partition_bytes = self._chunk_bytes(partition_bytes)
-        nbytes = [slot.view.nbytes for slot in plan.slots]
-        late = late_ones(nbytes, self._ranks, partition_bytes)
-        owners = owners_of(nbytes, self._ranks, partition_bytes, late)
-        # No parts: whoever takes a norm, of all ranks or of one that asks alone, has the same bits.
-        self._cut(plan, partition_bytes, owners, ())
-
-    def cut_for_owners(
+    def cut(
         self, plan: Plan, partition_bytes: int, kinds: Sequence[int], may_cut: Sequence[bool]
     ) -> None:
         partition_bytes = self._chunk_bytes(partition_bytes)
@@ -86,65 +71,14 @@ class ExchangeSplitter:
         cut = {at for at in unfit(nbytes, self._ranks, partition_bytes) if may_cut[at]}
         owners = owners_or_cuts(nbytes, kinds, may_cut, self._ranks, partition_bytes, cut)
         in_parts = [position for position, owner in enumerate(owners) if owner is None]
-        self._cut(plan, partition_bytes, owners, in_parts, kinds)
+        bounds = {at: bounds_of(plan.slots[at].view.numel(), self._ranks) for at in in_parts}
+        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds, bounds))
 
     def _chunk_bytes(self, partition_bytes: int) -> int:
         """What its owner's link carries in the time that an all-reduce of a partition takes."""
         return max(1, 2 * partition_bytes // self._ranks)
 
-    def _cut(
-        self,
-        plan: Plan,
-        partition_bytes: int,
-        owners: Sequence[int | None],
-        in_parts: Iterable[int],
-        kinds: Sequence[int] = (),
-    ) -> None:
-        bounds = {at: bounds_of(plan.slots[at].view.numel(), self._ranks) for at in in_parts}
-        plan.cut(partition_bytes, Ownership(self._ranks, owners, kinds, bounds))
-
     def carrier(
-        self,
-        plan: Plan,
-        packer: Packer,
-        progress: Progress,
-        setting: Setting,
-        streams: Streams,
-        *,
-        reduced: Callable[[CommTask], None],
-        meter: Meter,
-        observers: Observers,
-    ) -> ExchangeCarrier:
-        exchange, groups = self._summed(
-            plan, packer, progress, setting, streams, reduced=reduced, observers=observers
-        )
-        others, answers = self._open_answers(plan, progress)
-
-        def is_whole() -> bool:
-            return not progress.outstanding
-
-        queries = GradientQueries(
-            plan,
-            others.rank,
-            exchange,
-            answers,
-            progress,
-            meter,
-            is_whole=is_whole,
-            assembled=None,
-            is_told=lambda _: False,
-            lend=streams.lend,
-        )
-        return ExchangeCarrier(
-            exchange,
-            answers,
-            queries,
-            [*groups, others],
-            failed=partial(progress.fail, is_raised=True),
-            closed=self._close_group,
-        )
-
-    def sharded(
         self,
         plan: Plan,
         packer: Packer,
@@ -157,7 +91,7 @@ class ExchangeSplitter:
         meter: Meter,
         observers: Observers,
     ) -> ShardedCarrier:
-        exchange, parameters, groups = self._summed_for_owners(
+        exchange, parameters, groups = self._summed(
             plan, packer, progress, setting, streams, owners, reduced=reduced, observers=observers
         )
         others, answers = self._open_answers(plan, progress)
@@ -169,9 +103,7 @@ class ExchangeSplitter:
             answers,
             progress,
             meter,
-            is_whole=_never,
             assembled=owners.assembled,
-            is_told=lambda slot: exchange.is_told(slot.chunks),
             lend=streams.lend,
         )
         return ShardedCarrier(
@@ -192,31 +124,6 @@ class ExchangeSplitter:
         progress: Progress,
         setting: Setting,
         streams: Streams,
-        *,
-        reduced: Callable[[CommTask], None],
-        observers: Observers,
-    ) -> tuple[SplitExchange, list[Group]]:
-        """What sums and spreads, and the groups that it uses; collective."""
-        group = self._open_exchange()
-        exchange = Exchange(
-            group,
-            plan,
-            packer,
-            setting,
-            reduced=reduced,
-            summed=notifier(progress),
-            failed=progress.fail,
-            observers=observers,
-        )
-        return exchange, [group]
-
-    def _summed_for_owners(
-        self,
-        plan: Plan,
-        packer: Packer,
-        progress: Progress,
-        setting: Setting,
-        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
@@ -229,8 +136,6 @@ class ExchangeSplitter:
             plan,
             packer,
             setting,
-            is_spread=lambda chunk: chunk.index in plan.shared,
-            measurers=_measurers(plan, packer),
             reduced=reduced,
             summed=notifier(progress),
             failed=progress.fail,
@@ -249,17 +154,6 @@ class ExchangeSplitter:
             return self._open_group("exchange", "gloo")
 
 
-def _measurers(plan: Plan, packer: Packer) -> dict[int, int]:
-    """Who measures each chunk, by index, where that is not its owner."""
-    return {
-        chunk.index: measurer
-        for chunk in plan.chunks
-        if (measurer := plan.measurer_of(chunk)) is not None
-        # What is rounded on its way is not what its owner has.
-        and packer.memory(chunk) is plan.buffers[chunk.index]
-    }
-
-
 def notifier(progress: Progress) -> Callable[[], None]:
     """Wakes who waits for the progress of a session."""
 
@@ -268,7 +162,3 @@ def notifier(progress: Progress) -> Callable[[], None]:
             progress.notify()
 
     return notify
-
-
-def _never() -> bool:
-    return False

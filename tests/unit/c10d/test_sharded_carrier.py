@@ -1,4 +1,4 @@
-"""What the carriers of split sums begin and end, and in which order."""
+"""What the carrier of a sharded update begins and ends, and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from bytesched.errors import PeerLost, PluginError
-from bytesched.plugins.c10d.split_carriers import ExchangeCarrier, ShardedCarrier
+from bytesched.plugins.c10d.sharded_carrier import ShardedCarrier
 
 ENDS = ("answers.end_round", "parameters.close", "exchange.close", "answers.close", "closed")
 
@@ -23,10 +23,6 @@ class Parts:
         self.log.requests.lost.return_value = None
         self.groups: list[Any] = ["sums", "answers"]
 
-    def split(self) -> ExchangeCarrier:
-        log = self.log
-        return ExchangeCarrier(log.exchange, log.answers, log.queries, self.groups, **self._told())
-
     def sharded(self) -> ShardedCarrier:
         log = self.log
         return ShardedCarrier(
@@ -36,11 +32,9 @@ class Parts:
             log.requests,
             log.queries,
             self.groups,
-            **self._told(),
+            failed=log.failed,
+            closed=log.closed,
         )
-
-    def _told(self) -> dict[str, Any]:
-        return {"failed": self.log.failed, "closed": self.log.closed}
 
     def calls(self, *names: str) -> list[str]:
         """Those of these names, in their order."""
@@ -52,9 +46,8 @@ def parts() -> Parts:
     return Parts()
 
 
-@pytest.mark.parametrize("how", ["split", "sharded"])
-def test_a_round_that_cannot_begin_fails_for_all_ranks(parts: Parts, how: str) -> None:
-    carrier = getattr(parts, how)()
+def test_a_round_that_cannot_begin_fails_for_all_ranks(parts: Parts) -> None:
+    carrier = parts.sharded()
     error = PluginError("the last round is still under way")
     parts.log.exchange.begin_round.side_effect = error
     with pytest.raises(PluginError) as raised:
@@ -80,19 +73,14 @@ def test_whatever_is_lost_is_lost_for_the_carrier(parts: Parts, of: str) -> None
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-@pytest.mark.parametrize("how", ["split", "sharded"])
-def test_it_ends_once_and_gives_each_group_back_at_last(
-    parts: Parts, how: str, is_lost: bool
-) -> None:
+def test_it_ends_once_and_gives_each_group_back_at_last(parts: Parts, is_lost: bool) -> None:
     """Its last answers come first, as other ranks wait for them; after an error none does."""
     if is_lost:
         parts.log.answers.end_round.side_effect = PeerLost("rank 1 is gone")
-    carrier = getattr(parts, how)()
+    carrier = parts.sharded()
     carrier.close()
     carrier.close()
-    sharded = ["parameters.close"] if how == "sharded" else []
-    wanted = ["answers.end_round", *sharded, "exchange.close", "answers.close", "closed", "closed"]
-    assert parts.calls(*ENDS) == wanted
+    assert parts.calls(*ENDS) == [*ENDS, "closed"]
     assert parts.log.closed.mock_calls == [call(group) for group in parts.groups]
 
 

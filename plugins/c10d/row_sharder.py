@@ -1,4 +1,4 @@
-"""Splits what a session sends by reduce-scatter and all-gather: on NCCL, or on tensors of GPUs."""
+"""Shards the update of a session, by reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ..dependency.progress import Progress
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..routes.groups.group import Group
-from ..routes.split.collectives import RowExchange
 from ..routes.split.sharded_rows import RowParameters, ShardedRows
 from ..routes.streams import Streams
 from ..zero1.sharding import Listener
-from .split_carriers import Parameters, ShardedExchange, SplitExchange
-from .splitter import ExchangeSplitter, notifier
+from .sharded_carrier import Parameters, ShardedExchange
+from .sharder import MessageSharder, notifier
 
-__all__ = ["RowSplitter"]
+__all__ = ["RowSharder"]
 
 
-class RowSplitter(ExchangeSplitter):
-    """See splitting.Splitter. Owners are those of messages; answers still travel over Gloo.
+class RowSharder(MessageSharder):
+    """See sharding.Sharder. Owners are those of messages; answers still travel over Gloo.
 
     Args:
         ranks: how many there are.
@@ -43,32 +42,6 @@ class RowSplitter(ExchangeSplitter):
         self._kind = kind
 
     def _summed(
-        self,
-        plan: Plan,
-        packer: Packer,
-        progress: Progress,
-        setting: Setting,
-        streams: Streams,
-        *,
-        reduced: Callable[[CommTask], None],
-        observers: Observers,
-    ) -> tuple[SplitExchange, list[Group]]:
-        group, control = self._open_group("rows", self._kind), self._open_group("control", "gloo")
-        exchange = RowExchange(
-            group,
-            control,
-            plan,
-            packer,
-            setting,
-            streams,
-            reduced=reduced,
-            summed=notifier(progress),
-            failed=progress.fail,
-            observers=observers,
-        )
-        return exchange, [group, control]
-
-    def _summed_for_owners(
         self,
         plan: Plan,
         packer: Packer,
