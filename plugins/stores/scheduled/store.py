@@ -9,7 +9,6 @@ from bytesched.config import Config
 from bytesched.errors import (
     InvalidTransition,
     MismatchError,
-    PluginError,
     SchedulerClosed,
 )
 from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
@@ -179,24 +178,6 @@ class ScheduledKVStore:
         self._observers.close()
 
     # -- more --------------------------------------------------------------------------
-
-    def resize(self, *, partition_bytes: int = 0, credit_bytes: int = 0) -> None:
-        """New sizes from the next step on, 0 for no change; every worker calls it between steps.
-
-        PluginError if the store has an optimizer, whose state belongs to the chunks as they are.
-        """
-        self._check("resize")
-        if partition_bytes and getattr(self.store, "is_stateful", False):
-            raise PluginError(
-                "the optimizer in the store has a state for each chunk: choose the partition "
-                "size when the store is wrapped"
-            )
-        if partition_bytes:
-            self._partition_bytes = partition_bytes
-            self._is_cut = False
-        self._transfers.set_credit(
-            credit_bytes or max(self._transfers.credit_bytes, self._partition_bytes)
-        )
 
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""

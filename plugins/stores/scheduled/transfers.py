@@ -83,13 +83,6 @@ class Transfers:
             if not slot.chunks:
                 self._fill(slot)
 
-    def set_credit(self, credit_bytes: int) -> None:
-        """A new window for each pipe."""
-        with self._changed:
-            self.credit_bytes = credit_bytes
-            if self._pipes is not None:
-                self._pipes.set_credit(credit_bytes, credit_bytes)
-
     def stop(self) -> None:
         """Closes the pipes; what is under way never ends."""
         pipes, self._pipes = self._pipes, None
