@@ -129,10 +129,11 @@ class Pipes:
                 events=events,
             )
 
-        self._limits_pulls = not getattr(store, "answers_by_priority", False)
+        if getattr(store, "answers_by_priority", False):
+            pull_credit_bytes = _NO_LIMIT
         push, pull = _transports(store, self._by_index, on_push)
         self.pushes = scheduler(push, push_credit_bytes, self._pushed)
-        self.pulls = scheduler(pull, self._window(pull_credit_bytes), self._pulled)
+        self.pulls = scheduler(pull, pull_credit_bytes, self._pulled)
         URGENCY.join(self.pushes)
         URGENCY.join(self.pulls)
 
@@ -147,11 +148,6 @@ class Pipes:
         if is_ready:
             self.pulls.notify_ready(chunk.pull_task)
 
-    def set_credit(self, push_credit_bytes: int, pull_credit_bytes: int) -> None:
-        """New windows, in bytes."""
-        self.pushes.set_credit(push_credit_bytes)
-        self.pulls.set_credit(self._window(pull_credit_bytes))
-
     def story(self) -> str:
         """The last events of both pipes, for an error's message."""
         return f"{self.pushes.core.story()}\n{self.pulls.core.story()}"
@@ -162,9 +158,6 @@ class Pipes:
         URGENCY.leave(self.pulls)
         self.pushes.close()
         self.pulls.close()
-
-    def _window(self, pull_credit_bytes: int) -> int:
-        return pull_credit_bytes if self._limits_pulls else _NO_LIMIT
 
     def _pushed(self, task: CommTask) -> None:
         chunk = self._by_index[task.index]

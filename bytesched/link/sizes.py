@@ -158,12 +158,6 @@ RULES: Final = MappingProxyType(
             largest_bytes=256 * KIB,
             within_credit=False,
         ),
-        "waves": Rule(
-            formula="1 MiB",
-            why="Sums begin with the first wave, before anything could be measured.",
-            smallest_bytes=MIB,
-            largest_bytes=MIB,
-        ),
         "stages": Rule(
             formula="1 MiB",
             why="What travels between ranks is known from the first step on, and nothing is "

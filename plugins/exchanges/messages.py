@@ -60,7 +60,7 @@ class ExchangeTask(CommTask):
         section: gradients wait until it ends, with the exchange.
     """
 
-    __slots__ = ("ended", "error", "rows", "section", "sent", "works")
+    __slots__ = ("ended", "error", "rows", "section", "sent")
 
     def __init__(
         self,
@@ -78,8 +78,6 @@ class ExchangeTask(CommTask):
         self.section = section
         self.ended = threading.Event()
         self.error: BaseException | None = None
-        #: of a short exchange, until something waits for it: messages, each with its peer
-        self.works: Sequence[tuple[Any, int]] = ()
 
 
 class Exchanges:
@@ -97,8 +95,6 @@ class Exchanges:
         #: exchanges that have not ended
         self._open: set[ExchangeTask] = set()
         self._begun = 0
-        #: the short exchange that nothing waits for yet
-        self._short: ExchangeTask | None = None
         self._scheduler = Scheduler(
             SchedulerCore(Leading(Fifo()), credit_bytes=_CREDIT_BYTES),
             self,
@@ -113,53 +109,23 @@ class Exchanges:
         sent: Sequence[Tensor],
         rows: Sequence[Tensor],
         section: urgency.Section | None,
-        *,
-        is_short: bool = False,
     ) -> ExchangeTask:
         """Begins to send ``sent[k]`` to each rank k, and to receive ``rows[k]`` from it.
-
-        What ``is_short`` starts at once, and no thread wakes for it before `wait` or the next one:
-        beside a computation that takes all cores, that costs more than a short exchange.
 
         Raises an error of ours, of an earlier exchange.
         """
         task = ExchangeTask(name, self._begun % _NUMBERS, sent, rows, section)
         self._begun += 1
         self._open.add(task)
-        self._await_short()
         if self._error is not None:
             self._end(task)
             raise self._error
-        if is_short:
-            try:
-                task.works = self._post(task)
-            except BaseException as error:
-                self._scheduler.fail(error)
-                raise
-            self._short = task
-            return task
         task.notify_ready()
         self._scheduler.notify_ready(task)
         return task
 
-    def _await_short(self) -> None:
-        """A thread waits for the short exchange that was begun last, from now on."""
-        task, self._short = self._short, None
-        if task is not None:
-            works, task.works = task.works, ()
-            self._waiter.put(task, works, self._short_ended)
-
-    def _short_ended(self, task: CommTask, error: BaseException | None) -> None:
-        assert isinstance(task, ExchangeTask)
-        if error is None:
-            self._end(task)
-        else:
-            self._scheduler.fail(error)
-
     def wait(self, task: ExchangeTask) -> None:
         """Returns when ``task`` has ended. Raises an error of ours."""
-        if task is self._short:
-            self._await_short()
         deadline_s = monotonic() + self._group.timeout_s
         while not task.ended.wait(_LOOK_S):
             if self._error is None and (lost := self._messages.lost()) is not None:
@@ -185,10 +151,6 @@ class Exchanges:
     def start(self, task: CommTask, done: Done) -> None:
         """Begins ``task``: first what it receives."""
         assert isinstance(task, ExchangeTask)
-        self._waiter.put(task, self._post(task), done)
-
-    def _post(self, task: ExchangeTask) -> list[tuple[Any, int]]:
-        """Its messages, each with its peer. Raises an error of ours."""
         group, mine = self._group, self._group.rank
         # Closing takes them from the task.
         rows, sent = task.rows, task.sent
@@ -207,7 +169,7 @@ class Exchanges:
         except RuntimeError as error:
             raise group.error(error, task=task.name) from error
         rows[mine].copy_(sent[mine])
-        return works
+        self._waiter.put(task, works, done)
 
     def _finished(self, task: CommTask) -> None:
         assert isinstance(task, ExchangeTask)
@@ -226,7 +188,7 @@ class Exchanges:
         if task.section is not None:
             task.section.end()
         # What remembers the task must not keep its memory.
-        task.sent = task.rows = task.works = ()
+        task.sent = task.rows = ()
         task.ended.set()
 
     def __repr__(self) -> str:

@@ -172,20 +172,9 @@ class Peers:
         self.complete(self._issue(name, self._group.all_reduce, real), name)
 
     def start(
-        self,
-        x: Tensor,
-        send: list[int],
-        receive: list[int],
-        name: str,
-        *,
-        is_urgent: bool,
-        is_short: bool = False,
+        self, x: Tensor, send: list[int], receive: list[int], name: str, *, is_urgent: bool
     ) -> Transfer:
-        """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end.
-
-        What ``is_short`` is not worth a thread that wakes beside a computation (see `Exchanges`);
-        then it is urgent until somebody waits for it and it has come.
-        """
+        """Begins to send ``send[k]`` rows of ``x`` to each rank k; urgent until its end."""
         sent = x.detach().contiguous()
         # Written on other threads, which are not in the inference mode of this one.
         with torch.inference_mode(mode=False):
@@ -196,7 +185,7 @@ class Peers:
             if self._exchanges is not None and not x.is_cuda:
                 # Filled on other threads, of which autograd need not know.
                 parts = sent.data.split(send), rows.data.split(receive)
-                task = self._exchanges.begin(name, *parts, section, is_short=is_short)
+                task = self._exchanges.begin(name, *parts, section)
                 return Transfer(rows, partial(self._exchanges.wait, task))
             work = self._issue(name, self._group.backend.alltoall_base, rows, sent, receive, send)
             # What is computed meanwhile does not wait: the section ends with the transfer.

@@ -23,14 +23,7 @@ class _Aggregate(torch.autograd.Function):
         x = x.detach().contiguous()
         peers, pieces = partition.peers, partition.pieces(_row_bytes(x))
         arriving = [
-            peers.start(
-                x[piece.give],
-                piece.send,
-                piece.receive,
-                "halo",
-                is_urgent=True,
-                is_short=piece.is_short,
-            )
+            peers.start(x[piece.give], piece.send, piece.receive, "halo", is_urgent=True)
             for piece in pieces
             if peers is not None
         ]
@@ -38,7 +31,7 @@ class _Aggregate(torch.autograd.Function):
         total = product(partition.inner, x)
         clock.lap("aggregation")
         for piece, transfer in zip(pieces, arriving, strict=True):
-            rows = piece.by_distance(transfer.wait())
+            rows = transfer.wait()
             clock.lap("halo")
             total = product(piece.going_on, torch.cat([total, rows]))
             clock.lap("aggregation")
@@ -57,14 +50,7 @@ class _Aggregate(torch.autograd.Function):
             of_halo = product(piece.transposed, gradient)
             clock.lap("aggregation")
             arriving.append(
-                peers.start(
-                    piece.by_rank(of_halo),
-                    piece.receive,
-                    piece.send,
-                    "halo backward",
-                    is_urgent=True,
-                    is_short=piece.is_short,
-                )
+                peers.start(of_halo, piece.receive, piece.send, "halo backward", is_urgent=True)
             )
             clock.lap("halo")
         total = product(partition.inner_transposed, gradient)
@@ -72,7 +58,8 @@ class _Aggregate(torch.autograd.Function):
         for piece, transfer in zip(pieces, arriving, strict=True):
             rows = transfer.wait()
             clock.lap("halo")
-            piece.add_to(total, rows)
+            # No place twice, so no order to keep.
+            total.index_add_(0, piece.give, rows)
             clock.lap("aggregation")
         return total, None
 

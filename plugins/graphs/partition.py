@@ -38,13 +38,10 @@ class Partition:
         group: the ranks; all of them if it is None. Without torch.distributed, one process has the
             whole graph.
         piece_bytes: a halo is cut so that no rank sends more at a time.
-        short_bytes: a halo of which no rank sends or receives more is not cut, whatever
-            ``piece_bytes`` is, and no thread waits for it before its rows are needed: that would
-            take more time from the computation than it saves.
 
     Raises:
         MismatchError: on all ranks alike, if they were given different owners, dtypes or sizes of
-            pieces or of short halos, or if what one was given is no graph.
+            pieces, or if what one was given is no graph.
     """
 
     def __init__(
@@ -56,13 +53,11 @@ class Partition:
         group: dist.ProcessGroup | None = None,
         *,
         piece_bytes: int = 256 * 1024,
-        short_bytes: int = 128 * 1024,
     ) -> None:
         self.peers = peers = peers_of(group)
         self.rank = peers.rank if peers else 0
         self.size = peers.size if peers else 1
         self.piece_bytes = piece_bytes
-        self.short_bytes = short_bytes
         self.dtype = weight.dtype
         wrong = _why_wrong(owner, source, target, weight, self.size)
         if peers is None:
@@ -77,8 +72,7 @@ class Partition:
             need = [0] * self.size
             if not wrong:
                 need = torch.bincount(owner[halo], minlength=self.size).tolist()
-            cuts = [piece_bytes, short_bytes]
-            counts = _agreed(peers, owner, [_number(self.dtype), *cuts], need, wrong)
+            counts = _agreed(peers, owner, [_number(self.dtype), piece_bytes], need, wrong)
         #: numbers of this rank's vertices among all; ``x`` has a row for each, in this order
         self.vertices = (owner == self.rank).nonzero().view(-1)
         # By distance of the owner: at any time, each rank then sends to another one.
@@ -105,11 +99,10 @@ class Partition:
 
     def pieces(self, row_bytes: int) -> list[Piece]:
         """The halo, cut for rows of so many bytes; on all ranks alike."""
-        is_short = 0 < self._halo.most_rows * row_bytes <= self.short_bytes
         most_rows = max(1, self.piece_bytes // row_bytes)
-        if (key := 0 if is_short else most_rows) not in self._pieces:
-            self._pieces[key] = cut(self._halo, most_rows, is_short=is_short)
-        return self._pieces[key]
+        if most_rows not in self._pieces:
+            self._pieces[most_rows] = cut(self._halo, most_rows)
+        return self._pieces[most_rows]
 
     def check(self, x: Tensor) -> None:
         """Raises MismatchError, on all ranks alike, if ``x`` does not fit here or elsewhere.
@@ -189,10 +182,10 @@ def _agreed(
 
 
 def _words(numbers: Sequence[int]) -> str:
-    _, vertices, digest, dtype, piece_bytes, short_bytes, *_ = numbers
+    _, vertices, digest, dtype, piece_bytes, *_ = numbers
     return (
         f"{vertices} vertices with owners {digest:016x}, {_DTYPES[dtype]}, "
-        f"pieces of {piece_bytes} bytes, short halos of {short_bytes} bytes"
+        f"pieces of {piece_bytes} bytes"
     )
 
 

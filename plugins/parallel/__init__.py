@@ -1,6 +1,5 @@
-"""Plans of `bytesched.ir` on real ranks: data, tensor and pipeline parallel."""
+"""Plans of tensor parallelism of `bytesched.ir`, for `parallelize_module` of torch."""
 
-from .planned import Planned
 from .styles import parallel_styles
 
-__all__ = ["Planned", "parallel_styles"]
+__all__ = ["parallel_styles"]

@@ -46,28 +46,13 @@ def trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def refuse_unsynchronised(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    per_wave: bool,
-    is_wrapped: bool,
-    is_off: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, is_wrapped: bool, is_off: bool
 ) -> None:
-    """Raises PluginError where the ranks would train apart, or send twice."""
+    """Raises PluginError where the ranks would train apart."""
     if world_size() == 1:
         return
-    if per_wave and has_groups(model, {}):
-        raise PluginError(
-            'sync="per-wave" reduces everything over all ranks, and layers of this model have a '
-            "data_parallel_group of their own: call bytesched.wrap(optimizer, model) instead"
-        )
-    if per_wave and is_wrapped:
-        raise PluginError(
-            'sync="per-wave" sends by itself, and bytesched.wrap was called on this optimizer: '
-            "leave out one of the two"
-        )
     sends = is_wrapped or find_ddp(model) is not None or hasattr(optimizer, "_allreduce_grad_async")
-    if not per_wave and not sends:
+    if not sends:
         why = ", and enabled is off" if is_off else ""
         raise PluginError(
             f"nothing synchronises the gradients of the {world_size()} ranks{why}: put the "

@@ -105,12 +105,10 @@ def far(name: str, one: Tensor, other: Tensor) -> list[str]:
     return [] if one.shape == other.shape and difference < 1e-12 else [f"{name}: {difference}"]
 
 
-def equals_alone(
-    kind: str, piece_bytes: int, needing: str = "weights", short_bytes: int = 0
-) -> list[str]:
+def equals_alone(kind: str, piece_bytes: int, needing: str = "weights") -> list[str]:
     """What differs from one process, forward and backward, in two epochs."""
     graph = graph_of(kind, dist.get_world_size())
-    part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
+    part = graph.part(piece_bytes=piece_bytes)
     model, alone = GCN(part), GCN(graph.alone())
     features, classes = rows_of()
     x = features[part.vertices].requires_grad_(needing == "features")
@@ -135,7 +133,7 @@ def equals_alone(
 
 def number_of_pieces(kind: str, piece_bytes: int) -> int:
     graph = graph_of(kind, dist.get_world_size())
-    return len(graph.part(piece_bytes=piece_bytes, short_bytes=0).pieces(8 * WIDTH))
+    return len(graph.part(piece_bytes=piece_bytes).pieces(8 * WIDTH))
 
 
 def bits(dtype: torch.dtype) -> list[bool]:
@@ -144,15 +142,8 @@ def bits(dtype: torch.dtype) -> list[bool]:
     graph = graph_of("directed", size, dtype)
     features, _ = rows_of(dtype)
     found = []
-    for piece_bytes, short_bytes in (
-        (1 << 20, 0),
-        (1, 0),
-        (64, 0),
-        (100, 0),
-        (1, 0),
-        (64, 1 << 20),
-    ):
-        part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
+    for piece_bytes in (1 << 20, 1, 64, 100, 1):
+        part = graph.part(piece_bytes=piece_bytes)
         x = features[part.vertices].requires_grad_()
         y = graphs.aggregate(part, x)
         (y**2).sum().backward()
@@ -190,11 +181,11 @@ def bits(dtype: torch.dtype) -> list[bool]:
     return same
 
 
-def trained(piece_bytes: int, short_bytes: int = 0) -> list[str]:
+def trained(piece_bytes: int) -> list[str]:
     """What differs from one process after steps with weights reduced by `bytesched.wrap`."""
     size = dist.get_world_size()
     graph = graph_of("directed", size)
-    part = graph.part(piece_bytes=piece_bytes, short_bytes=short_bytes)
+    part = graph.part(piece_bytes=piece_bytes)
     features, classes = rows_of()
     model, alone = GCN(part), GCN(graph.alone())
     ours: Any = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -249,16 +240,10 @@ def keeps_inputs() -> dict[str, bool]:
     return found
 
 
-def ways(short_bytes: int) -> list[list[bool]]:
-    """The pieces of rows of one and of many numbers: whether each is a short halo."""
-    part = graph_of("directed", dist.get_world_size()).part(short_bytes=short_bytes)
-    return [[piece.is_short for piece in part.pieces(8 * width)] for width in (1, 64)]
-
-
-def traced(folder: str, short_bytes: int) -> tuple[dict[str, float], float, bool]:
+def traced(folder: str) -> tuple[dict[str, float], float, bool]:
     """Shares of epochs, how long halos were under way, and whether another layer is told."""
     graph = graph_of("directed", dist.get_world_size())
-    part = graph.part(piece_bytes=64, short_bytes=short_bytes)
+    part = graph.part(piece_bytes=64)
     model = GCN(part)
     features, classes = rows_of()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -296,7 +281,6 @@ def disagreements() -> list[str]:
             (graph.owner, graph.source, single, {}),
             (no_rank, graph.source, graph.weight, {}),
             (graph.owner, graph.source, graph.weight, differing),
-            (graph.owner, graph.source, graph.weight, {"short_bytes": 64 + last}),
         ):
             target = graph.target % 50 if source.max() < 50 else graph.target
             try:
@@ -326,10 +310,10 @@ def report(error: BaseException) -> None:
     os._exit(0)
 
 
-def dies_in_an_exchange(direction: str, short_bytes: int) -> None:
+def dies_in_an_exchange(direction: str) -> None:
     """The last rank dies before it sends rows, or their gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    part = graph_of("directed", size).part(short_bytes=short_bytes)
+    part = graph_of("directed", size).part()
     features, _ = rows_of()
     x = features[part.vertices].requires_grad_()
     graphs.aggregate(part, x).sum().backward()
@@ -366,10 +350,10 @@ def raises_in_the_middle() -> None:
         report(error)
 
 
-def in_another_layer(kind: str, short_bytes: int) -> None:
+def in_another_layer(kind: str) -> None:
     """Rows of two widths, both of which ranks have compared: then each rank sends others."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    part = graph_of(kind, size).part(short_bytes=short_bytes)
+    part = graph_of(kind, size).part()
     rows = [torch.ones(len(part.vertices), width, dtype=part.dtype) for width in (4, 8)]
     for x in rows:
         graphs.aggregate(part, x)
@@ -382,10 +366,10 @@ def in_another_layer(kind: str, short_bytes: int) -> None:
     os._exit(1)
 
 
-def goes_on_elsewhere(short_bytes: int) -> None:
+def goes_on_elsewhere() -> None:
     """The last rank catches an error of its own and begins anew, while others go on."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = GCN(graph_of("directed", size).part(short_bytes=short_bytes))
+    model = GCN(graph_of("directed", size).part())
     features, classes = rows_of()
     x, y = features[model.first.partition.vertices], classes[model.first.partition.vertices]
     loss_of(model(x), y).backward()

@@ -1,17 +1,18 @@
-"""What a rank does in the tests of plans that are run."""
+"""What a rank does in the tests of plans that torch runs."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from planned_layers import BLOCKS, LINK, MODELS, WIDTH, planned
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from bytesched.ir.check import check
-from bytesched.plugins.parallel import Planned
+from bytesched.ir.lower import tensor_plan
+from bytesched.plugins.parallel import parallel_styles
 
 STEPS, BATCH, LENGTH, WORDS = 4, 16, 4, 12
 HEADS = 2
@@ -74,31 +75,33 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def losses(form: str) -> dict[str, list[float]]:
-    """How far losses of both models' plans are from those of one process, relative to these.
-
-    In one case, as DTensor remembers the groups of equal meshes, which end with a case.
-    """
-    return {name: losses_of(name, form) for name in MODELS}
-
-
-def losses_of(name: str, form: str) -> list[float]:
-    program, stages = planned(name, form, dist.get_world_size())
-    check(program, LINK)
-    run = Planned(program, model_of(name), optimizer_of, loss_of, stages)
-    alone = model_of(name)
-    optimizer = optimizer_of(alone.parameters())
-    far = []
+def trained(name: str, model: nn.Module) -> list[float]:
+    """The losses of some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
     for step in range(STEPS):
         x, y = batch_of(name, step)
         optimizer.zero_grad()
-        loss = loss_of(alone(x), y)
+        loss = loss_of(model(x), y)
         loss.backward()
         optimizer.step()
-        far.append(abs(run.step(x, y) / float(loss.detach()) - 1))
-    run.close()
-    return far
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def losses() -> dict[str, list[float]]:
+    """How far losses of both models' tensor plans are from those of one process, relatively.
+
+    In one case, as DTensor remembers the groups of equal meshes, which end with a case.
+    """
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    found = {}
+    for name in MODELS:
+        program, _ = planned(name, "tp", ranks)
+        check(program, LINK)
+        model = model_of(name)
+        parallelize_module(model, mesh, parallel_styles(tensor_plan(program)))
+        pairs = zip(trained(name, model), trained(name, model_of(name)), strict=True)
+        found[name] = [abs(one / other - 1) for one, other in pairs]
+    return found

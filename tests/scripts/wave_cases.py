@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_worker import gloo_groups, gloo_groups_left, signals
+from rank_worker import signals
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -182,82 +182,24 @@ def ddp_equal(waves: int, wrapped: bool, clipped: bool = False) -> list[str]:
     return wrong + (["losses"] if [*map(float, losses)] != [*map(float, found)] else [])
 
 
-def per_wave_close(waves: int, clipped: bool) -> float:
-    """The largest difference of weights that were sent once per wave."""
-    rank = dist.get_rank()
-    expected = DistributedDataParallel(plain_model())
-    optimizer = optimizer_of(expected)
-    update = clipping(expected, optimizer) if clipped else None
-    torch.manual_seed(rank)
-    accumulated(expected, loss_of, waves, rank, optimizer, update)
-    model = DistributedDataParallel(plain_model())
-    optimizer = optimizer_of(model)
-    update = clipping(model, optimizer) if clipped else None
-    torch.manual_seed(rank)
-    in_waves(model, loss_of, waves, rank, optimizer, sync="per-wave", update=update, **SMALL)
-    a, b = state_of(expected), state_of(model)
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def per_wave_unused() -> tuple[float, list[list[str]], list[list[str]]]:
-    """Parameters that some waves, or none, use: the difference, and what had no gradient when."""
-    rank = dist.get_rank()
-    batches = [batch_of(step, rank) for step in range(STEPS)]
-    for step in (2, 3):
-        # In these no part of any rank uses `seldom`.
-        batches[step][0].abs_().neg_()
-    model, expected = tied_model(), tied_model()
-    optimizer = optimizer_of(model)
-    missing: list[list[str]] = []
-
-    def update() -> None:
-        missing.append(without_gradient(model))
-        optimizer.step()
-
-    wave = TickTock(
-        model, optimizer, seldom_loss, sync="per-wave", overlap=True, update=update, **SMALL
-    )
-    torch.manual_seed(rank)
-    for batch in batches:
-        wave.step(batch)
-    wave.close()
-    expected_missing = averaged_by_hand(expected, batches, rank)
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    return difference, missing, expected_missing
-
-
-def switched_off(sync: str) -> tuple[list[str], list[str]]:
+def switched_off() -> tuple[list[str], list[str]]:
     """DDP with bytesched off: what differs from accumulation, and what is said without DDP."""
     rank = dist.get_rank()
     expected, model = (DistributedDataParallel(plain_model()) for _ in range(2))
     torch.manual_seed(rank)
     accumulated(expected, loss_of, 2, rank)
     torch.manual_seed(rank)
-    wave = TickTock(model, optimizer_of(model), loss_of, sync=sync, overlap=True, enabled=False)
+    wave = TickTock(model, optimizer_of(model), loss_of, overlap=True, enabled=False)
     for step in range(STEPS):
         wave.step(batch_of(step, rank))
     overlapped = wave.overlaps
     wave.close()
     plain, said = plain_model(), []
     try:
-        TickTock(plain, optimizer_of(plain), loss_of, sync=sync, enabled=False)
+        TickTock(plain, optimizer_of(plain), loss_of, enabled=False)
     except bytesched.PluginError as error:
         said.append(str(error))
     return differences(expected, model) + ["overlaps"] * overlapped, said
-
-
-def per_wave_settings_differ() -> str:
-    """What is said of it; nothing stays open, also while the error is kept."""
-    before = gloo_groups()
-    model, fields = plain_model(), SMALL
-    if dist.get_rank():
-        fields = SMALL | {"compression": "bf16"}
-    try:
-        TickTock(model, optimizer_of(model), loss_of, sync="per-wave", **fields)
-    except bytesched.MismatchError as error:
-        return f"{error} and left {gloo_groups_left(before)} groups"
-    return "nothing happened"
 
 
 def left_to_accumulation() -> tuple[bool, list[str]]:
@@ -339,17 +281,12 @@ def refused_where_nothing_sends() -> str:
     return ""
 
 
-def peer_dies(wrapped: bool, per_wave: bool) -> None:
+def peer_dies() -> None:
     """Rank 1 dies in its second wave; the other one says how its training ended."""
     rank = dist.get_rank()
-    model: nn.Module = plain_model()
-    if not wrapped:
-        model = DistributedDataParallel(model)
+    model = plain_model()
     optimizer = optimizer_of(model)
-    fields = SMALL | {"timeout_s": 8.0}
-    if wrapped:
-        bytesched.wrap(optimizer, model, **fields)
-        fields = {}
+    bytesched.wrap(optimizer, model, **SMALL | {"timeout_s": 8.0})
     seen = 0
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
@@ -360,8 +297,7 @@ def peer_dies(wrapped: bool, per_wave: bool) -> None:
             os.kill(os.getpid(), 9)
         return loss_of(model, batch)
 
-    sync = "per-wave" if per_wave else "joined"
-    wave = TickTock(model, optimizer, loss_fn, sync=sync, overlap=True, **fields)
+    wave = TickTock(model, optimizer, loss_fn, overlap=True)
     try:
         for step in range(50):
             wave.step(batch_of(step, rank))

@@ -1,4 +1,4 @@
-"""The waves of one rank, measured: one big batch, accumulation, tick-tock, and sent per wave."""
+"""The waves of one rank, measured: one big batch, accumulation and tick-tock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ SYSTEMS = {
     "accumulation": 1,
     "tick-tock": 1,
     "tick-tock+bytesched": 2,
-    "per-wave": 2,
 }
 
 _SEED = 1
@@ -50,9 +49,8 @@ def measure(spec: WaveSpecification, system: str) -> dict[str, Any]:
         bytesched.wrap(optimizer, model)
     wave = None
     if not whole:
-        sync = "per-wave" if system == "per-wave" else "joined"
         overlap = system != "accumulation"
-        wave = TickTock(model, optimizer, workload.loss, waves=waves, sync=sync, overlap=overlap)
+        wave = TickTock(model, optimizer, workload.loss, waves=waves, overlap=overlap)
 
     def step(number: int) -> Tensor:
         seeds = [(number * ranks + dist.get_rank()) * waves + index for index in range(waves)]

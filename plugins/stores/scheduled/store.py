@@ -9,17 +9,16 @@ from bytesched.config import Config
 from bytesched.errors import (
     InvalidTransition,
     MismatchError,
-    PluginError,
     SchedulerClosed,
 )
-from bytesched.kvstore.pipes import Chunk, chunks_on_their_way
+from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.kvstore.protocol import Key, KVStore, describe
 from bytesched.link.sizes import RULES
 from bytesched.observe import Observers
 
 from ...dropped import end_when_gone
 from ...registry import kind_of_store
-from .arenas import KeySlot, fill, flattened, lay_out, plain, zeros
+from .key_slots import KeySlot, cut, fill, plain
 from .transfers import Transfers
 
 __all__ = ["ScheduledKVStore"]
@@ -31,8 +30,7 @@ class ScheduledKVStore:
 
     Each key is cut into chunks of about ``config.partition_bytes``. A chunk's push and its pull
     are tasks of their own, each under a credit of ``config.credit_bytes``, so that pulls run
-    beside pushes. From the second step on, small neighbours share a chunk if the first step
-    pushed them without a wait in between. In the store, chunks are keys with names of our own.
+    beside pushes. In the store, the chunks of a key that is cut have names of our own.
 
     All workers make the same calls in the same order.
 
@@ -46,7 +44,6 @@ class ScheduledKVStore:
         self.store = store
         self._observers = observers or Observers()
         self._slots: dict[Key, KeySlot] = {}
-        self._generation = 0
         self._partition_bytes, credit_bytes = RULES["store calls"].sizes(
             config.partition_bytes,
             config.credit_bytes,
@@ -59,9 +56,6 @@ class ScheduledKVStore:
             credit_bytes=credit_bytes,
         )
         self._end = end_when_gone(self, self._transfers.end)
-        self._waits = 0
-        #: false when the keys are to be cut anew, before the next step
-        self._is_cut = bool(getattr(store, "is_stateful", False))
         self._closed = False
         self._steps = 0
 
@@ -91,27 +85,20 @@ class ScheduledKVStore:
         self._check(f"init of key {key!r}")
         if key in self._slots:
             raise InvalidTransition(f"key {key!r} has been initialised already")
-        flat = flattened(value)
         number = len(self._slots)
-        slot = KeySlot(
-            key,
-            number,
-            number if priority is None else -priority,
-            describe(value),
-            tuple(value.shape),
-            flat,
-        )
+        order = number if priority is None else -priority
+        slot = cut(key, number, value, order, self._partition_bytes)
         self.flush()
-        chunks = lay_out([slot], partition_bytes=self._partition_bytes, merge=False, generation=0)
-        self._init(chunks)
+        for chunk in slot.chunks:
+            self.store.init(chunk.key, chunk.push_from)
         self._slots[key] = slot
-        self._transfers.use([*self._transfers.chunks, *chunks], self._slots.values())
+        self._transfers.use(self._slots.values())
 
     def push(self, key: Key, value: Any, priority: int | None = None) -> None:
         """Adds ``value`` to this step of ``key``; it may be overwritten afterwards.
 
-        ``priority`` replaces the one of ``init`` when the keys are cut next. Waits for the pull
-        of the last step of ``key``, if that has not ended.
+        ``priority`` replaces the one of ``init`` from now on. Waits for the pull of the last step
+        of ``key``, if that has not ended.
         """
         slot = self._slot(key, value, "push")
         if slot.is_pushed and slot.out is None:
@@ -120,11 +107,11 @@ class ScheduledKVStore:
             )
         self._transfers.wait_for(slot)
         if priority is not None:
-            slot.priority = -priority
+            slot.set_priority(-priority)
         if slot.steps == self._steps:
-            self._next_step()
-        if not slot.steps:
-            slot.segment = self._waits
+            self._steps += 1
+            if self._observers:
+                self._observers.on_step(self._steps, perf_counter_ns())
         slot.steps = self._steps
         self._transfers.push(slot, value)
 
@@ -144,14 +131,9 @@ class ScheduledKVStore:
         self.pull(key, value if out is None else out)
 
     def wait(self, key: Key | None = None) -> None:
-        """Returns when the pull of ``key``, or every pull, has filled its array.
-
-        InvalidTransition if that can never be: a key that shares a chunk with it was not pushed,
-        or not pulled, in this step.
-        """
+        """Returns when the pull of ``key``, or every pull, has filled its array."""
         self._check("wait")
         slots = list(self._slots.values()) if key is None else [self._known(key, "wait")]
-        self._waits += 1
         for slot in slots:
             self._transfers.wait_for(slot)
 
@@ -159,7 +141,6 @@ class ScheduledKVStore:
         """Returns when every worker has called it and every push of this one has ended."""
         self._check("barrier")
         self.flush()
-        self._waits += 1
         self.store.barrier()
 
     def flush(self) -> None:
@@ -180,31 +161,13 @@ class ScheduledKVStore:
 
     # -- more --------------------------------------------------------------------------
 
-    def resize(self, *, partition_bytes: int = 0, credit_bytes: int = 0) -> None:
-        """New sizes from the next step on, 0 for no change; every worker calls it between steps.
-
-        PluginError if the store has an optimizer, whose state belongs to the chunks as they are.
-        """
-        self._check("resize")
-        if partition_bytes and getattr(self.store, "is_stateful", False):
-            raise PluginError(
-                "the optimizer in the store has a state for each chunk: choose the partition "
-                "size when the store is wrapped"
-            )
-        if partition_bytes:
-            self._partition_bytes = partition_bytes
-            self._is_cut = False
-        self._transfers.set_credit(
-            credit_bytes or max(self._transfers.credit_bytes, self._partition_bytes)
-        )
-
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the start, times per step."""
         return {
             "steps": self._steps,
             **self._transfers.figures(max(self._steps, 1)),
             "bytes_per_step": sum(slot.nbytes for slot in self._slots.values()),
-            "chunks": len(self._transfers.chunks),
+            "chunks": self._transfers.chunk_count,
             "partition_bytes": self._partition_bytes,
             "credit_bytes": self._transfers.credit_bytes,
             "mode": "kvstore",
@@ -225,54 +188,10 @@ class ScheduledKVStore:
         self._observers.close()
         return self.store
 
-    # -- cutting -----------------------------------------------------------------------
-
-    def _next_step(self) -> None:
-        """Keys that have gone through a step are cut anew, if that is due and possible."""
-        if self._steps and not self._is_cut:
-            self.flush()
-            if all(slot.out is None and not slot.is_pushed for slot in self._slots.values()):
-                self._cut()
-        self._steps += 1
-        if self._observers:
-            self._observers.on_step(self._steps, perf_counter_ns())
-
-    def _cut(self) -> None:
-        """All workers do the same here: they have seen the same calls."""
-        slots = list(self._slots.values())
-        for slot in slots:
-            if slot.steps < self._steps:
-                self._read(slot)
-        old = {chunk.key for chunk in self._transfers.chunks}
-        self._generation += 1
-        chunks = lay_out(
-            slots,
-            partition_bytes=self._partition_bytes,
-            merge=True,
-            generation=self._generation,
-        )
-        self._init([chunk for chunk in chunks if chunk.key not in old])
-        if hasattr(self.store, "delete"):
-            for key in sorted(old - {chunk.key for chunk in chunks}, key=str):
-                self.store.delete(key)
-        self._transfers.use(chunks, slots)
-        self._is_cut = True
-
-    def _init(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            self.store.init(chunk.key, chunk.push_from)
-
     def _read(self, slot: KeySlot) -> None:
-        """Fetches the value of a key that was not pushed; others in its chunks may have been."""
+        """Fetches the value of a key of which nothing is under way."""
         for chunk in slot.chunks:
-            whole = zeros(chunk.pull_into, chunk.pull_into.shape[0])
-            self.store.pull(chunk.key, whole)
-            task = chunk.push_task
-            start_at = max(task.start_at, slot.start_at)
-            stop_at = min(task.stop_at, slot.start_at + slot.flat.shape[0])
-            slot.flat[start_at - slot.start_at : stop_at - slot.start_at] = whole[
-                start_at - task.start_at : stop_at - task.start_at
-            ]
+            self.store.pull(chunk.key, chunk.pull_into)
 
     # -- checks ------------------------------------------------------------------------
 
@@ -299,6 +218,6 @@ class ScheduledKVStore:
 
     def __repr__(self) -> str:
         return (
-            f"<ScheduledKVStore {len(self._slots)} keys in {len(self._transfers.chunks)} chunks, "
+            f"<ScheduledKVStore {len(self._slots)} keys in {self._transfers.chunk_count} chunks, "
             f"worker {self.rank} of {self.num_workers}, {self.store!r}>"
         )

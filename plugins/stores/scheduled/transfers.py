@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic, perf_counter_ns
 from typing import Any
 
 from bytesched.config import Config
-from bytesched.errors import InvalidTransition, SchedulerTimeout, in_one_line
+from bytesched.errors import SchedulerTimeout, in_one_line
 from bytesched.kvstore.pipes import Chunk, Pipes
-from bytesched.kvstore.protocol import Key, KVStore
+from bytesched.kvstore.protocol import KVStore
 from bytesched.observe import Observers
 from bytesched.urgency import URGENCY
 
-from .arenas import KeySlot, fill, plain
+from .key_slots import KeySlot, fill, plain
 
 __all__ = ["Transfers"]
 
@@ -40,8 +40,8 @@ class Transfers:
         self._observers = observers
         self.credit_bytes = credit_bytes
         self._changed = threading.Condition()
-        self.chunks: list[Chunk] = []
-        self._of_chunk: dict[Key, list[KeySlot]] = {}
+        #: whose each chunk is
+        self._slots: dict[Chunk, KeySlot] = {}
         self._pipes: Pipes | None = None
         #: chunks whose push has not ended
         self._pushing = 0
@@ -52,14 +52,15 @@ class Transfers:
         #: the first error, which is final
         self.error: BaseException | None = None
 
-    def use(self, chunks: Sequence[Chunk], slots: Iterable[KeySlot]) -> None:
+    @property
+    def chunk_count(self) -> int:
+        """Of all keys."""
+        return len(self._slots)
+
+    def use(self, slots: Iterable[KeySlot]) -> None:
         """These from now on; nothing is under way."""
         self.stop()
-        self.chunks = list(chunks)
-        self._of_chunk = {}
-        for slot in slots:
-            for chunk in slot.chunks:
-                self._of_chunk.setdefault(chunk.key, []).append(slot)
+        self._slots = {chunk: slot for slot in slots for chunk in slot.chunks}
 
     def push(self, slot: KeySlot, value: Any) -> None:
         """Begins to push ``value``, of which a copy is made."""
@@ -68,9 +69,9 @@ class Transfers:
             slot.is_pushed = True
             pipes = self._running()
             for chunk in slot.chunks:
-                if chunk.push_task.notify_ready():
-                    self._pushing += 1
-                    pipes.push(chunk)
+                chunk.push_task.notify_ready()
+                self._pushing += 1
+                pipes.push(chunk)
 
     def pull(self, slot: KeySlot, out: Any) -> None:
         """Fills ``out`` when the value is here."""
@@ -82,13 +83,6 @@ class Transfers:
                 pipes.ask(chunk)
             if not slot.chunks:
                 self._fill(slot)
-
-    def set_credit(self, credit_bytes: int) -> None:
-        """A new window for each pipe."""
-        with self._changed:
-            self.credit_bytes = credit_bytes
-            if self._pipes is not None:
-                self._pipes.set_credit(credit_bytes, credit_bytes)
 
     def stop(self) -> None:
         """Closes the pipes; what is under way never ends."""
@@ -103,7 +97,7 @@ class Transfers:
     def end(self) -> None:
         """What is under way ends, for the sake of the other workers; then as `stop`."""
         try:
-            for slot in {slot for slots in self._of_chunk.values() for slot in slots}:
+            for slot in set(self._slots.values()):
                 self.wait_for(slot)
             self.wait_pushed()
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
@@ -133,21 +127,9 @@ class Transfers:
     # -- waiting -----------------------------------------------------------------------
 
     def wait_for(self, slot: KeySlot) -> None:
-        """Returns when the pull of ``slot`` has ended, if one is under way.
-
-        InvalidTransition if it can not end, for want of another key in one of its chunks.
-        """
+        """Returns when the pull of ``slot`` has ended, if one is under way."""
         if slot.out is None:
             return
-        with self._changed:
-            for chunk in slot.missing:
-                for other in self._of_chunk[chunk.key]:
-                    if chunk not in other.missing:
-                        raise InvalidTransition(
-                            f"key {slot.key!r} waits for key {other.key!r}, which shares a chunk "
-                            f"with it and was not {'pulled' if other.is_pushed else 'pushed'} in "
-                            "this step: keep to the order of calls of the first step"
-                        )
         began_ns = perf_counter_ns()
         self._wait_until(lambda: slot.out is None, f"the pull of key {slot.key!r}")
         now_ns = perf_counter_ns()
@@ -186,7 +168,7 @@ class Transfers:
         if self._pipes is None:
             self._pipes = Pipes(
                 self._store,
-                self.chunks,
+                list(self._slots),
                 policy=self._config.policy,
                 push_credit_bytes=self.credit_bytes,
                 pull_credit_bytes=self.credit_bytes,
@@ -204,10 +186,10 @@ class Transfers:
 
     def _pulled(self, chunk: Chunk) -> None:
         with self._changed:
-            for slot in self._of_chunk[chunk.key]:
-                slot.missing.discard(chunk)
-                if not slot.missing:
-                    self._fill(slot)
+            slot = self._slots[chunk]
+            slot.missing.discard(chunk)
+            if not slot.missing:
+                self._fill(slot)
 
     def _fill(self, slot: KeySlot) -> None:
         """The value of ``slot`` is there; with the lock held."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import monotonic
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,39 +14,10 @@ from bytesched.errors import SchedulerTimeout
 
 from .streams import Lanes
 
-__all__ = ["Gradients", "JoinedGradients"]
+__all__ = ["JoinedGradients"]
 
 #: a gradient, and what its reader waits for
 _Given = tuple[torch.Tensor, "torch.cuda.Event | None"]
-
-
-class Gradients(Protocol):
-    """What becomes of the gradients of all waves of a step.
-
-    Waves run at the same time, each in a thread. All methods but ``begin`` and ``finish`` are
-    called from any of them.
-    """
-
-    #: the backward pass of the last wave is the framework's own: its hooks see the joined gradients
-    last_is_whole: bool
-
-    def begin(self) -> None:
-        """A step begins; nothing is under way."""
-
-    def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """``wave`` has the gradient of a parameter; returns what takes its place, if anything."""
-
-    def ended(self, wave: int) -> None:
-        """The backward pass of ``wave`` is over: it has no further gradients."""
-
-    def fail(self, error: BaseException) -> None:
-        """A wave failed: waits for it raise ``error``."""
-
-    def finish(self) -> None:
-        """All waves are over; on return every parameter has its gradient."""
-
-    def close(self) -> None:
-        """Lets go of threads and connections. Idempotent."""
 
 
 class JoinedGradients:
@@ -58,12 +28,13 @@ class JoinedGradients:
     the place of the gradient before it is accumulated: hooks, DDP's and bytesched's too, see one
     backward pass with the gradients of all waves.
 
+    Waves run at the same time, each in a thread. All methods but ``begin`` and ``finish`` are
+    called from any of them.
+
     Args:
         named: the parameters that may get a gradient, each with its name.
         timeout_s: for how long a wave waits for a gradient of the one before.
     """
-
-    last_is_whole = True
 
     def __init__(
         self,
@@ -87,11 +58,13 @@ class JoinedGradients:
         self._seen: list[set[int]] = []
 
     def begin(self) -> None:
+        """A step begins; nothing is under way."""
         self._error = None
         self._sums = [{} for _ in range(self._last)]
         self._seen = [set() for _ in range(self._last + 1)]
 
     def arrived(self, wave: int, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """``wave`` has the gradient of a parameter; returns what takes its place, if anything."""
         if wave == self._last and not self._seen[wave]:
             # Before the callbacks of what sends, which look for parameters without a gradient.
             Variable._execution_engine.queue_callback(self._add_the_rest)
@@ -110,6 +83,7 @@ class JoinedGradients:
         return None
 
     def ended(self, wave: int) -> None:
+        """The backward pass of ``wave`` is over: it has no further gradients."""
         if wave == self._last:
             self._add_the_rest()
             return
@@ -118,14 +92,13 @@ class JoinedGradients:
                 self._leave(wave, index, self._wait(wave - 1, index) if wave else None)
 
     def fail(self, error: BaseException) -> None:
+        """A wave failed: waits for it raise ``error``."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def finish(self) -> None:
-        self._sums = []
-
-    def close(self) -> None:
+        """All waves are over; what they left for each other is let go."""
         self._sums = []
 
     def _add_the_rest(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
 
-from .gradients import Gradients
+from .gradients import JoinedGradients
 from .streams import Lanes
 
 __all__ = ["Passes"]
@@ -31,7 +31,7 @@ class Passes:
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         waves: int,
-        gradients: Gradients,
+        gradients: JoinedGradients,
         lanes: Lanes,
         observers: Observers,
     ) -> None:
@@ -103,7 +103,7 @@ class Passes:
             # In this thread, on a GPU as well: a gradient's wave is found by it, and one that
             # waits for another wave must not hold up that wave.
             with self._lanes.backward(wave), torch.autograd.set_multithreading_enabled(False):
-                if wave == self._last and self._gradients.last_is_whole:
+                if wave == self._last:
                     loss.backward()
                 else:
                     # Accumulates nothing: the hooks have taken what there is.

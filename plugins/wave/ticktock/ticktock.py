@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from time import perf_counter, perf_counter_ns
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,21 +31,18 @@ from ..conditions import (
     world_size,
 )
 from .batches import of_waves
-from .gradients import Gradients, JoinedGradients
+from .gradients import JoinedGradients
 from .passes import Passes
-from .per_wave import PerWaveGradients
 from .state import WaveStates, interfering
 from .streams import lanes_for
 from .trial import Trial
 
-__all__ = ["SYNCS", "TickTock"]
+__all__ = ["TickTock"]
 
 log = logging.getLogger("bytesched")
 
-SYNCS: Final = ("joined", "per-wave")
 _NAMED = 5
 _USED = frozenset({"enabled", "timeout_s", "timeline", "log_level"})
-_USED_PER_WAVE = _USED | {"policy", "partition_bytes", "credit_bytes", "order", "compression"}
 
 
 class TickTock:
@@ -53,14 +50,13 @@ class TickTock:
 
     ``step`` is gradient accumulation over the batches of the waves, and has its results (Wavelet,
     Wang et al., MLSys 2021: data-parallel tick-tock). One copy of the weights serves all waves.
+    Their gradients are added up, then sent as those of one backward pass, by DDP or bytesched.
 
     Args:
         model: a module, or a DistributedDataParallel.
         optimizer: of its parameters; also one that ``bytesched.wrap`` was called on.
         loss_fn: ``loss_fn(model, batch)`` runs forward and returns the mean loss of the batch.
         waves: how many; 2 are tick and tock.
-        sync: among ranks. "joined": the waves' gradients are added up, then sent as those of one
-            backward pass, by DDP or bytesched. "per-wave": sent once for every wave.
         replicas: each wave has BatchNorm statistics and random numbers of its own.
         overlap: whether waves run beside each other, or one after another, which is gradient
             accumulation. None: the first steps find out what is faster.
@@ -78,7 +74,6 @@ class TickTock:
         loss_fn: Callable[[nn.Module, Any], torch.Tensor],
         *,
         waves: int = 2,
-        sync: str = "joined",
         replicas: bool = False,
         overlap: bool | None = None,
         update: Callable[[], object] | None = None,
@@ -86,27 +81,17 @@ class TickTock:
     ) -> None:
         if waves < 2:
             raise ConfigError(f"waves = {waves}: there are at least 2")
-        if sync not in SYNCS:
-            raise ConfigError(f"sync = {sync!r}; there are {', '.join(SYNCS)}")
         config = Config.load(**fields)
         session = session_of(optimizer)
         if session is None:
             # Else bytesched.wrap has set a level.
             show(config.log_level, this_rank())
-        # Per wave nothing but ours sends: where that is off, whatever else there is does.
-        self._per_wave = sync == "per-wave" and config.enabled and world_size() > 1
         refuse_unsynchronised(
-            model,
-            optimizer,
-            per_wave=self._per_wave,
-            is_wrapped=session is not None,
-            is_off=not config.enabled,
+            model, optimizer, is_wrapped=session is not None, is_off=not config.enabled
         )
-        if this_rank() == 0 and self._per_wave:
-            warn_of_unused(config, _USED_PER_WAVE, 'TickTock with sync="per-wave"')
-        elif this_rank() == 0:
+        if this_rank() == 0:
             # Those from elsewhere may be meant for bytesched.wrap.
-            warn_of_unused(config, _USED, 'TickTock with sync="joined"', origins=["code"])
+            warn_of_unused(config, _USED, "TickTock", origins=["code"])
         self._model = model
         self._optimizer = optimizer
         self._loss_fn = loss_fn
@@ -121,21 +106,16 @@ class TickTock:
         device = named[0][1].device
         self._lanes = lanes_for(device, waves)
         self._owns_observers = not isinstance(session, Session)
-        self._gradients: Gradients
-        if self._per_wave:
-            sent = PerWaveGradients(model, optimizer, named, waves, config)
-            self._gradients, self._observers = sent, sent.observers
-        else:
-            self._gradients = JoinedGradients(
-                named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
-            )
-            self._observers = (
-                session.observers if isinstance(session, Session) else _own_observers(config)
-            )
+        self._gradients = JoinedGradients(
+            named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
+        )
+        self._observers = (
+            session.observers if isinstance(session, Session) else _own_observers(config)
+        )
         self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
         self._states = WaveStates(model, waves, world_size()) if replicas else None
         self._trial = Trial()
-        why = why_accumulate(self._ddp) if not self._per_wave else ""
+        why = why_accumulate(self._ddp)
         self._accumulates = bool(why)
         why = why or ("" if config.enabled else "enabled is off") or why_alone(model, device)
         if why:
@@ -176,9 +156,6 @@ class TickTock:
         if self._accumulates:
             losses = self._accumulate(forwards)
         else:
-            if self._per_wave and self._ddp is not None:
-                # Under no_sync DDP would never give rank 0's buffers to all ranks.
-                self._ddp.require_forward_param_sync = True
             losses = self._passes.run(forwards, overlap=self._trial.next_overlaps)
         if self._update is None:
             self._optimizer.step()
@@ -209,10 +186,10 @@ class TickTock:
         }
 
     def close(self) -> None:
-        """Ends threads and connections of its own. Idempotent."""
+        """Ends threads of its own. Idempotent."""
         self._closed = True
         self._passes.close()
-        self._gradients.close()
+        self._gradients.finish()
         if self._owns_observers:
             self._observers.close()
 
@@ -225,7 +202,7 @@ class TickTock:
 
     def _unsynchronised(self, wave: int) -> AbstractContextManager[Any]:
         """Keeps DDP from sending the gradients of all waves but the last."""
-        if self._ddp is None or (wave == self._waves - 1 and not self._per_wave):
+        if self._ddp is None or wave == self._waves - 1:
             return nullcontext()
         return self._ddp.no_sync()
 

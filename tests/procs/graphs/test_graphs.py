@@ -19,7 +19,6 @@ from graphs_cases import (
     raises_in_the_middle,
     traced,
     trained,
-    ways,
 )
 from ranks import Ranks, address_of, run_fresh
 
@@ -40,22 +39,12 @@ def test_forward_and_backward_equal_one_process(
     kind: str, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
     for ranks in (two_ranks, four_ranks):
-        for piece_bytes, short_bytes in ((1 << 20, 0), (300, 0), (300, 1 << 20)):
-            found = ranks.run(equals_alone, kind, piece_bytes, "weights", short_bytes)
-            assert found == [[]] * ranks.world_size
+        for piece_bytes in (1 << 20, 300):
+            assert ranks.run(equals_alone, kind, piece_bytes) == [[]] * ranks.world_size
 
 
 def test_gradients_of_features_equal_one_process(four_ranks: Ranks) -> None:
-    for short_bytes in (0, 1 << 20):
-        found = four_ranks.run(equals_alone, "directed", 64, "features", short_bytes)
-        assert found == [[]] * 4
-
-
-def test_a_short_halo_is_one_piece_on_all_ranks_alike(three_ranks: Ranks) -> None:
-    # No rank sends or receives more than two rows for each of 60 vertices, of 8 bytes.
-    assert three_ranks.run(ways, 0) == [[[False] * 2, [False] * 2]] * 3
-    assert three_ranks.run(ways, 1024) == [[[True], [False] * 2]] * 3
-    assert three_ranks.run(ways, 1 << 20) == [[[True], [True]]] * 3
+    assert four_ranks.run(equals_alone, "directed", 64, "features") == [[]] * 4
 
 
 def test_halos_are_cut_alike_on_all_ranks(three_ranks: Ranks) -> None:
@@ -71,12 +60,12 @@ def test_halos_are_cut_alike_on_all_ranks(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bits_are_the_same_whatever_the_pieces(dtype: torch.dtype, four_ranks: Ranks) -> None:
-    assert four_ranks.run(bits, dtype) == [[True] * 8] * 4
+    assert four_ranks.run(bits, dtype) == [[True] * 7] * 4
 
 
-@pytest.mark.parametrize("cut", [(1 << 20, 0), (64, 0), (64, 1 << 20)])
-def test_training_with_wrap_equals_one_process(cut: tuple[int, int], two_ranks: Ranks) -> None:
-    assert two_ranks.run(trained, *cut) == [[], []]
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
+def test_training_with_wrap_equals_one_process(piece_bytes: int, two_ranks: Ranks) -> None:
+    assert two_ranks.run(trained, piece_bytes) == [[], []]
 
 
 def test_the_first_layer_exchanges_once_while_its_inputs_stay(two_ranks: Ranks) -> None:
@@ -85,11 +74,8 @@ def test_the_first_layer_exchanges_once_while_its_inputs_stay(two_ranks: Ranks) 
         assert all(found.values()), found
 
 
-@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
-def test_a_trace_says_what_an_epoch_goes_to(
-    short_bytes: int, two_ranks: Ranks, tmp_path: Path
-) -> None:
-    for shares, under_way, is_told in two_ranks.run(traced, str(tmp_path), short_bytes):
+def test_a_trace_says_what_an_epoch_goes_to(two_ranks: Ranks, tmp_path: Path) -> None:
+    for shares, under_way, is_told in two_ranks.run(traced, str(tmp_path)):
         assert sum(shares.values()) == pytest.approx(1)
         assert all(shares[kind] > 0 for kind in ("aggregation", "transformation", "halo", "other"))
         assert 0 < under_way < 1
@@ -101,9 +87,9 @@ def test_ranks_that_disagree_are_told_on_all_of_them_before_anything_is_sent(
 ) -> None:
     first, second, last = three_ranks.run(disagreements)
     assert first == second
-    assert len(first) == len(last) == 13
-    owners, fewer, far, short, dtype, no_rank, pieces, short_halos, *rows, after = first
-    for told in (owners, fewer, dtype, pieces, short_halos):
+    assert len(first) == len(last) == 12
+    owners, fewer, far, short, dtype, no_rank, pieces, *rows, after = first
+    for told in (owners, fewer, dtype, pieces):
         assert told.startswith("the ranks disagree about the partition: rank 0 has "), told
     for told in (far, short, no_rank):
         assert told.startswith("rank 2 was given no graph to share out, see its own log"), told
@@ -116,11 +102,9 @@ def test_ranks_that_disagree_are_told_on_all_of_them_before_anything_is_sent(
     assert after == "True"
 
 
-@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_rank_that_dies_is_a_named_error_on_all_others(direction: str, short_bytes: int) -> None:
-    arguments = (direction, short_bytes)
-    *survivors, dead = run_fresh(dies_in_an_exchange, 3, timeout_s=50, args=arguments)
+def test_a_rank_that_dies_is_a_named_error_on_all_others(direction: str) -> None:
+    *survivors, dead = run_fresh(dies_in_an_exchange, 3, timeout_s=50, args=(direction,))
     assert dead.code == -9
     for survivor in survivors:
         assert survivor.code == 0, survivor.stderr
@@ -137,31 +121,27 @@ def test_an_exception_in_the_middle_ends_the_others() -> None:
         assert survivor.stdout.startswith("PeerLost: "), survivor.stdout
 
 
-@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
-def test_ranks_in_different_layers_give_up_in_time(short_bytes: int) -> None:
+def test_ranks_in_different_layers_give_up_in_time() -> None:
     limit = {"BYTESCHED_TIMEOUT_S": "2"}
-    ended = run_fresh(goes_on_elsewhere, 2, timeout_s=60, env=limit, args=(short_bytes,))
+    ended = run_fresh(goes_on_elsewhere, 2, timeout_s=60, env=limit)
     for rank in ended:
         assert rank.code == 0, rank.stderr
         assert rank.stdout.startswith(("SchedulerTimeout: ", "PeerLost: ")), rank.stdout
 
 
-@pytest.mark.parametrize("short_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("kind", ["directed", "one way"])
-def test_rows_of_another_layer_are_never_taken_for_those_of_this_one(
-    kind: str, short_bytes: int
-) -> None:
+def test_rows_of_another_layer_are_never_taken_for_those_of_this_one(kind: str) -> None:
     limit = {"BYTESCHED_TIMEOUT_S": "2"}
-    ended = run_fresh(in_another_layer, 2, timeout_s=60, env=limit, args=(kind, short_bytes))
+    ended = run_fresh(in_another_layer, 2, timeout_s=60, env=limit, args=(kind,))
     for rank in ended:
         assert rank.code == 0, rank.stderr
         assert rank.stdout.startswith(("SchedulerTimeout: ", "PeerLost: ")), rank.stdout
 
 
 def test_results_by_all_to_alls_are_those_of_one_process(three_ranks: Ranks) -> None:
-    for cut in ((1 << 20, "features"), (64, "features"), (64, "features", 1 << 20)):
-        found = three_ranks.run(by_all_to_all, address_of(equals_alone), "directed", *cut)
-        assert found == [[]] * 3
+    for piece_bytes in (1 << 20, 64):
+        case = ("directed", piece_bytes, "features")
+        assert three_ranks.run(by_all_to_all, address_of(equals_alone), *case) == [[]] * 3
 
 
 def test_training_by_all_to_alls_equals_one_process(two_ranks: Ranks) -> None:

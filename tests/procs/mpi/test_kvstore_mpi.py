@@ -70,7 +70,7 @@ def test_beyond_the_contract() -> None:
         "kv_cases.py",
         "optimizer_in_the_store",
         "state_moves_to_another_store",
-        "sizes_change_over_mpi",
+        "keys_of_many_sizes_over_mpi",
         "a_checkpoint_holds_the_state_of_the_store",
         "another_job_resumes_from_the_checkpoint",
     )

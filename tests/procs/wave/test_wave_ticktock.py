@@ -11,9 +11,6 @@ from wave_cases import (
     ddp_equal,
     left_to_accumulation,
     peer_dies,
-    per_wave_close,
-    per_wave_settings_differ,
-    per_wave_unused,
     refused_where_nothing_sends,
     seldom_used_under_wrap,
     switched_off,
@@ -42,31 +39,10 @@ def test_ranks_clip_what_all_waves_and_ranks_came_to(two_ranks: Ranks, wrapped: 
     assert two_ranks.run(ddp_equal, 2, wrapped, True) == [[], []]
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-def test_sent_per_wave_equals_accumulation_up_to_rounding(two_ranks: Ranks, clipped: bool) -> None:
-    assert max(two_ranks.run(per_wave_close, 2, clipped)) < 1e-6
-
-
-def test_sent_per_wave_what_nobody_used_has_no_gradient(two_ranks: Ranks) -> None:
-    for difference, missing, expected in two_ranks.run(per_wave_unused):
-        assert difference < 1e-6
-        assert missing == expected
-        # After it was used: the optimizer has something to go on with by then.
-        assert [] in expected[:2]
-        assert expected[2] == ["seldom.weight", "seldom.bias"]
-
-
-@pytest.mark.parametrize("sync", ["joined", "per-wave"])
-def test_ranks_that_are_switched_off_accumulate(two_ranks: Ranks, sync: str) -> None:
-    for wrong, (said,) in two_ranks.run(switched_off, sync):
+def test_ranks_that_are_switched_off_accumulate(two_ranks: Ranks) -> None:
+    for wrong, (said,) in two_ranks.run(switched_off):
         assert wrong == []
         assert "nothing synchronises the gradients of the 2 ranks, and enabled is off" in said
-
-
-def test_ranks_with_other_settings_are_refused(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(per_wave_settings_differ):
-        assert "rank 0 has \"compression = 'none'\", rank 1 has \"compression = 'bf16'\"" in said
-        assert said.endswith("and left 0 groups")
 
 
 def test_ddp_that_looks_for_unused_parameters_accumulates(two_ranks: Ranks) -> None:
@@ -82,9 +58,8 @@ def test_ranks_that_would_train_apart_are_refused(two_ranks: Ranks) -> None:
         assert "nothing synchronises the gradients of the 2 ranks" in message
 
 
-@pytest.mark.parametrize(("wrapped", "per_wave"), [(True, False), (False, True)])
-def test_a_rank_that_dies_in_a_wave_is_a_named_error(wrapped: bool, per_wave: bool) -> None:
-    survivor, dead = run_fresh(peer_dies, args=(wrapped, per_wave), timeout_s=40)
+def test_a_rank_that_dies_in_a_wave_is_a_named_error() -> None:
+    survivor, dead = run_fresh(peer_dies, timeout_s=40)
     assert dead.code == -9
     assert survivor.stdout.strip() == "PeerLost", survivor.stderr
     assert survivor.code == 0

@@ -39,7 +39,7 @@ def test_table_compares_round_by_round() -> None:
     found = {
         "accumulation": [turn(10.0, [1.0, 0.5]), turn(20.0, [1.0, 0.5])],
         "tick-tock": [turn(5.0, [1.0, 0.5]), turn(10.0, [1.0, 0.5])],
-        "per-wave": [turn(5.0, [1.0, 0.505])] * 2,
+        "tick-tock+bytesched": [turn(5.0, [1.0, 0.505])] * 2,
     }
     lines = table(found, "accumulation")
     assert re.search(r"tick-tock +7.5 +5 to 10 +2.00x +2.50 +identical", lines[2])

@@ -36,18 +36,14 @@ def room(sizes: list[int]) -> list[Tensor]:
     return [torch.empty(size, 2) for size in sizes]
 
 
-@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("sizes", [[[2, 3], [1, 4]], [[0, 3], [0, 0]], [[0, 0], [0, 0]]])
-def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]], is_short: bool) -> None:
+def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]]) -> None:
     groups = two_connected()
 
     def on(rank: int) -> list[Tensor]:
         exchanges = Exchanges(groups[rank])
         rows = room([of[rank] for of in sizes])
-        begun = [
-            exchanges.begin("x", parts(rank, sizes[rank]), rows, None, is_short=is_short)
-            for _ in range(3)
-        ]
+        begun = [exchanges.begin("x", parts(rank, sizes[rank]), rows, None) for _ in range(3)]
         for task in begun:
             exchanges.wait(task)
         exchanges.close()
@@ -60,11 +56,10 @@ def test_each_rank_gets_what_the_others_have_for_it(sizes: list[list[int]], is_s
         group.close()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_receives_are_posted_before_sends(is_short: bool) -> None:
+def test_receives_are_posted_before_sends() -> None:
     gloo = FakeGloo(rank=1, size=3)
     exchanges = Exchanges(fake_group(gloo))
-    exchanges.begin("x", parts(1, [1, 1, 1]), room([1, 1, 1]), None, is_short=is_short)
+    exchanges.begin("x", parts(1, [1, 1, 1]), room([1, 1, 1]), None)
     assert [(kind, peer) for kind, _, peer, _ in gloo.begun] == [
         ("recv", 0),
         ("recv", 2),
@@ -100,14 +95,11 @@ def test_as_long_as_the_credit_is_on_its_way_the_next_one_waits() -> None:
     exchanges.close()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_section_ends_with_its_exchange(is_short: bool) -> None:
+def test_a_section_ends_with_its_exchange() -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     before = len(URGENCY._sections)
-    task = exchanges.begin(
-        "x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"), is_short=is_short
-    )
+    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"))
     assert len(URGENCY._sections) == before + 1
     for work in gloo.works():
         work.end()
@@ -116,15 +108,14 @@ def test_a_section_ends_with_its_exchange(is_short: bool) -> None:
     exchanges.close()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_an_error_ends_every_exchange_and_refuses_the_next(is_short: bool) -> None:
+def test_an_error_ends_every_exchange_and_refuses_the_next() -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     section = URGENCY.begin("x")
     before = len(URGENCY._sections)
     tasks = [
-        exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), section, is_short=is_short),
-        exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short),
+        exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), section),
+        exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None),
     ]
     gloo.gone.add(1)
     gloo.works()[0].end(CLOSED)
@@ -133,51 +124,32 @@ def test_an_error_ends_every_exchange_and_refuses_the_next(is_short: bool) -> No
             exchanges.wait(task)
     assert len(URGENCY._sections) == before - 1
     with pytest.raises(PeerLost):
-        exchanges.begin("third", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short)
+        exchanges.begin("third", parts(0, [0, 1]), room([0, 1]), None)
     exchanges.close()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_lost_rank_is_noticed_while_nothing_ends(is_short: bool) -> None:
+def test_a_lost_rank_is_noticed_while_nothing_ends() -> None:
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
-    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), None, is_short=is_short)
+    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), None)
     gloo.gone.add(1)
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         exchanges.wait(task)
     exchanges.close()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later(is_short: bool) -> None:
+def test_what_is_under_way_when_exchanges_close_ends_whatever_comes_later() -> None:
     """A layer that failed may close before the thread that waits for messages hears of it."""
     gloo = FakeGloo()
     exchanges = Exchanges(fake_group(gloo))
     before = len(URGENCY._sections)
-    task = exchanges.begin(
-        "x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"), is_short=is_short
-    )
+    task = exchanges.begin("x", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("x"))
     exchanges.close()
     assert len(URGENCY._sections) == before
     with pytest.raises(SchedulerClosed):
         exchanges.wait(task)
     with pytest.raises(SchedulerClosed):
-        exchanges.begin(
-            "late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"), is_short=is_short
-        )
+        exchanges.begin("late", parts(0, [0, 1]), room([0, 1]), URGENCY.begin("late"))
     assert len(URGENCY._sections) == before
     for work in gloo.works():
         work.end(CLOSED)
-
-
-def test_no_thread_wakes_for_a_short_exchange_before_it_is_waited_for() -> None:
-    gloo = FakeGloo()
-    exchanges = Exchanges(fake_group(gloo))
-    first = exchanges.begin("first", parts(0, [0, 1]), room([0, 1]), None, is_short=True)
-    assert not exchanges._waiter.is_busy
-    # Or before another one begins, so that what nobody waits for ends as well.
-    exchanges.begin("second", parts(0, [0, 1]), room([0, 1]), None, is_short=True)
-    for work in gloo.works():
-        work.end()
-    assert first.ended.wait(60.0)
-    exchanges.close()

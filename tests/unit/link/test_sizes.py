@@ -152,7 +152,6 @@ def test_every_rule_keeps_what_is_given_and_its_limits(name: str) -> None:
     [
         ("mxnet", (MIB // 4, MIB)),
         ("store calls", (MIB, 2 * MIB)),
-        ("waves", (MIB, 2 * MIB)),
         ("stages", (MIB, 2 * MIB)),
     ],
 )

@@ -13,7 +13,6 @@ from together import TIMEOUT_S, together
 
 from bytesched.config import Config
 from bytesched.errors import (
-    InvalidTransition,
     MismatchError,
     PeerLost,
     PluginError,
@@ -176,7 +175,7 @@ def test_a_pull_runs_beside_the_next_push() -> None:
     value = torch.arange(8.0)
     kv.init("a", value)
     kv.pushpull("a", value.clone(), out := torch.zeros(8))
-    first, second = "a/0.0.0", "a/0.0.1"
+    first, second = "a/0.0", "a/0.1"
     assert store.wait_for(1) == [("push", first)]
     store.end("push", first)
     assert set(store.wait_for(3)[1:]) == {("push", second), ("pull", first)}
@@ -203,7 +202,6 @@ def test_a_store_that_answers_by_priority_is_asked_for_everything_at_once() -> N
     assert set(store.wait_for(4)) >= {("pull", "back"), ("pull", "front")}
     store.end("pull", "front")
     kv.wait("front")
-    kv.resize(credit_bytes=16)
     store.end("pull", "back")
     kv.wait("back")
     kv.close()
@@ -276,6 +274,20 @@ def test_priority_can_be_given() -> None:
     kv.close()
 
 
+def test_a_push_may_give_another_priority() -> None:
+    store = HandStore()
+    kv = scheduled(store, partition_bytes=16, credit_bytes=16)
+    for key in ("first", "front", "back"):
+        kv.init(key, torch.zeros(4))
+    kv.push("first", torch.zeros(4))
+    kv.push("front", torch.zeros(4), -9)
+    kv.push("back", torch.zeros(4))
+    for key in ("first", "back", "front"):
+        store.end("push", key)
+    assert [key for _, key in store.wait_for(3)] == ["first", "back", "front"]
+    kv.close()
+
+
 def steps(kv: ScheduledKVStore, keys: list[str], sizes: list[int], count: int) -> list[list[float]]:
     """Trains nothing: pushes and pulls all keys, and returns what came back."""
     outs = [torch.zeros(size) for size in sizes]
@@ -296,82 +308,57 @@ def expected(sizes: list[int], count: int, workers: int) -> list[list[float]]:
     return [(numbers * (step + 1) * workers + extra).tolist() for step in range(count)]
 
 
-def test_small_keys_are_merged_and_large_ones_cut_after_the_first_step() -> None:
+def test_large_keys_are_cut_and_small_ones_sent_as_they_are() -> None:
     keys, sizes = [f"k{n}" for n in range(9)], [3, 1, 40, 2, 2, 2, 2, 100, 1]
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
-    def work(rank: int) -> tuple[list[list[float]], int, int]:
+    def work(rank: int) -> tuple[list[list[float]], object]:
         kv = scheduled(views[rank], partition_bytes=64)
         for key, size in zip(keys, sizes, strict=True):
             kv.init(key, torch.zeros(size))
-        before = kv.stats()["chunks"]
         seen = steps(kv, keys, sizes, 4)
-        after = kv.stats()["chunks"]
+        chunks = kv.stats()["chunks"]
         kv.close()
-        assert isinstance(before, int)
-        assert isinstance(after, int)
-        return seen, before, after
+        return seen, chunks
 
-    for seen, before, after in together(work):
-        assert seen == expected(sizes, 4, 2)
-        assert before == 7 + 3 + 6
-        assert after == 10
+    assert together(work) == [(expected(sizes, 4, 2), 7 + 3 + 6)] * 2
 
 
-def test_sizes_change_between_steps() -> None:
+def test_an_unwrapped_store_has_every_key_under_its_own_name() -> None:
     keys, sizes = ["a", "b", "c"], [50, 5, 33]
     views = LocalKVStore.group(2, timeout_s=TIMEOUT_S)
 
-    def work(rank: int) -> list[int | float | str]:
+    def work(rank: int) -> list[float]:
         kv = scheduled(views[rank], partition_bytes=32)
         for key, size in zip(keys, sizes, strict=True):
             kv.init(key, torch.zeros(size))
-        chunks = []
-        for partition_bytes in (32, 64, 400, 16):
-            kv.resize(partition_bytes=partition_bytes)
-            assert steps(kv, keys, sizes, 2) == expected(sizes, 2, 2)
-            chunks.append(kv.stats()["chunks"])
+        steps(kv, keys, sizes, 2)
         store = kv.unwrap()
-        store.pull("a", out := torch.zeros(50))
-        assert out.tolist() == expected([50], 2, 2)[1]
-        return chunks
+        outs = [torch.zeros(size) for size in sizes]
+        for key, out in zip(keys, outs, strict=True):
+            store.pull(key, out)
+        return torch.cat(outs).tolist()
 
-    for chunks in together(work):
-        assert chunks == [11, 5, 1, 22]
-
-
-def test_keys_that_are_waited_for_one_by_one_are_not_merged() -> None:
-    kv = scheduled(LocalKVStore(timeout_s=TIMEOUT_S))
-    for key in ("a", "b"):
-        kv.init(key, torch.zeros(2))
-    for _ in range(3):
-        for key in ("a", "b"):
-            kv.pushpull(key, torch.ones(2), out := torch.zeros(2))
-            kv.wait(key)
-            assert out.tolist() == [1.0, 1.0]
-    assert kv.stats()["chunks"] == 2
-    kv.close()
+    assert together(work) == [expected(sizes, 2, 2)[1]] * 2
 
 
-def test_another_order_of_calls_than_in_the_first_step_is_named() -> None:
+def test_a_key_waits_for_no_other_one() -> None:
     kv = scheduled(LocalKVStore(timeout_s=TIMEOUT_S))
     keys, out = ["a", "b"], torch.zeros(2)
     for key in keys:
         kv.init(key, out)
     steps(kv, keys, [2, 2], 2)
     kv.pushpull("a", torch.ones(2), out)
-    with pytest.raises(InvalidTransition, match=r"'a' waits for key 'b'.*not pushed"):
-        kv.wait("a")
-    kv.push("b", torch.ones(2))
-    with pytest.raises(InvalidTransition, match=r"'a' waits for key 'b'.*not pulled"):
-        kv.wait("a")
-    kv.pull("b", torch.zeros(2))
-    kv.wait()
+    kv.wait("a")
     assert out.tolist() == [1.0, 1.0]
+    kv.push("b", torch.ones(2))
+    kv.pushpull("a", 2 * torch.ones(2), out)
+    kv.wait()
+    assert out.tolist() == [2.0, 2.0]
     kv.close()
 
 
-def test_a_store_with_an_optimizer_keeps_its_chunks() -> None:
+def test_an_optimizer_in_the_store_updates_every_chunk() -> None:
     def updater(key: Key, total: Any, value: Any) -> None:
         value -= total
 
@@ -382,8 +369,6 @@ def test_a_store_with_an_optimizer_keeps_its_chunks() -> None:
         kv.wait("a")
         assert out.tolist() == [-1.0 - step] * 8
     assert kv.stats()["chunks"] == 2
-    with pytest.raises(PluginError, match="optimizer in the store"):
-        kv.resize(partition_bytes=64)
     kv.close()
 
 
