@@ -11,12 +11,11 @@ from bytesched.bench.profile import (
     read_profile,
     shipped_profiles,
 )
-from bytesched.bench.specification import MXNetSpecification, Specification, WaveSpecification
+from bytesched.bench.specification import Specification, WaveSpecification
 from bytesched.bench.systems import System
 
 __all__ = [
     "LayerProfile",
-    "MXNetSpecification",
     "Profile",
     "Specification",
     "System",

@@ -29,7 +29,6 @@ __all__ = [
     "DEFAULT_CONTROLLER",
     "MODELS",
     "OPTIMIZERS",
-    "MXNetSpecification",
     "Specification",
     "WaveSpecification",
     "specification",
@@ -101,21 +100,6 @@ class WaveSpecification:
     slots: int = 0
     #: of "model": bytes of a batch between emulated layers
     activation_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MXNetSpecification:
-    """What a worker of `scripts/measure-mxnet` measures."""
-
-    profile: object
-    #: of `bytesched.wrap`, if it is called
-    options: dict[str, str] | None
-    #: whether the store updates the weights
-    updates: bool
-    warmup: int
-    iterations: int
-    #: the file for what was found
-    answer: str
 
 
 def specification(options: Namespace, view: RankView) -> Specification:

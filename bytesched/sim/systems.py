@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
-#: those whose predictions scripts/sim-referee and scripts/calibrate-sim hold against the lab
+#: those whose predictions were held against the lab (docs/results.md)
 CALIBRATED = ("ddp", "ddp-best", "bytesched")
 BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 #: of DDP without arguments: its first bucket, and all others

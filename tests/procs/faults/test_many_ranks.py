@@ -5,38 +5,33 @@ Their all-reduces are whole, with and without clipping, or the first half of a s
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import closing
+from typing import Any
 
 import pytest
-from paths import ROOT
+from faults_fixtures import check_told_of
+from faults_runner import Runs, Scenario
+from many_ranks_cases import train_until_one_dies
 
-RANKS = 16
+RANKS, VICTIM = 16, 8
 
 
-@pytest.mark.timeout(600)
-def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    script: list[str | Path] = [
-        sys.executable,
-        ROOT / "scripts" / "many-ranks",
-        "--ranks",
-        str(RANKS),
-    ]
-    ended = subprocess.run(
-        [*script, "--iterations", "3", "--timeout-s", "90", "--json", figures],
-        capture_output=True,
-        text=True,
-        timeout=580.0,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    plain, *wrapped = json.loads(figures.read_text())
-    assert [ours["system"] for ours in wrapped] == ["whole", "clipped", "sharded"]
-    for found in (plain, *wrapped):
-        assert len(found["weights"]) == 1
-    for ours in wrapped:
-        assert ours["death"]["errors"] == ["PeerLost"]
-        assert ours["death"]["named"] == ours["death"]["of"] == RANKS - 1
+@pytest.mark.parametrize(
+    ("fields", "clips"),
+    [({}, False), ({}, True), ({"shard": True}, False)],
+    ids=["whole", "clipped", "sharded"],
+)
+def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(
+    fields: dict[str, Any], clips: bool
+) -> None:
+    args = (VICTIM, fields, clips)
+    scenario = Scenario("many", train_until_one_dies, args, world_size=RANKS)
+    with closing(Runs([scenario])) as runs:
+        ends = runs.of(scenario)
+    assert len({end.told.get("weights") for end in ends}) == 1
+    died = ends.pop(VICTIM)
+    assert (died.code, died.hung) == (-9, False), died.stderr
+    assert "weights" in died.told
+    for survivor in ends:
+        check_told_of(survivor, {"PeerLost"})
+        assert f"rank {VICTIM}" in survivor.told["message"]

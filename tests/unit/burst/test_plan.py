@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
 
 from bytesched.burst.compare import data_parallel, gaps_ns, static_partitions, uniform_plan
 from bytesched.burst.cost import (
@@ -32,7 +30,6 @@ from bytesched.burst.graph import (
     curve_from_one,
     layers_of,
     load_graph,
-    shipped_graphs,
 )
 from bytesched.burst.lanes import capacities, lanes_of
 from bytesched.burst.picture import draw_run
@@ -209,14 +206,6 @@ def test_times_between_measured_batch_sizes() -> None:
     assert [curve.ns(samples) for samples in (1, 2, 3, 4, 8)] == [100, 100, 140, 180, 340]
     guessed = curve_from_one(10, 1000, 0.2)
     assert [guessed.ns(samples) for samples in (1, 5, 10)] == [280, 600, 1000]
-
-
-@pytest.mark.parametrize("name", shipped_graphs())
-def test_shipped_profile_can_be_derived_again(name: str, tmp_path: Path) -> None:
-    derive = runpy.run_path(str(ROOT / "scripts" / "burst-profiles"))
-    shipped = json.loads((ROOT / "bytesched" / "burst" / "profiles" / f"{name}.json").read_text())
-    assert derive[name](shipped["batches"]) == shipped["layers"]
-    assert max(shipped["batches"]) == derive["BATCHES"][name]
 
 
 @pytest.mark.parametrize(

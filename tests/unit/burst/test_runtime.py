@@ -18,8 +18,6 @@ from bytesched.burst.cost import Place, PlacedBranches
 from bytesched.burst.graph import Branches, Layer, layers_of, load_graph
 from bytesched.commands import burst
 from bytesched.errors import BackgroundError, PluginError
-from bytesched.plugins.bench.systems.burst import scaled
-from bytesched.plugins.bench.workloads.device import Device, emulated_model
 from bytesched.plugins.burst import Background, Branched, plan_for, record, structure
 
 WAIT_S = 20.0
@@ -199,16 +197,3 @@ def test_what_cannot_be_recorded_is_refused(
     with pytest.raises(PluginError, match=message):
         record(model, torch.randn(4, 2), tmp_path / "mine.json", batches=batches)
     assert not (tmp_path / "mine.json").exists()
-
-
-def test_an_emulated_model_has_the_sizes_of_its_graph() -> None:
-    graph = scaled(load_graph(["inception_v3"], fixed_share=0.2), 0.0, 0.001)
-    layers = list(layers_of(graph.chain))
-    model = emulated_model(graph.chain, Device())
-    outputs = model(torch.ones(2, 4))
-    outputs.sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert [4 * len(g) for g in gradients if g is not None] == [
-        max(4, layer.parameter_bytes // 4 * 4) for layer in layers
-    ]
-    assert outputs.shape == (2, max(1, layers[-1].output_bytes // 4))
