@@ -13,6 +13,7 @@ import bytesched
 from bytesched import log
 from bytesched.environment import rank_view
 from bytesched.errors import BytesschedError
+from bytesched.parser import CommandParser
 from bytesched.values import nearest
 
 INTERRUPTED = 130
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched",
         usage="bytesched <command> [options]",
         description="Communication scheduling for data-parallel training.",

@@ -35,8 +35,14 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Return the sentence that ends the message about an unknown name."""
+    meant = closest(name, known)
+    return f"; did you mean {meant}?" if meant else f"; known: {', '.join(known)}"
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """Which of ``known`` may be meant by ``name``; empty if none is like it."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    return close[0] if close else ""
 
 
 def shown(value: object) -> str:

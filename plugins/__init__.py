@@ -108,6 +108,11 @@ def wrap_found(
                     "shard = True needs the ranks of torch.distributed: it is not there for "
                     "Horovod, MXNet and parameter stores"
                 )
+            if config.split == "on":
+                raise PluginError(
+                    "split = 'on' needs the ranks of torch.distributed: it is not there for "
+                    "Horovod, MXNet and parameter stores"
+                )
             if accumulate is not None:
                 raise PluginError(
                     f"accumulate = {accumulate!r} needs the ranks of torch.distributed: it is not "

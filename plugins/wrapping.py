@@ -37,6 +37,11 @@ def check(optimizer: Any, model: Any) -> None:
         raise PluginError("wrapping needs PyTorch: pip install 'bytesched[torch]'") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PluginError(f"{type(optimizer).__name__} is neither a torch optimizer nor a KVStore")
+    if model is None:
+        raise PluginError(
+            "wrap(optimizer, model) needs the model whose parameters the optimizer updates: the "
+            "DistributedDataParallel, or the module itself"
+        )
     if not isinstance(model, torch.nn.Module):
         raise PluginError(f"{type(model).__name__} is not a torch module")
     if registry.is_wrapped(optimizer):

@@ -11,6 +11,7 @@ from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.specification import DEFAULT_CONTROLLER, MODELS, OPTIMIZERS
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
+from bytesched.parser import CommandParser
 
 __all__ = ["CONTROLLERS", "bench_parser", "same_again"]
 
@@ -83,7 +84,7 @@ def _batches(text: str) -> list[int]:
 
 def bench_parser() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched bench",
         description="Measure data-parallel systems in turn on the same work.\n"
         "Says first how long that will take. When it is stopped (ctrl-C, SIGTERM) it prints the\n"

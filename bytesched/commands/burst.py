@@ -24,6 +24,7 @@ from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
+from bytesched.parser import CommandParser
 from bytesched.table import aligned
 from bytesched.trace.reading import read_traces
 
@@ -193,7 +194,7 @@ def _result(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched burst",
         description="Give every layer as many devices as it scales to, and find what is left.",
     )

@@ -13,6 +13,7 @@ from bytesched.doctor import horovod as horovod_checks
 from bytesched.doctor import probes as trials
 from bytesched.doctor.checks import Check, Status
 from bytesched.doctor.explain import explain
+from bytesched.parser import CommandParser
 from bytesched.table import aligned
 
 __all__ = ["as_text", "examine", "main"]
@@ -85,7 +86,7 @@ def _print_config(as_json: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched doctor",
         usage="bytesched doctor [--json] [--config] [--timeout S]\n"
         "       bytesched doctor [--steps N] --explain script.py [arguments]",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bytesched.errors import ConfigError, PluginError
 from bytesched.lab.hosts import parse_rate
+from bytesched.parser import CommandParser
 from bytesched.pipeline.chain import load_chain
 from bytesched.pipeline.order import Order
 from bytesched.pipeline.picture import draw
@@ -196,7 +197,7 @@ def _other(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched pipeline",
         description="Find an order of work for pipeline parallelism that torch runs as it is.",
     )

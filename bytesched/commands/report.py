@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from bytesched.parser import CommandParser
 from bytesched.report.iteration import draw_iteration
 from bytesched.report.pictures import PICTURES, Picture
 from bytesched.report.shares import KINDS, draw_shares, read_shares
@@ -19,7 +20,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw a picture; return 0, or 1 if a file cannot be used."""
-    parser = argparse.ArgumentParser(prog="bytesched report", description="Draw what was measured.")
+    parser = CommandParser(prog="bytesched report", description="Draw what was measured.")
     pictures = parser.add_subparsers(dest="picture", required=True, metavar="PICTURE")
     for name, picture in PICTURES.items():
         one = pictures.add_parser(

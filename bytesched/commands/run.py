@@ -16,6 +16,7 @@ from bytesched import log
 from bytesched.config import Config, set_on_command_line
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
+from bytesched.parser import CommandParser
 from bytesched.policy import named_policy
 from bytesched.run.after_import import Action
 from bytesched.run.copies import watch_copies
@@ -122,7 +123,7 @@ class _Setting(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched run",
         usage="bytesched run [options] script.py [arguments]\n"
         "       bytesched run [options] -m package.module [arguments]",

@@ -22,13 +22,14 @@ from bytesched.commands.sim_request import (
     systems_of,
 )
 from bytesched.environment import rank_view
-from bytesched.errors import ConfigError
+from bytesched.errors import ConfigError, PluginError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.link.algorithms import GLOO_RANKS
 from bytesched.sim.curve import AXES, SEND_S, Case, sweep
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
+from bytesched.sim.predict import check_ranks
 from bytesched.sim.sharing import SHARING_LEGEND, predict_sharing, sharing_rows
 from bytesched.sim.systems import Costs
 from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.sharing = shared_profiles(options, model.profile)
         systems = systems_of(options, has_experts=bool(model.profile.exchanged_bytes))
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
-    except ConfigError as error:
+        check_ranks(max(options.ranks))
+    except (ConfigError, PluginError) as error:
         parser.error(str(error))
     facts: Measured | None = None
     if options.measure:

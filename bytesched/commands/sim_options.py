@@ -10,6 +10,7 @@ from typing import Any
 from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.systems import EXCHANGE_SYSTEMS
 from bytesched.link.algorithms import ALGORITHMS, GLOO_RANKS, LIBRARIES
+from bytesched.parser import CommandParser
 from bytesched.sim.curve import AXES
 from bytesched.sim.recorded import recorded_jitter
 from bytesched.sim.systems import SYSTEMS
@@ -26,7 +27,7 @@ EPILOG = """\
 
 def sim_parser() -> argparse.ArgumentParser:
     """The parser of its arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched sim",
         description="Predict the time of an iteration of DDP, FSDP2 and bytesched on a cluster:\n"
         "the decisions are those of the real code, the links are a model.",

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bytesched.files import write_text
+from bytesched.parser import CommandParser
 from bytesched.table import aligned
 from bytesched.trace.reading import Iteration, merge_traces, read_traces
 from bytesched.trace.timeline import trace_name
@@ -19,9 +20,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `bytesched trace`; return the exit code, 1 if there was nothing to use."""
-    parser = argparse.ArgumentParser(
-        prog="bytesched trace", description="Merge timelines, or sum them up."
-    )
+    parser = CommandParser(prog="bytesched trace", description="Merge timelines, or sum them up.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="put all ranks into one file, on one clock")
     merge.add_argument("paths", nargs="+", type=Path, metavar="DIR|FILE")

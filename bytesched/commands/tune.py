@@ -17,6 +17,7 @@ from pathlib import Path
 from bytesched.config import LEAST_TUNE_STEPS, Config
 from bytesched.environment import child_environment
 from bytesched.errors import ConfigError
+from bytesched.parser import CommandParser
 from bytesched.table import aligned
 from bytesched.tunable import find_tuner
 from bytesched.tuning.file import TuningFile
@@ -294,7 +295,7 @@ def _forget(which: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bytesched tune",
         usage="bytesched tune [options] -- COMMAND ...",
         description="Find partition and credit sizes for this cluster while a training runs.",

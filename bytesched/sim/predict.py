@@ -30,7 +30,7 @@ from bytesched.sim.systems import (
 from bytesched.tree import FAN_OUT
 from bytesched.tunable import ORDERS
 
-__all__ = ["Prediction", "bound_s", "control_of", "iterate", "on_cores", "predict"]
+__all__ = ["Prediction", "bound_s", "check_ranks", "control_of", "iterate", "on_cores", "predict"]
 
 #: up to so many ranks, each has a scheduler core of its own
 _EVENT_RANKS = 8
@@ -95,15 +95,19 @@ def iterate(
     work: Work, fabric: Fabric, control: Control, weather: Sequence[Weather]
 ) -> list[Iteration]:
     """Iterations of all ranks, one for each entry of ``weather``."""
-    if fabric.ranks <= _EVENT_RANKS:
-        cluster: Cluster | VectorCluster = Cluster(work, fabric, control)
-    elif importlib.util.find_spec("numpy") is None:
-        raise PluginError(
-            f"more than {_EVENT_RANKS} ranks need numpy: pip install 'bytesched[report]'"
-        )
-    else:
-        cluster = VectorCluster(work, fabric, control)
+    check_ranks(fabric.ranks)
+    kind = Cluster if fabric.ranks <= _EVENT_RANKS else VectorCluster
+    cluster: Cluster | VectorCluster = kind(work, fabric, control)
     return [cluster.iterate(one) for one in weather]
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises `PluginError` for more ranks than can be predicted with what is installed."""
+    if ranks > _EVENT_RANKS and importlib.util.find_spec("numpy") is None:
+        raise PluginError(
+            f"more than {_EVENT_RANKS} ranks need numpy: pip install 'bytesched[report]', or "
+            f"--ranks {_EVENT_RANKS}"
+        )
 
 
 def predict(

@@ -64,6 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return installed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_every_file_is_installed(built: dict[str, Path], kind: str) -> None:
     homes = {"bytesched": "bytesched", "plugins": "bytesched/plugins", "tuning": "bytesched/tuning"}
@@ -81,6 +82,7 @@ def test_every_file_is_installed(built: dict[str, Path], kind: str) -> None:
     assert found == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_links_of_the_readme_lead_somewhere_from_an_index(
     built: dict[str, Path], kind: str
@@ -134,6 +136,7 @@ def imported(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return modules_of
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 @pytest.mark.parametrize(
     "module",

@@ -76,6 +76,7 @@ if hasattr(DistributedDataParallel, "finalize_backward"):
     PEERS += ["ddp-finalize", "ddp-finalize:bucket_mb=0.001+bucket_view=1"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", [[], ["--clip", "0.1"]], ids=["", "clipped"])
 def test_forms_of_ddp_train_the_same(clip: list[str], tiny: str, tmp_path: Path) -> None:
     systems = ["--systems", ",".join(PEERS), *clip]
@@ -90,6 +91,7 @@ def test_forms_of_ddp_train_the_same(clip: list[str], tiny: str, tmp_path: Path)
     )
 
 
+@pytest.mark.nightly
 def test_the_same_is_measured_again_and_compared(tiny: str, tmp_path: Path) -> None:
     sized = "bytesched:partition_bytes=64KiB+credit_bytes=128KiB"
     first = ["--emulate", tiny, "--systems", f"ddp,{sized}", *QUICK, "--json", "old.json"]
@@ -109,6 +111,7 @@ def test_the_same_is_measured_again_and_compared(tiny: str, tmp_path: Path) -> N
     assert set(new["systems"][sized]["counts"]) == {"bytes", "messages"}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_several_batch_sizes_are_recorded_for_the_burst_planner(tmp_path: Path) -> None:
     options = ["--model", "resnet", "--batch", "2,1", "--systems", "ddp", *QUICK]
@@ -180,6 +183,7 @@ def test_under_torchrun(tiny: str, tmp_path: Path) -> None:
     assert done.stdout.count("tiny (emulated compute)") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_demo(tmp_path: Path) -> None:
     done = run_module("bytesched.plugins.demo", "--steps", "10", "--output", "out", folder=tmp_path)

@@ -36,7 +36,9 @@ def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("model", ["gpt", "conv", "small"])
+@pytest.mark.parametrize(
+    "model", ["small", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt", "conv"))]
+)
 def test_all_systems_have_the_same_losses(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,7 @@ def test_all_systems_have_the_same_losses(
     assert "an iteration of bytesched" in done.stdout
 
 
+@pytest.mark.nightly
 def test_clipped_ones_have_nearly_the_same_losses(tmp_path: Path) -> None:
     done = _run(tmp_path, "--clip", "0.1", "--systems", "ddp,bytesched:split=off")
     assert done.returncode == 0, done.stderr

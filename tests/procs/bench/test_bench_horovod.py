@@ -86,6 +86,7 @@ def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "unwanted.json").exists()
 
 
+@pytest.mark.nightly
 @needs_gloo
 @pytest.mark.slow
 def test_the_autotuner_is_left_to_it(tiny: str, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def test_the_autotuner_is_left_to_it(tiny: str, tmp_path: Path) -> None:
     assert "autotune: " in result["stdout"]
 
 
+@pytest.mark.nightly
 @needs_gloo
 @pytest.mark.slow
 def test_the_sweep_is_printed_and_kept(tiny: str, tmp_path: Path) -> None:
@@ -122,6 +124,7 @@ def test_a_failing_rank_ends_the_bench_and_is_quoted(tiny: str, tmp_path: Path) 
     assert "bytesched-horovod ended with exit code 1" in str(failed.value)
 
 
+@pytest.mark.nightly
 @needs_mpi
 @pytest.mark.slow
 def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
@@ -135,6 +138,7 @@ def test_over_mpi_on_loopback(tiny: str, tmp_path: Path) -> None:
         assert system["losses"] == "identical", name
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @needs_gloo
 def test_the_bytes_cross_the_links_of_the_lab(tiny: str, tmp_path: Path) -> None:

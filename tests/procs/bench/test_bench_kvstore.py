@@ -21,6 +21,7 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @needs_mpi
 @pytest.mark.slow
 def test_all_systems_through_one_server(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm_python(*HOROVOD))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_controllers_are_tried_whatever_is_set(
     hvd_gloo: Pools, hvd_mpi: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -63,6 +64,7 @@ def test_ranks_that_fail_are_a_finding(
     assert "no_such_module" in check.fix
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_ranks_that_hang_are_ended(
     controller: str,

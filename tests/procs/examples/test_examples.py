@@ -73,6 +73,7 @@ def weights(lines: list[str]) -> str:
     return digest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "gate"), [(2, "dts"), (4, "top2")])
 def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
     ranks: int, gate: str, python: str
@@ -93,6 +94,7 @@ def test_a_mixture_of_experts_has_equal_losses_with_and_without_the_lane(
     assert losses("--no-lane") == expected
 
 
+@pytest.mark.nightly
 def test_a_graph_has_equal_losses_with_and_without_wrap(python: str) -> None:
     script = [python, *TORCHRUN, "examples/gcn_halo.py", "--vertices", "300", "--epochs", "12"]
 
@@ -117,6 +119,7 @@ def test_ddp_has_the_loss_of_plain_ddp_and_crosses_the_barrier(python: str) -> N
     assert plain[1:] == ["  mode = plain"]
 
 
+@pytest.mark.nightly
 def test_burst_train_learns(python: str) -> None:
     lines = output([python, *TORCHRUN, "examples/burst_train.py"])
     first, last = re.fullmatch(r"loss (\S+) -> (\S+)", lines[0]).groups()  # type: ignore[union-attr]
@@ -124,6 +127,7 @@ def test_burst_train_learns(python: str) -> None:
     assert lines[1].startswith("background steps ")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ddp_checkpoint_goes_on_as_if_it_had_not_been_interrupted(
     python: str, tmp_path: Path
@@ -145,7 +149,7 @@ def test_ddp_spawn(python: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("horovod")
-@pytest.mark.parametrize("kind", ["gloo", "mpi"])
+@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.nightly), "mpi"])
 def test_horovod_mnist(kind: Kind) -> None:
     if reason := why_missing(kind):
         pytest.skip(reason)
@@ -157,6 +161,7 @@ def test_horovod_mnist(kind: Kind) -> None:
     assert weights(ours) == weights(expected)
 
 
+@pytest.mark.nightly
 def test_wave_ticktock_has_the_loss_of_accumulation(python: str) -> None:
     waves = output([python, "examples/wave_ticktock.py"])
     accumulated = output([python, "examples/wave_ticktock.py", "--accumulate"])
@@ -165,6 +170,7 @@ def test_wave_ticktock_has_the_loss_of_accumulation(python: str) -> None:
     assert "  waves = 2" in waves
 
 
+@pytest.mark.nightly
 def test_wave_model_parallel(python: str) -> None:
     lines = output([python, *TORCHRUN, "examples/wave_model_parallel.py"])
     assert re.fullmatch(r"loss \d\.\d{10}, 34 tensors to save", lines[0])

@@ -40,8 +40,12 @@ def scenario(
     return Scenario(name, train_until_fault, args, **about)
 
 
-def each(scenarios: list[Scenario]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("scenario", scenarios, ids=lambda scenario: scenario.name)
+def each(scenarios: list[Scenario], more: list[Scenario] | None = None) -> pytest.MarkDecorator:
+    """A test for each; ``more`` are not tried with every change."""
+    nightly = [pytest.param(one, marks=pytest.mark.nightly) for one in more or ()]
+    return pytest.mark.parametrize(
+        "scenario", [*scenarios, *nightly], ids=lambda scenario: scenario.name
+    )
 
 
 KILLED = [
@@ -132,7 +136,7 @@ EXITED_OF_SHARD = [
 ]
 
 
-@each(KILLED + AGAIN)
+@each(KILLED, AGAIN)
 def test_killed(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]

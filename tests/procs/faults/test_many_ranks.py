@@ -18,8 +18,11 @@ RANKS, VICTIM = 16, 8
 
 @pytest.mark.parametrize(
     ("fields", "clips"),
-    [({}, False), ({}, True), ({"shard": True}, False)],
-    ids=["whole", "clipped", "sharded"],
+    [
+        pytest.param({}, False, id="whole"),
+        pytest.param({}, True, id="clipped", marks=pytest.mark.nightly),
+        pytest.param({"shard": True}, False, id="sharded", marks=pytest.mark.nightly),
+    ],
 )
 def test_sixteen_ranks_train_alike_and_name_the_one_that_dies(
     fields: dict[str, Any], clips: bool

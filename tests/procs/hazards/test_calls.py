@@ -16,6 +16,9 @@ STORED = load_result(Path(__file__).with_name("counts.json"))
 #: calls for each tensor that bytesched may take more than plain DDP
 MOST = {"whole": 60.0, "crossing": 60.0, "clipped": 60.0, "clipped-whole": 60.0, "sharded": 60.0}
 
+#: the ways that every change is tried with
+EACH_CHANGE = {"whole", "clipped", "sharded"}
+
 
 def test_the_stored_counts_are_of_what_is_counted() -> None:
     assert STORED["setting"] == counting.setting(counting.LAYERS)
@@ -25,7 +28,12 @@ def test_the_stored_counts_are_of_what_is_counted() -> None:
 @pytest.mark.slow
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    "way", [way for way, its in counting.WAYS.items() if its.fields is not None]
+    "way",
+    [
+        pytest.param(way, marks=() if way in EACH_CHANGE else pytest.mark.nightly)
+        for way, its in counting.WAYS.items()
+        if its.fields is not None
+    ],
 )
 def test_a_gradient_costs_no_more_than_is_stored(two_ranks: Ranks, way: str) -> None:
     found = counting.counted(two_ranks, way, counting.LAYERS)
@@ -40,7 +48,9 @@ def test_a_gradient_costs_no_more_than_is_stored(two_ranks: Ranks, way: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.procs
-@pytest.mark.parametrize("layers", [18, 36, 75])
+@pytest.mark.parametrize(
+    "layers", [36, *(pytest.param(other, marks=pytest.mark.nightly) for other in (18, 75))]
+)
 def test_what_ddp_does_costs_few_calls_more(two_ranks: Ranks, layers: int) -> None:
     """So many for each tensor and each chunk: of 72 to 300 tensors, in up to 100 chunks."""
     plain = counting.counted(two_ranks, "ddp", layers)

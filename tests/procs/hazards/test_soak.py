@@ -12,6 +12,7 @@ from soak import Soak
 TURNS = 30
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
     soak = Soak(two_ranks, seed=24, kinds={"ended": 1})
@@ -20,6 +21,7 @@ def test_every_training_that_ends_well_ends_with_0(two_ranks: Ranks) -> None:
     assert not soak.failures
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"split": "on"}, {"split": "auto"}, {"shard": True}])
 def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> None:
@@ -34,6 +36,7 @@ def test_iterations_leave_nothing(two_ranks: Ranks, options: dict[str, Any]) -> 
         assert objects < 0.8 * count
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_differs_and_nothing_stays(two_ranks: Ranks) -> None:
     soak = Soak(two_ranks, seed=13, kinds={"script": 5, "wander": 5, "faulty": 2})

@@ -258,6 +258,7 @@ def test_mpi(hvd_mpi: Pools, case: tuple[Any, ...]) -> None:
     check(hvd_mpi(2), *case)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @each(
     *((scripts_optimizers.one_optimizer, name) for name in ("adam", "adamw_fused")),

@@ -11,6 +11,8 @@ import pytest
 import torch
 from paths import SCRIPTS
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = SCRIPTS / "elastic_script.py"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ranks import Ranks
 
 Pools = Callable[[int], "Ranks"]
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.nightly]
 
 
 @pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from bytesched.lab.hosts import Lab
 RATE = "200mbit"
 TIMEOUT_S = 600.0
 
-pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 20)]
+pytestmark = [pytest.mark.procs, pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 20)]
 
 WAYS = {
     "accelerate": ["by default", "accumulating", "clipping"],

@@ -12,7 +12,7 @@ from paths import ROOT, SCRIPTS
 from bytesched.environment import child_environment
 from bytesched.plugins.update.known import KNOWN
 
-pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(320)]
+pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(320), pytest.mark.nightly]
 
 
 def test_each_has_the_bits_of_plain_training_and_is_deferred() -> None:

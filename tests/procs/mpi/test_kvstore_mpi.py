@@ -17,7 +17,7 @@ pytestmark = [
 each_mpi = pytest.mark.parametrize(
     "mpi",
     [
-        pytest.param(mpi, marks=[pytest.mark.slow] if others else [])
+        pytest.param(mpi, marks=[pytest.mark.nightly] if others else [])
         for others, mpi in enumerate(MPIS)
     ],
     ids=str,
@@ -161,7 +161,15 @@ ON_OTHERS = ("worker_stopped", "worker_raises")
 
 @pytest.mark.parametrize(
     ("mpi", "name"),
-    [(mpi, name) for mpi in MPIS for name in FAULTS if mpi is MPIS[0] or name in ON_OTHERS],
+    [
+        pytest.param(
+            *(mpi, name),
+            marks=() if mpi is MPIS[0] and name.endswith("_killed") else pytest.mark.nightly,
+        )
+        for mpi in MPIS
+        for name in FAULTS
+        if mpi is MPIS[0] or name in ON_OTHERS
+    ],
     ids=str,
 )
 def test_faults_are_named_on_every_survivor(mpi: Implementation, name: str, tmp_path: Path) -> None:
@@ -180,6 +188,7 @@ def test_faults_are_named_on_every_survivor(mpi: Implementation, name: str, tmp_
         assert words in seen["text"], (rank, seen, output)
 
 
+@pytest.mark.nightly
 def test_failure_detection_of_mpi_is_used_where_it_is_on(tmp_path: Path) -> None:
     flags = ("--with-ft", "mpi")
     # What mpirun itself returns then is its own affair: it may end well after a tolerated death.
@@ -196,6 +205,7 @@ def figures_of(output: str) -> dict[str, str]:
     return {pair[0]: pair[1] for pair in pairs}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [(), ("--updates",)])
 def test_torch_example_trains_and_crosses_the_barrier(options: tuple[str, ...]) -> None:
     code, output = mpirun(3, "../../examples/kvstore_torch.py", *options)
@@ -206,6 +216,7 @@ def test_torch_example_trains_and_crosses_the_barrier(options: tuple[str, ...]) 
     assert int(figures["barrier_crossed_steps"]) > 10
 
 
+@pytest.mark.nightly
 def test_pushpull_example() -> None:
     code, output = mpirun(3, "../../examples/kvstore_pushpull.py")
     assert code == 0, output

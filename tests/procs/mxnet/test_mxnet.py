@@ -56,6 +56,7 @@ def alone(updates: str, optimizer: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "optimizer"), [("worker", "adam"), ("server", "sgd")])
 @pytest.mark.parametrize(("how", "servers"), [("trainer", 1), ("store", 2)])
@@ -84,6 +85,7 @@ def example(**variables: str) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_the_example_has_the_losses_of_plain_mxnet() -> None:
     plain, ours = example(BYTESCHED_ENABLED="0"), example()
     assert [line for line in ours if "loss" in line] == plain[:-1]
@@ -98,10 +100,12 @@ def test_case(said: dict[str, list[dict[str, Any]]], case: str) -> None:
     assert [answer["rank"] for answer in said[case]] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_calls_with_two_servers() -> None:
     answers("calls", "different_orders", servers=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["01", "0"])
 def test_an_optimizer_for_whole_keys_may_be_set_after_init(workers: str) -> None:
     case = f"optimizer_after_init:{workers}"
@@ -142,6 +146,7 @@ def test_a_lost_server_is_an_error_within_the_timeout() -> None:
         assert "raised the servers have not answered for 2 s on key 0" in one.output
 
 
+@pytest.mark.nightly
 def test_a_server_lost_before_the_first_use_is_an_error_within_the_timeout() -> None:
     """MXNet makes keys behind a barrier of its own, which has no limit."""
     with Cluster("server_lost_early") as cluster:

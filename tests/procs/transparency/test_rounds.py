@@ -29,7 +29,16 @@ def cases(*given: tuple[Any, ...]) -> pytest.MarkDecorator:
 
 
 views = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-hold = pytest.mark.parametrize("hold", [False, True], ids=["early", "held"])
+#: each kind once for every change
+views_and_hold = pytest.mark.parametrize(
+    ("views", "hold"),
+    [
+        pytest.param(False, False, id="apart-early"),
+        pytest.param(True, True, id="views-held"),
+        pytest.param(True, False, id="views-early", marks=pytest.mark.nightly),
+        pytest.param(False, True, id="apart-held", marks=pytest.mark.nightly),
+    ],
+)
 
 
 def equal(
@@ -136,15 +145,13 @@ HOOKS = [
 ]
 
 
-@hold
-@views
+@views_and_hold
 @cases(*CROSSING)
 def test_script(two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool) -> None:
     equal(two_ranks, script, views, args, hold=hold)
 
 
-@hold
-@views
+@views_and_hold
 @cases(*HOOKS)
 def test_hook_of_the_script(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool
@@ -213,7 +220,9 @@ def test_buckets_of_ours(two_ranks: Ranks, script: Script, args: list[Any], view
 IN_BUCKETS_OF_DDP = [case for case in CROSSING if case[0] is not scripts.unwrapped_and_wrapped]
 
 
-@views
+@pytest.mark.parametrize(
+    "views", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["views", "apart"]
+)
 @cases(*IN_BUCKETS_OF_DDP)
 def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """Buckets of DDP's own size have sums with its bits, where these depend on the cut, too."""

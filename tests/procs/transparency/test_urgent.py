@@ -18,7 +18,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": MANY | {"shard": True},
     "replayed": MANY | {"split": "off", "order": "replay"},
 }
-ways = pytest.mark.parametrize("way", WAYS)
+ways = pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=pytest.mark.nightly) if w == "replayed" else w for w in WAYS]
+)
 scripts = named(
     urgent.mixed_by_collectives,
     urgent.gates_inside_sections,

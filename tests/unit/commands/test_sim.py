@@ -43,6 +43,7 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--systems ddp:bucket_view=yes", "bucket_view"),
         ("--bandwidth fast", "for example 1gbit"),
         ("--iterations 0", "at least 1"),
+        ("--bandwith 1gbit", "did you mean --bandwidth?"),
         ("--json nowhere/there.json", "no such folder"),
         ("--share --curve ranks", "--curve is not for --share"),
         ("--share gtp", "did you mean gpt"),
@@ -56,6 +57,18 @@ def test_wrong_arguments_are_refused(
         sim.main(arguments.split())
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_many_ranks_without_numpy_are_refused_before_anything_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        sim.main(["--ranks", "2,64"])
+    assert exit_info.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "more than 8 ranks need numpy" in err
 
 
 def test_it_pays_where_communication_takes_as_long_as_compute(

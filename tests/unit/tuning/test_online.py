@@ -57,6 +57,7 @@ def test_from_the_first_step_to_a_file_that_is_used(
     assert set(again.history) == {found}, "a known cluster costs no step"
 
 
+@pytest.mark.nightly
 def test_what_was_tuned_for_other_steps_is_tuned_again(tmp_path: Path) -> None:
     cluster = Cluster()
     train(cluster, tuner_on(cluster, tmp_path), 200)
@@ -85,6 +86,7 @@ def test_a_noisy_probe_of_a_known_link_tunes_nothing_again(tmp_path: Path) -> No
     assert len(list(memory.entries())) == 1
 
 
+@pytest.mark.nightly
 def test_a_setting_from_a_file_that_would_never_end_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,6 +120,7 @@ def test_another_model_on_the_same_cluster_begins_near(tmp_path: Path) -> None:
     assert tried[1] == known
 
 
+@pytest.mark.nightly
 def test_of_many_models_the_most_alike_are_tried(tmp_path: Path) -> None:
     """Each costs a trial, and the search has more to try than what others have found."""
     cluster = Cluster()
@@ -150,6 +153,7 @@ def test_the_log_tells_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert max(map(len, lines)) < 220
 
 
+@pytest.mark.nightly
 def test_limits_hold_and_what_they_exclude_is_not_taken_from_memory(tmp_path: Path) -> None:
     cluster = Cluster()
     train(cluster, tuner_on(cluster, tmp_path), 200)
@@ -179,6 +183,7 @@ def test_names_that_cannot_change_at_run_time_are_not_tried(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.nightly
 def test_a_drift_is_tuned_away_from_what_is_measured(tmp_path: Path) -> None:
     def event(cluster: Cluster, step: int) -> None:
         if step == 400:
@@ -214,6 +219,7 @@ print(random.random(), numpy.random.random())
 """
 
 
+@pytest.mark.nightly
 def test_it_draws_no_number_of_the_scripts(tmp_path: Path) -> None:
     """In a process that has imported nothing of what tuning needs."""
     command = [sys.executable, "-c", _DRAWS, str(SUPPORT), str(tmp_path)]
@@ -253,6 +259,7 @@ class Model:
             self.word = self.tuner.decide(steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stops_after", [1000, 20])
 def test_two_models_are_tuned_one_after_the_other(stops_after: int, tmp_path: Path) -> None:
     """A step of one holds a step of the other. The first may end before it is tuned."""
@@ -277,6 +284,7 @@ def test_two_models_are_tuned_one_after_the_other(stops_after: int, tmp_path: Pa
             assert not all(trying), now
 
 
+@pytest.mark.nightly
 def test_words_keep_to_the_seed(tmp_path: Path) -> None:
     def words(folder: Path) -> list[Decision]:
         cluster = Cluster(noise=0.02, seed=7)
@@ -302,6 +310,7 @@ def test_a_run_that_ends_early_leaves_nothing_to_be_used(tmp_path: Path) -> None
     assert tuning.more_trials > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [32, 60])
 def test_short_runs_go_on_where_the_last_one_ended(steps: int, tmp_path: Path) -> None:
     """None of them could tune alone: the comparison at the end takes more steps than one has."""

@@ -59,6 +59,7 @@ def test_the_contract_notices(broken: type[RandomSearch]) -> None:
         Suite().run_all()
 
 
+@pytest.mark.nightly
 def test_bayesian_search_is_better_than_random_at_the_same_number_of_trials() -> None:
     space = Space(Limits(Range(64 * KIB, 32 * MIB)))
 
