@@ -6,15 +6,18 @@ import atexit
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from typing import Final
+from typing import Final, NoReturn
 
 __all__ = ["at_exit", "died_of", "make_exit_fail", "not_at_exit"]
 
 #: the name of what ends the process, in `sys`
 _FAILURE: Final = "bytesched_failure"
 
+#: of `at_exit`, the oldest first: in which process it was asked for
+_calls: dict[Callable[[], None], int] = {}
 #: of `at_exit`, in children of multiprocessing
 _finalizers: dict[Callable[[], None], Finalize] = {}
 
@@ -26,6 +29,8 @@ def at_exit(call: Callable[[], None]) -> None:
     """
     not_at_exit(call)
     atexit.register(call)
+    _calls[call] = os.getpid()
+    os._exit = _exit
     if multiprocessing.parent_process() is not None:
         # Most children of multiprocessing end without the functions of atexit.
         _finalizers[call] = Finalize(None, call, exitpriority=1000)
@@ -34,8 +39,25 @@ def at_exit(call: Callable[[], None]) -> None:
 def not_at_exit(call: Callable[[], None]) -> None:
     """Undoes `at_exit`; nothing if it was not asked for."""
     atexit.unregister(call)
+    _calls.pop(call, None)
     if (finalizer := _finalizers.pop(call, None)) is not None:
         finalizer.cancel()
+
+
+_exit_now: Final = os._exit
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process without what Python does at its end; a success includes the last step.
+
+    Not in a forked child, nor from a thread beside the script's: these end no training.
+    """
+    if status == 0 and threading.current_thread() is threading.main_thread():
+        for call, process in reversed(list(_calls.items())):
+            if process == os.getpid():
+                call()
+        status = int(_FAILURE in vars(sys))
+    _exit_now(status)
 
 
 def died_of() -> BaseException | None:
@@ -60,5 +82,5 @@ def make_exit_fail() -> None:
 class _Failure:
     """Ends the process when the interpreter takes `sys` apart, after all else was done."""
 
-    def __del__(self, exit_now: Callable[[int], None] = os._exit) -> None:
+    def __del__(self, exit_now: Callable[[int], None] = _exit_now) -> None:
         exit_now(1)

@@ -29,6 +29,7 @@ from ..moments.refusals import folding_statements
 from ..moments.slots import MomentSlot
 from ..planned.session import PlannedSession
 from ..proxies.compiling import has_compiled
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.group import Group
@@ -78,6 +79,8 @@ def why_plain(model: nn.Module) -> str:
         return "there is one rank"
     if why := why_sparse(model):
         return why
+    if are_in_a_context():
+        return IN_A_CONTEXT
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) and _is_nccl(model):
         return "SyncBatchNorm reduces in backward, on a communicator beside ours"
     return "" if ddp is None else why_kept(ddp)

@@ -22,6 +22,7 @@ from ..layout.slots import Slot
 from ..moments.folding import Accumulation, Folding
 from ..proxies.entries import guard_entries
 from ..proxies.hooks import StayingForwardHook, StayingHook, gate
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..routes.backend import Backend
 from ..routes.handover import Handover
 from ..update.stepping import Stepping
@@ -202,6 +203,8 @@ class Session(HookedModel):
     def _before_training_forward(self) -> None:
         self._progress.check()
         self._rounds.complain_if_interrupted()
+        if are_in_a_context():
+            raise PluginError(f"this model cannot stay wrapped: {IN_A_CONTEXT}")
         self._streams.begin()
         self._rounds.phase.before_forward(self._stepping.steps)
         if self._sync is not None:

@@ -22,7 +22,7 @@ from bytesched.values import size_text
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.entries import guard_entries
-from ..proxies.passes import watch_passes
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, watch_passes
 from ..queries.operations import ASKING
 from ..routes.carrier import Traffic
 from ..routes.split.owners import late_ones
@@ -180,6 +180,9 @@ class PlannedSession:
         self._failures.check()
         if self.source.phase is Phase.OPEN:
             self._complain_if_incomplete()
+        if are_in_a_context():
+            self._stand_aside(IN_A_CONTEXT)
+            return
         if self.source.is_early:
             refuse_stage(module)
         refuse_effective_join(self._ddp())

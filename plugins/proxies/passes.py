@@ -14,7 +14,10 @@ import torch
 
 from bytesched.errors import PluginError
 
-__all__ = ["Watcher", "watch_passes"]
+__all__ = ["IN_A_CONTEXT", "Watcher", "are_in_a_context", "watch_passes"]
+
+#: why a model is left to DDP, where `are_in_a_context`
+IN_A_CONTEXT = "its gradients go to a context of distributed autograd, and not to its parameters"
 
 
 class Watcher(Protocol):
@@ -86,3 +89,15 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
 
     call.is_watched = True  # type: ignore[attr-defined]
     return call
+
+
+def are_in_a_context() -> bool:
+    """Whether gradients of what is computed now go to a context of distributed autograd."""
+    rpc = getattr(torch._C, "_distributed_rpc", None)
+    if rpc is None or not rpc._is_current_rpc_agent_set():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True

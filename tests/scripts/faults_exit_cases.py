@@ -87,6 +87,26 @@ def leaves_with_an_update_outstanding(end: str, timeout_s: float) -> None:
     ENDS[end]()
 
 
+def rank_1_leaves_without_an_end(wrapped: bool) -> None:
+    """As a script that used to hang at its end does; rank 0, which still computes, prints a sum."""
+
+    def at(moment: str) -> None:
+        if moment == "before_last_gradients" and dist.get_rank() == 0:
+            signals().wait("rank 1 leaves")
+
+    script = Script(at, fault_step=LAST_STEP)
+    if wrapped:
+        bytesched.wrap(script.optimizer, script.ddp, partition_bytes=256, credit_bytes=512)
+    script.train(LAST_STEP)
+    script.step = LAST_STEP
+    if dist.get_rank() == 1:
+        signals().set("rank 1 leaves")
+    script.one_step()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    print(sum(value.double().sum().item() for value in script.model.state_dict().values()))
+
+
 def last_update_is_lost(timeout_s: float) -> None:
     """Rank 1 dies when rank 0 has left its script and applies the last update."""
 

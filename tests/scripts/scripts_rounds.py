@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, sgd, train
 
+from bytesched.plugins.c10d import ddp as ddps
+from bytesched.plugins.planned import session as sessions
 from bytesched.plugins.planned.wire import GroupWire
 
 STEPS = 8
@@ -591,6 +593,17 @@ def hook_registered(job: Job, views: bool, kind: str, first: int) -> None:
     looped(job, model, optimizer, first_step=first)
     # How often depends on the buckets, of which a new reducer has others in its first round.
     job.record("was called", bool(calls) or kind == "builtin")
+    job.record_state(model, optimizer)
+
+
+def in_a_context(job: Job, views: bool, first: int) -> None:
+    """After ``first`` steps, gradients would go to a context of distributed autograd."""
+    model = ddp(job, layers(), views)
+    with mock.patch.object(ddps, "are_in_a_context", return_value=not first):
+        optimizer = job.wrap(adamw(model), model)
+    looped(job, model, optimizer, steps=first)
+    with mock.patch.object(sessions, "are_in_a_context", return_value=True):
+        looped(job, model, optimizer, first_step=first)
     job.record_state(model, optimizer)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
@@ -541,6 +543,33 @@ def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
 
     train(job, model, optimizer, before_step=clip)
     job.record_state(model, optimizer)
+
+
+def profiled(job: Job) -> None:
+    """A profiler starts and stops while messages are on their way, and one rank is late."""
+    model = job.ddp(nn.Sequential(*(nn.Linear(32, 32) for _ in range(7))))
+    optimizer = job.wrap(adamw(model), model)
+
+    def clip(step: int) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        time.sleep(0.01 if step % 2 == job.rank else 0)
+
+    turns = schedule(wait=1, warmup=1, active=3)
+    with profile(activities=[ProfilerActivity.CPU], schedule=turns) as profiler:
+        train(
+            job,
+            model,
+            optimizer,
+            steps=20,
+            inputs=lambda step: torch.randn(8, 32, generator=_seeded(100 * step + job.rank)),
+            before_step=clip,
+            after_step=lambda _: profiler.step(),
+        )
+    job.record_state(model, optimizer)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 class BesideComplex(nn.Module):

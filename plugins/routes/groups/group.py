@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -94,11 +94,13 @@ class Group:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send ``tensor``, which is dense, to a rank; returns the work."""
-        return _unguarded(self.backend, "send")(self.backend, [tensor], peer, tag)
+        with _unwatched():
+            return _unguarded(self.backend, "send")(self.backend, [tensor], peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to receive from a rank into ``tensor``; returns the work."""
-        return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
+        with _unwatched():
+            return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
@@ -252,7 +254,8 @@ class Group:
         try:
             for peer in peers:
                 # Refused on a broken connection; on a whole one never matched, and harmless.
-                self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+                with _unwatched():
+                    self.backend.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
         except RuntimeError as error:
             return error
         return None
@@ -365,6 +368,19 @@ def _unguarded(backend: Any, name: str) -> Any:
     if method is None:
         return lambda backend, *args: getattr(backend, name)(*args)
     return getattr(method, "__wrapped__", method)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """No profiler sees what is begun: torch would write down its end when the profiler is gone."""
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,14 @@ def test_the_last_update_is_in_a_checkpoint_saved_at_exit(scenario: Scenario, ru
         check_ended_well(end)
 
 
+def test_a_rank_that_leaves_without_an_end_takes_no_gradient_with_it() -> None:
+    plain, wrapped = (
+        run_fresh(cases.rank_1_leaves_without_an_end, args=(wrapped,)) for wrapped in (False, True)
+    )
+    assert [rank.code for rank in (*plain, *wrapped)] == [0] * 4, wrapped
+    assert wrapped[0].stdout == plain[0].stdout
+
+
 @each(Scenario("last-update-lost", cases.last_update_is_lost, (NO_TIMEOUT_S,)))
 def test_a_checkpoint_without_the_last_update_cannot_be_saved(
     scenario: Scenario, runs: Runs

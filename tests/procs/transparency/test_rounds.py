@@ -138,10 +138,12 @@ MODELS = [
     *((scripts.read_elsewhere, how, at) for how in ("player", "views", "numpy") for at in (0, 4)),
 ]
 CROSSING = [*ROUNDS, *WHOSE, *BESIDE, *SETTINGS, *GRADIENTS, *MODELS]
-HOOKS = [
+LEFT_TO_DDP = [
     (scripts.hook_registered, "python", 0),
     (scripts.hook_registered, "python", 4),
     (scripts.hook_registered, "builtin", 4),
+    (scripts.in_a_context, 0),
+    (scripts.in_a_context, 4),
 ]
 
 
@@ -152,11 +154,11 @@ def test_script(two_ranks: Ranks, script: Script, args: list[Any], views: bool, 
 
 
 @views_and_hold
-@cases(*HOOKS)
-def test_hook_of_the_script(
+@cases(*LEFT_TO_DDP)
+def test_left_to_ddp(
     two_ranks: Ranks, script: Script, args: list[Any], views: bool, hold: bool
 ) -> None:
-    """DDP calls it: the session stands aside."""
+    """DDP reduces as if it were never wrapped: the session stands aside."""
     equal(two_ranks, script, views, args, hold=hold, mode="plain")
 
 

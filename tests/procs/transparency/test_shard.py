@@ -74,6 +74,7 @@ import bytesched
     shard.cut_by_kind,
     shard.cut_and_clipped,
     shard.cut_and_asked_now_and_then,
+    shard.profiled,
     shard.rounded_beside_complex,
     shard.cut_and_tied,
     shard.written_before_its_neighbour_is_updated,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +154,13 @@ def test_a_torch_without_a_common_entry_is_refused(
     monkeypatch.delattr(module, passes._NAME)
     with pytest.raises(PluginError, match=r"has no _engine_run_backward, .*BYTESCHED_ENABLED=0"):
         Watching()
+
+
+def test_a_context_of_distributed_autograd_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not passes.are_in_a_context()
+    agent = SimpleNamespace(_is_current_rpc_agent_set=lambda: True)
+    monkeypatch.setattr(torch._C, "_distributed_rpc", agent)
+    # There is an agent, and no context of its own yet.
+    assert not passes.are_in_a_context()
+    monkeypatch.setattr(torch._C._distributed_autograd, "_current_context", object, raising=False)
+    assert passes.are_in_a_context()
