@@ -11,20 +11,19 @@ Figures = Mapping[str, int | float | str]
 
 
 def summary(ended: Sequence[Figures], left: Sequence[str]) -> list[str]:
-    """A line for each model that was wrapped, or for all that were not.
+    """A line for each model, with its name where there are several.
 
     Args:
         ended: the figures of those that were.
         left: why others were left as they were.
     """
     trained = [figures for figures in ended if figures.get("steps")]
+    has_names = len(trained) + len(left) > 1
     lines = [
-        f"{name}: {_line(figures)}" if len(trained) > 1 else _line(figures)
+        f"{name}: {_line(figures)}" if has_names else _line(figures)
         for name, figures in zip(_names(trained), trained, strict=True)
     ]
-    if not lines and left:
-        lines = [f"mode plain: {'; '.join(left)}"]
-    return lines
+    return [*lines, *(f"mode plain: {why}" for why in left)]
 
 
 def _names(trained: Sequence[Figures]) -> list[str]:

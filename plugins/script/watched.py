@@ -32,13 +32,13 @@ log = logging.getLogger("bytesched")
 #: calls of step() in which a forward pass must have been seen; Horovod makes two of one
 _PATIENCE: Final = 4
 
-#: why models were left as they were, and which
-_said: dict[str, str] = {}
+#: which models were left as they were, and why
+_said: dict[tuple[str, str], None] = {}
 
 
 def reasons() -> list[str]:
     """Why models were left as they were, in the order of that."""
-    return [f"{name}: {why}" for why, name in _said.items()]
+    return [f"{name}: {why}" for name, why in _said]
 
 
 class Announced(Protocol):
@@ -297,7 +297,7 @@ class Watched(ABC):
 
 def say(name: str, why: str, rank: int, level: int = logging.INFO) -> None:
     """Says once, on rank 0, why what has this name is left as it was."""
-    if why not in _said:
-        _said[why] = name
+    if (name, why) not in _said:
+        _said[name, why] = None
         show(Config.load().log_level, rank)
         log.log(level, "%s: left as it was: %s", name, why)

@@ -21,7 +21,7 @@ def test_what_was_wrapped() -> None:
         "mode cross: hid 61 of 98 ms of communication per iteration (62 %), 3 % of the bytes "
         "crossed the barrier, 500 iterations"
     ]
-    (line,) = summary([{**FIGURES, "reason": "step(closure)"}], ["another was left"])
+    (line,) = summary([{**FIGURES, "reason": "step(closure)"}], [])
     assert line.endswith("500 iterations: step(closure)")
 
 
@@ -40,5 +40,12 @@ def test_several_models_are_named() -> None:
 def test_what_was_not() -> None:
     assert summary([], []) == []
     assert summary([{"mode": "plain"}], ["one: no step", "two: join()"]) == [
-        "mode plain: one: no step; two: join()"
+        "mode plain: one: no step",
+        "mode plain: two: join()",
     ]
+
+
+def test_what_was_and_what_was_not() -> None:
+    wrapped, left = summary([FIGURES], ["Critic: join()"])
+    assert wrapped.startswith("Net: mode cross: ")
+    assert left == "mode plain: Critic: join()"
