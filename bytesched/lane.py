@@ -21,8 +21,6 @@ class Lane:
     Args:
         queue: which of the ready hops is next.
         name: in ``repr`` and errors.
-        yields_to: lanes over the same link whose hops go first: this one starts nothing while one
-            of them has a hop that waits for its turn.
         front: the largest priority of a hop that starts while the core is held: another rank may
             need it to come as far as this one.
     """
@@ -34,7 +32,6 @@ class Lane:
         credit_bytes: int,
         admission: Admission | None = None,
         name: str = "0",
-        yields_to: tuple[Lane, ...] = (),
         front: float = -inf,
     ) -> None:
         self.name = name
@@ -46,10 +43,11 @@ class Lane:
         self.is_held = False
         self.in_flight: dict[int, CommTask] = {}
         self.in_flight_bytes = 0
+        #: lanes over the same link whose hops go first: this one starts nothing while one of them
+        #: has a hop that waits for its turn
         self._yields_to: tuple[Lane, ...] = ()
         #: lanes that wait for this one
         self.followers: list[Lane] = []
-        self.yield_to(yields_to)
         #: bytes in flight and window just before the latest start
         self._last_start = (0, self.credit_bytes)
 

@@ -240,10 +240,6 @@ class Gradient:
     #: it may have other memory itself
     is_read: bool = field(init=False, default=False)
 
-    def allows(self, use: Use) -> bool:
-        """Whether a script may do that with it without waiting."""
-        return self.state in ALLOWED[use]
-
     def on(self, event: GradientEvent) -> None:
         """``event`` happens to it alone."""
         try:

@@ -51,12 +51,6 @@ class Progress(Failures):
         """Chunks that are under way."""
         return len(self.round.under_way)
 
-    @property
-    def outstanding_bytes(self) -> int:
-        """Of gradients whose sums have not come."""
-        with self.lock:
-            return sum(chunk.nbytes for chunk in self.round.under_way.unsummed)
-
     def notify(self) -> None:
         """Something changed; called with the lock held."""
         if self._waiters:

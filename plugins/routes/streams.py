@@ -64,14 +64,6 @@ class Streams:
     def read(self) -> None:
         """Makes the user's streams wait for all updates queued so far."""
 
-    def to_host(self, values: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
-        """``values`` in the host's memory, once what ``wait`` awaits is over.
-
-        Not later: the user's stream may have much more queued by now.
-        """
-        wait()
-        return values
-
     def settle(self) -> None:
         """Waits until all that is queued by now is computed. Any thread."""
 
@@ -183,16 +175,6 @@ class CudaStreams(Streams):
         for stream in tuple(self._users.values()):
             stream.wait_event(updated)
 
-    def to_host(self, values: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
-        copy = _pinned_like(values)
-        copied = torch.cuda.Event(blocking=True)
-        with self._on(self._receiving):
-            wait()
-            copy.copy_(values, non_blocking=True)
-            copied.record(self._receiving)
-        copied.synchronize()
-        return copy
-
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
@@ -246,11 +228,6 @@ class CudaStreams(Streams):
                 except Exception as error:  # noqa: BLE001 - it must reach the user's thread
                     self._fail(error)
                     return
-
-
-def _pinned_like(values: torch.Tensor) -> torch.Tensor:
-    """Memory of the host that a device copies to while the host goes on."""
-    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
 
 
 def _go_on() -> None:

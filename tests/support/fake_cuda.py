@@ -16,8 +16,6 @@ from unittest import mock
 
 import torch
 
-from bytesched.plugins.routes import streams
-
 Clock = Counter[str]
 # Work ends so much later than it is queued.
 WORK_S = 0.001
@@ -104,7 +102,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """`torch.cuda` in front of a fresh device."""
     CUDA.__init__()  # type: ignore[misc]
     with (
-        mock.patch.object(streams, "_pinned_like", torch.empty_like),
         mock.patch("torch.cuda.Stream", FakeStream),
         mock.patch("torch.cuda.Event", FakeEvent),
         mock.patch("torch.cuda.current_stream", CUDA.current),

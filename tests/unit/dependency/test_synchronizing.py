@@ -82,19 +82,6 @@ def test_looks_do_not_wait(loopback: Loopback, ours: Training) -> None:
     assert all(is_held(parameter) for parameter in parameters)
 
 
-def test_bytes_are_outstanding_until_they_are_reduced(loopback: Loopback, ours: Training) -> None:
-    assert ours.session is not None
-    progress = ours.session._progress
-    ours.train()
-    loopback.hold()
-    ours.backward()
-    nbytes = sum(parameter.numel() for parameter in ours.model.parameters()) * 4
-    assert progress.outstanding_bytes == nbytes
-    loopback.release()
-    assert all(parameter.grad.sum().isfinite() for parameter in ours.model.parameters())
-    assert progress.outstanding_bytes == 0
-
-
 def test_a_gradient_is_read_when_it_is_reduced(
     loopback: Loopback, ours: Training, plain: Training
 ) -> None:

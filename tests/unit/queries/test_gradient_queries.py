@@ -63,7 +63,7 @@ def gradients() -> tuple[list[Slot], list[Tensor]]:
         slot.state = GradientState.TRAVELLING
     plan: Any = SimpleNamespace(slots=slots, owner=lambda _: 0, shares=lambda _: [0])
     exchange: Any = SimpleNamespace(is_summed=True)
-    progress: Any = SimpleNamespace(wait=at_once, round=Round(slots), outstanding_bytes=0)
+    progress: Any = SimpleNamespace(wait=at_once, round=Round(slots))
     causes = SimpleNamespace(asked=id)
     meter: Any = SimpleNamespace(moment=tuple, waited=lambda *_: None, causes=causes)
     answers: Any = Alone()

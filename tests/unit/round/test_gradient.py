@@ -12,6 +12,7 @@ from paths import ROOT
 from bytesched.errors import InvalidTransition
 from bytesched.round import (
     AFTER,
+    ALLOWED,
     BUNDLE_AFTER,
     MEMORY_AFTER,
     Bundle,
@@ -88,7 +89,7 @@ def test_nothing_is_applied_that_is_not_summed() -> None:
 def test_what_a_step_has_taken_is_neither_asked_about_nor_changed(state: GradientState) -> None:
     gradient = Gradient("p")
     gradient.state = state
-    assert not (gradient.allows(Use.ASK) and gradient.allows(Use.ZERO_APART))
+    assert not (state in ALLOWED[Use.ASK] and state in ALLOWED[Use.ZERO_APART])
 
 
 PAGE = ROOT / "docs/explanation/round.md"

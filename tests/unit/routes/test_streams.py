@@ -158,19 +158,3 @@ def test_device_error_is_told_once(cuda: FakeCuda, errors: list[BaseException]) 
         streams.close()
         streams.close()
     assert errors == [broken]
-
-
-def test_values_come_to_the_host_without_what_the_user_has_queued(
-    cuda: FakeCuda, streams: CudaStreams
-) -> None:
-    wire = FakeStream()
-    sent = wire.queue()
-    late = cuda.current().queue()
-
-    def wait() -> None:
-        # As for collectives of NCCL: the stream waits, not the host.
-        cuda.current().wait_stream(wire)
-
-    assert streams.to_host(torch.ones(1), wait) == 1
-    assert after(cuda.host, sent)
-    assert not after(cuda.host, late)

@@ -34,8 +34,8 @@ def routes(sizes: list[int], core: SchedulerCore) -> list[CommTask]:
 def machine(credit_bytes: int, *, ordered: bool) -> SchedulerCore:
     queue = Following() if ordered else Leading(Priority())
     core = SchedulerCore(queue, credit_bytes=credit_bytes)
-    first = (core.lanes[SUMS],)
-    core.add_lane(Lane(Leading(Priority()), credit_bytes=1, name="spreads", yields_to=first))
+    spreads = core.add_lane(Lane(Leading(Priority()), credit_bytes=1, name="spreads"))
+    core.yield_to(spreads, (core.lanes[SUMS],))
     core.add_lane(Lane(Leading(Priority()), credit_bytes=credit_bytes, name="elsewhere"))
     return core
 
