@@ -19,19 +19,18 @@ LEVELS: Final = ("flat", "two levels")
 SIZES: Final = ("given", "tuned")
 WIRES: Final = ("messages", "collectives")
 
-#: what asks for it
+#: the setting that asks for it
 _SETTINGS: Final = {
     "split": "split = 'on'",
     "sharded": "shard = True",
     "two levels": "hierarchy = 'on'",
     "tuned": "tune = True",
-    "collectives": "NCCL",
 }
 
 #: What does not go together, and why.
 _IMPOSSIBLE: Final = {
     ("split", "two levels"): (
-        "both halves of a split all-reduce go between all ranks at once, so that no host sums first"
+        "gradients go in two halves between two ranks, which are two hosts or one"
     ),
     ("split", "tuned"): "sizes that are tuned are those of whole all-reduces",
     ("split", "collectives"): (

@@ -16,6 +16,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with 2; says what is wrong in one line."""
         _, is_unknown, words = message.partition("unrecognized arguments: ")
-        if is_unknown and (meant := closest(words.split()[0], self._option_string_actions)):
-            message += f"; did you mean {meant}?"
+        for word in words.split()[:1] if is_unknown else ():
+            if meant := closest(word, self._option_string_actions):
+                message += f"; did you mean {meant}?"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows what there is\n")

@@ -45,6 +45,8 @@ def not_at_exit(call: Callable[[], None]) -> None:
 
 
 _exit_now: Final = os._exit
+#: the process ends by `_exit`, whatever exception is being handled
+_leaving: Final[list[int]] = []
 
 
 def _exit(status: int) -> NoReturn:
@@ -52,16 +54,25 @@ def _exit(status: int) -> NoReturn:
 
     Not in a forked child, nor from a thread beside the script's: these end no training.
     """
-    if status == 0 and threading.current_thread() is threading.main_thread():
-        for call, process in reversed(list(_calls.items())):
-            if process == os.getpid():
-                call()
+    calls = [call for call, process in reversed(list(_calls.items())) if process == os.getpid()]
+    if status or not calls or threading.current_thread() is not threading.main_thread():
+        _exit_now(status)
+    try:
+        _leaving.append(status)
+        for call in calls:
+            call()
         status = int(_FAILURE in vars(sys))
-    _exit_now(status)
+    except BaseException:  # noqa: BLE001 - it is shown, and nothing goes on
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    finally:
+        _exit_now(status)
 
 
 def died_of() -> BaseException | None:
     """The uncaught exception that ends this process, if one does."""
+    if _leaving:
+        return None
     died: BaseException | None = getattr(sys, "last_value", None)
     if died is None and not isinstance(sys.exc_info()[1], SystemExit):
         # multiprocessing runs its finalizers while the exception passes.

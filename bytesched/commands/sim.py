@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.sharing = shared_profiles(options, model.profile)
         systems = systems_of(options, has_experts=bool(model.profile.exchanged_bytes))
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
-        check_ranks(max(options.ranks))
+        if options.share is None and not model.profile.exchanged_bytes:
+            check_ranks(max(options.ranks))
     except (ConfigError, PluginError) as error:
         parser.error(str(error))
     facts: Measured | None = None

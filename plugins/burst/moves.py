@@ -206,10 +206,10 @@ class Moves:
     def start(self, task: CommTask, done: Done) -> None:
         """Posts what `task` sends and receives."""
         move = self._by_index[task.index]
-        backend, tag = self._group.backend, move.index
+        group, tag = self._group, move.index
         try:
-            works = [(backend.recv([t], peer, tag), peer) for peer, t in move.incoming.items()]
-            works += [(backend.send([t], peer, tag), peer) for peer, t in move.outgoing.items()]
+            works = [(group.receive(t, peer, tag), peer) for peer, t in move.incoming.items()]
+            works += [(group.send(t, peer, tag), peer) for peer, t in move.outgoing.items()]
         except RuntimeError as error:
             raise self._group.error(error, task=task.name) from error
         self._lane.put(task, works, done)

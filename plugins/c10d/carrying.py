@@ -1,4 +1,4 @@
-"""What carries the gradients of ranks of torch: sums in two levels, split sums, first values."""
+"""What carries gradients over torch.distributed: two levels, sharded updates, first values."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Session(HookedModel):
         self._progress.check()
         self._rounds.complain_if_interrupted()
         if are_in_a_context():
-            raise PluginError(f"this model cannot stay wrapped: {IN_A_CONTEXT}")
+            self.raise_first(PluginError(f"this model cannot stay wrapped: {IN_A_CONTEXT}"))
         self._streams.begin()
         self._rounds.phase.before_forward(self._stepping.steps)
         if self._sync is not None:

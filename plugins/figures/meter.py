@@ -46,8 +46,8 @@ class Moment(NamedTuple):
 class Meter:
     """Counts and times; every method costs a clock reading and a few additions.
 
-    Shares and means are those of the rounds from the first settled one on: the warm-up, and the
-    rounds before the ranks have voted on how to send, are no picture of the others.
+    Shares and means leave out the warm-up, and begin anew where rounds go another way: what was
+    before is no picture of the others.
 
     Args:
         parameters: how many there are.

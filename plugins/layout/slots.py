@@ -111,12 +111,7 @@ class Slot(Gradient):
             self.lazy = lazy_over(self.view)
         self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
-        self.use_queries(self.queries)
-
-    def use_queries(self, queries: QueryHandler | None) -> None:
-        """``queries`` answers for the gradient while it is outstanding."""
-        self.queries = queries
-        self.lazy.queries, self.lazy.owner = queries, self
+        self.lazy.queries, self.lazy.owner = self.queries, self
 
     def changed(self) -> torch.Tensor:
         """The gradient after all changes that were noted; its sum must be in the arena."""

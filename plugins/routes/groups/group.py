@@ -293,7 +293,7 @@ class Group:
         # a rank whose connection is broken already. So every rank is tried.
         never = torch.empty(1, device="cpu")
         for peer in self._others:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError), _unwatched():
                 work = self.backend.recv([never], peer, _NEVER_SENT)
                 work.wait(timedelta(milliseconds=1))
 

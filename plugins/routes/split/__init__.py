@@ -1,1 +1,1 @@
-"""The split all-reduce: slices to the owners of gradients, sums from there to all ranks."""
+"""A sharded update: slices to the owners of gradients, and parameters from there to all ranks."""

@@ -147,7 +147,7 @@ class Exchange:
         leaves, shares = {}, {}
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
-            # Another rank may wait for these in front of a step that is over here.
+            # Another rank may need these to come as far as this one.
             share = Lane(
                 Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"sums to {peer}", front=inf
             )

@@ -231,7 +231,7 @@ class Traffic:
         """Begins to receive into ``flat``, chunk by chunk."""
         try:
             return [
-                self._group.backend.recv([flat[start:stop]], origin, tag_of(cargo, index, number))
+                self._group.receive(flat[start:stop], origin, tag_of(cargo, index, number))
                 for number, (start, stop) in enumerate(self._chunks.bounds(index))
             ]
         except RuntimeError as error:

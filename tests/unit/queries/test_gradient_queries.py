@@ -79,7 +79,7 @@ def gradients() -> tuple[list[Slot], list[Tensor]]:
     queries.begin_round()
     queries.backward_ends()
     for slot in slots:
-        slot.use_queries(queries)
+        slot.lazy.queries, slot.lazy.owner = queries, slot
     return slots, plain
 
 
