@@ -62,8 +62,6 @@ class Cluster:
         self.order: list[int] = []
         self.words = 0
         self._links_free_s = 0.0
-        #: of each layer: ranks that have not computed its gradient
-        self._uncomputed: list[int] = []
         self._sends = [_Collective() for _ in (*work.jobs, *work.gathers)]
 
     def iterate(self, weather: Weather) -> Iteration:
@@ -72,7 +70,6 @@ class Cluster:
         # Nothing of one iteration is under way in the next one, which ranks begin by themselves.
         self.clock = ManualClock()
         self._sends = [_Collective() for _ in self._sends]
-        self._uncomputed = [self.fabric.ranks] * len(self.work.forward_s)
         self.order, self.words = [], 0
         replayed = self.planning.replayed
         for rank in self.ranks:
@@ -88,11 +85,6 @@ class Cluster:
         """The largest numbers of all ranks (see planned.Measured), after iterations enough."""
         numbers = [rank.measured.numbers() for rank in self.ranks]
         return [max(column) for column in zip(*numbers, strict=True)]
-
-    def computed(self, layer: int) -> bool:
-        """One rank has computed the gradient of ``layer``; whether it was the last one."""
-        self._uncomputed[layer] -= 1
-        return not self._uncomputed[layer]
 
     def issue(self, index: int) -> None:
         """One rank issues a collective: a job, or beyond all jobs a gather."""
@@ -204,7 +196,6 @@ class _Rank:
         if not self._under_way:
             self._busy_ns += round(1e9 * now_s) - self._busy_since_ns
         self._start(self._core.finish(self._tasks[index]))
-        self._ready(later for later, job in enumerate(work.jobs) if job.after == index)
         for number, bundle in enumerate(work.bundles):
             if index in bundle.jobs:
                 self._missing[number] -= 1
@@ -212,13 +203,8 @@ class _Rank:
                     self._update(number, now_s)
 
     def _released(self, layer: int) -> None:
-        cluster = self.cluster
-        is_last = cluster.computed(layer)
-        foresees = cluster.control.foresight and cluster.work.led
-        if self.number or not foresees:
-            self._computed(layer)
-        if is_last and foresees:
-            cluster.ranks[0]._computed(layer)
+        jobs = enumerate(self.cluster.work.jobs)
+        self._ready(index for index, job in jobs if job.layer == layer)
         if layer:
             return
         self._is_stepped = self._is_idle = True
@@ -226,10 +212,6 @@ class _Rank:
             if not missing:
                 self._update(number, self.cluster.clock.now_s)
         self._go_on()
-
-    def _computed(self, layer: int) -> None:
-        jobs = enumerate(self.cluster.work.jobs)
-        self._ready(index for index, job in jobs if job.layer == layer)
 
     def _ready(self, indices: Iterable[int]) -> None:
         for index in indices:

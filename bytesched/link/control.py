@@ -34,8 +34,6 @@ class Control:
     replay: bool = False
     #: whether rank 0 leads only now and then, while its order stays the same
     repeat: bool = False
-    #: whether rank 0 chooses among what is ready on all ranks: more than any protocol can know
-    foresight: bool = False
 
     def children(self, rank: int, ranks: int) -> range:
         """The ranks to which ``rank`` sends what it gets."""
@@ -59,8 +57,7 @@ class Planning:
 
     def __init__(self, work: Work, *, replay: bool, repeat: bool = False) -> None:
         self._work = work
-        # What waits for another job has its place behind it, of which a plan knows nothing.
-        self.replay = replay and work.led and all(job.after < 0 for job in work.jobs)
+        self.replay = replay and work.led
         self._course = Course(
             len(work.jobs), replay=self.replay, repeat=repeat and work.led and not self.replay
         )

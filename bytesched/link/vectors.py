@@ -44,7 +44,7 @@ class VectorCluster:
         self.work, self.fabric, self.control = work, fabric, control
         self._np = np
         self._releases_s = np.array(work.releases_s)
-        self._released_by, self._followers = work.released_by(), work.followers()
+        self._released_by = work.released_by()
         self._planning = Planning(work, replay=control.replay, repeat=control.repeat)
         self._measured = _Measured(work, fabric.ranks)
         self._words = _Words(control, fabric.ranks)
@@ -68,9 +68,7 @@ class VectorCluster:
         self._issued_s = np.full(self.fabric.ranks, -np.inf)
         self._order, self._words.count = [], 0
         replayed = self._planning.replayed
-        foresees = self.control.foresight and work.led
-        known_s = released_s.max(axis=0) if foresees else released_s[0]
-        self._send_all([float(at_s) for at_s in known_s])
+        self._send_all([float(at_s) for at_s in released_s[0]])
         updated_s = [self._updated_s(index, released_s[:, 0]) for index in range(len(work.bundles))]
         self._ended_s = self._forward(released_s[:, 0], updated_s, pace)
         if self._planning.replay:
@@ -102,9 +100,6 @@ class VectorCluster:
 
         def arrived(index: int) -> None:
             start(core.finish(tasks[index]))
-            for later in self._followers[index]:
-                self._ready_s[later] = self._np.full(self.fabric.ranks, clock.now_s)
-            ready(self._followers[index])
 
         def start(started: Sequence[CommTask]) -> None:
             indices = [task.index for task in started]

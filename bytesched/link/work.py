@@ -22,8 +22,6 @@ class Job:
     layer: int
     #: of an all-reduce: 1/2 for a reduce-scatter or an all-gather
     share: float = 1.0
-    #: another job that must have arrived before; -1: none
-    after: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +76,9 @@ class Work:
     def in_order(self, order: Sequence[int]) -> Work:
         """The same with its jobs in this order, which all ranks know."""
         place = {index: number for number, index in enumerate(order)}
-        jobs = [self.jobs[index] for index in order]
         return replace(
             self,
-            jobs=tuple(replace(job, after=place.get(job.after, -1)) for job in jobs),
+            jobs=tuple(self.jobs[index] for index in order),
             bundles=tuple(
                 Bundle(tuple(place[index] for index in bundle.jobs), bundle.update_s)
                 for bundle in self.bundles
@@ -103,10 +100,6 @@ class Work:
     def released_by(self) -> list[list[int]]:
         """The jobs that wait for each layer's gradient last."""
         return _by((job.layer for job in self.jobs), len(self.forward_s))
-
-    def followers(self) -> list[list[int]]:
-        """The jobs that wait for each job."""
-        return _by((job.after for job in self.jobs), len(self.jobs))
 
 
 def _by(keys: Iterable[int], count: int) -> list[list[int]]:

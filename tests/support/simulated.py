@@ -17,19 +17,15 @@ _SIZES = st.integers(1, 10**6)
 def works(draw: st.DrawFn) -> Work:
     """Layers, jobs, bundles and gathers in any number; every job is waited for."""
     layers = draw(st.integers(1, 6))
-    jobs: list[Job] = []
-    any_follows = draw(st.booleans())
-    for _ in range(draw(st.integers(1, 12))):
-        follows = any_follows and bool(jobs) and draw(st.booleans())
-        jobs.append(
-            Job(
-                draw(_SIZES),
-                draw(st.integers(0, 9)),
-                -1 if follows else draw(st.integers(0, layers - 1)),
-                draw(st.sampled_from((0.5, 1.0))),
-                draw(st.integers(0, len(jobs) - 1)) if follows else -1,
-            )
+    jobs = [
+        Job(
+            draw(_SIZES),
+            draw(st.integers(0, 9)),
+            draw(st.integers(0, layers - 1)),
+            draw(st.sampled_from((0.5, 1.0))),
         )
+        for _ in range(draw(st.integers(1, 12)))
+    ]
     parts = draw(st.integers(1, 3))
     bundles = [
         Bundle(tuple(range(part, len(jobs), parts)), draw(_TIMES_S)) for part in range(parts)
@@ -72,15 +68,14 @@ def fabrics(draw: st.DrawFn) -> Fabric:
 
 @st.composite
 def controls(draw: st.DrawFn) -> Control:
-    """Words that go to all, down a tree, or are known; an order is replayed or foreseen."""
-    kind = draw(st.sampled_from(("led", "replay", "repeat", "foresight")))
+    """Words that go to all, down a tree, or are known; an order is replayed or repeated."""
+    kind = draw(st.sampled_from(("led", "replay", "repeat")))
     return Control(
         fanout=draw(st.sampled_from((0, 1, 2, 3, 8))),
         send_s=draw(st.sampled_from((0.0, 1e-3))),
         latency_s=draw(st.sampled_from((0.0, 1e-3))),
         replay=kind == "replay",
         repeat=kind == "repeat",
-        foresight=kind == "foresight",
     )
 
 
