@@ -18,8 +18,7 @@ from ..routes.groups.opening import open_group, open_part
 from ..routes.levels.choosing import open_levels
 from ..routes.levels.sums import TwoLevelSums
 from .joining import Joining
-from .row_sharder import RowSharder
-from .sharder import MessageSharder
+from .sharder import MessageSharder, RowSharder
 
 __all__ = ["broadcast", "levels_of", "sharder_of", "splits_by_collectives"]
 

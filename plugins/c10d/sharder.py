@@ -1,4 +1,4 @@
-"""Shards the update of a session, by messages over Gloo."""
+"""Shards the update of a session: by messages over Gloo, or by collectives."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from bytesched.observe import Observers
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
+from ..dependency.context import Context
 from ..dependency.progress import Progress
-from ..figures.meter import Meter
 from ..layout.packing import Packer
 from ..layout.plan import Ownership, Plan
 from ..queries.answers import Answers
@@ -28,12 +27,12 @@ from ..routes.split.owners import (
     owners_or_cuts,
 )
 from ..routes.split.parameters import ParameterSpread
-from ..routes.streams import Streams
+from ..routes.split.sharded_rows import RowParameters, ShardedRows
 from ..zero1.requests import Requests
 from ..zero1.sharding import Listener
 from .sharded_carrier import Parameters, ShardedCarrier, ShardedExchange
 
-__all__ = ["MessageSharder", "notifier"]
+__all__ = ["MessageSharder", "RowSharder"]
 
 #: of one connection: enough for a link of 10 Gbit/s over 100 microseconds
 _UNSENT_BYTES: Final = 128 << 10
@@ -82,18 +81,14 @@ class MessageSharder:
         self,
         plan: Plan,
         packer: Packer,
-        progress: Progress,
+        context: Context,
         setting: Setting,
-        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
-        meter: Meter,
-        observers: Observers,
     ) -> ShardedCarrier:
-        exchange, parameters, groups = self._summed(
-            plan, packer, progress, setting, streams, owners, reduced=reduced, observers=observers
-        )
+        progress = context.progress
+        exchange, parameters, groups = self._summed(plan, packer, context, setting, owners, reduced)
         others, answers = self._open_answers(plan, progress)
         requests = Requests(others, asked=owners.asked, heard=owners.heard, failed=progress.fail)
         queries = GradientQueries(
@@ -102,9 +97,9 @@ class MessageSharder:
             exchange,
             answers,
             progress,
-            meter,
+            context.meter,
             assembled=owners.assembled,
-            lend=streams.lend,
+            lend=context.streams.lend,
         )
         return ShardedCarrier(
             exchange,
@@ -121,40 +116,80 @@ class MessageSharder:
         self,
         plan: Plan,
         packer: Packer,
-        progress: Progress,
+        context: Context,
         setting: Setting,
-        streams: Streams,
         owners: Listener,
-        *,
         reduced: Callable[[CommTask], None],
-        observers: Observers,
     ) -> tuple[ShardedExchange, Parameters, list[Group]]:
         """What sums, what spreads parameters, and the groups that they use; collective."""
-        group = self._open_exchange()
+        with short_queues(_UNSENT_BYTES):
+            group = self._open_group("exchange", "gloo")
         exchange = Exchange(
             group,
             plan,
             packer,
             setting,
             reduced=reduced,
-            summed=notifier(progress),
-            failed=progress.fail,
-            observers=observers,
+            summed=_notifier(context.progress),
+            failed=context.progress.fail,
+            observers=context.observers,
         )
         parameters = ParameterSpread(exchange, plan, spread=owners.spread, gathered=owners.gathered)
         return exchange, parameters, [group]
 
     def _open_answers(self, plan: Plan, progress: Progress) -> tuple[Group, Answers]:
         group = self._open_group("messages", "gloo")
-        notify, failed = notifier(progress), progress.fail
+        notify, failed = _notifier(progress), progress.fail
         return group, Answers(group, Places(plan).count, arrived=notify, failed=failed)
 
-    def _open_exchange(self) -> Group:
-        with short_queues(_UNSENT_BYTES):
-            return self._open_group("exchange", "gloo")
+
+class RowSharder(MessageSharder):
+    """By reduce-scatter and all-gather of rows; answers still travel over Gloo.
+
+    Args:
+        kind: what carries rows.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        open_group: Callable[[str, str], Group],
+        close_group: Callable[[Group], None],
+        kind: str,
+    ) -> None:
+        super().__init__(ranks, open_group, close_group)
+        self._kind = kind
+
+    def _summed(
+        self,
+        plan: Plan,
+        packer: Packer,
+        context: Context,
+        setting: Setting,
+        owners: Listener,
+        reduced: Callable[[CommTask], None],
+    ) -> tuple[ShardedExchange, Parameters, list[Group]]:
+        group, control = self._open_group("rows", self._kind), self._open_group("control", "gloo")
+        streams = context.streams
+        exchange = ShardedRows(
+            group,
+            control,
+            plan,
+            packer,
+            setting,
+            streams,
+            reduced=reduced,
+            summed=_notifier(context.progress),
+            failed=context.progress.fail,
+            observers=context.observers,
+        )
+        parameters = RowParameters(
+            exchange, plan, streams, spread=owners.spread, gathered=owners.gathered
+        )
+        return exchange, parameters, [group, control]
 
 
-def notifier(progress: Progress) -> Callable[[], None]:
+def _notifier(progress: Progress) -> Callable[[], None]:
     """Wakes who waits for the progress of a session."""
 
     def notify() -> None:

@@ -14,20 +14,16 @@ from typing import Final, Protocol
 
 import torch
 
-from bytesched.observe import Observers
 from bytesched.round import UNREADABLE
 from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
 from ..dependency.context import Context
-from ..dependency.progress import Progress
-from ..figures.meter import Meter
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..proxies.lazy_grads import QueryHandler
 from ..routes.carrier import Carrier, Traffic
-from ..routes.streams import Streams
 from ..update.updater import Updater
 from .checkpoint import HeldEntry
 from .full_gradients import FullGradients
@@ -120,14 +116,11 @@ class Sharder(Protocol):
         self,
         plan: Plan,
         packer: Packer,
-        progress: Progress,
+        context: Context,
         setting: Setting,
-        streams: Streams,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
-        meter: Meter,
-        observers: Observers,
     ) -> ShardedCarrier:
         """Carries the chunks of ``plan``, which was cut here; collective."""
 
@@ -188,17 +181,7 @@ class Sharding:
             plan, context, self.ownerships, self._ask, self.waits_for_ranks
         )
         # What other ranks ask and announce is answered as soon as there is a carrier.
-        self._carrier = sharder.carrier(
-            plan,
-            packer,
-            context.progress,
-            setting,
-            context.streams,
-            self,
-            reduced=reduced,
-            meter=context.meter,
-            observers=context.observers,
-        )
+        self._carrier = sharder.carrier(plan, packer, context, setting, self, reduced=reduced)
         context.progress.story = self._carrier.story
         context.progress.look = self._carrier.lost
         for slot in plan.slots:

@@ -256,14 +256,11 @@ class _Sharder:
         self,
         plan: Plan,
         packer: Any,
-        progress: Any,
+        context: Any,
         setting: Any,
-        streams: Any,
         owners: Listener,
         *,
         reduced: Callable[[CommTask], None],
-        meter: Any,
-        observers: Any,
     ) -> Any:
         def summed(chunk: CommTask) -> None:
             if plan.owners[chunk.index] != self._rank:
@@ -273,13 +270,13 @@ class _Sharder:
         sums = self._wire.loopback.backends[self._rank].carrier(
             plan,
             packer,
-            streams,
+            context.streams,
             setting,
             reduced=summed,
-            failed=progress.fail,
-            observers=observers,
+            failed=context.progress.fail,
+            observers=context.observers,
         )
-        carrier = WireCarrier(self._wire, self._rank, plan, progress, owners, sums)
+        carrier = WireCarrier(self._wire, self._rank, plan, context.progress, owners, sums)
         self._wire.join(carrier)
         return carrier
 

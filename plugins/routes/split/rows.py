@@ -137,19 +137,18 @@ class RowMemory:
             self._free.clear()
 
 
-def hops_of(rows: Sequence[Row], plan: Plan) -> tuple[list[RowHop], list[RowHop]]:
-    """The sums of all rows, and their spreads; each spread follows its sum."""
-    count, chunks = len(rows), len(plan.chunks)
+def hops_of(rows: Sequence[Row]) -> tuple[list[RowHop], list[RowHop]]:
+    """The sums of all rows, and the spreads of shared ones, each of which follows its sum."""
     sums, spreads = [], []
     for row in rows:
-        front = min(chunk.index for chunk in row.present())
-        behind = count if row.is_shared else count + chunks
-        sums.append(RowHop(row, index=row.number, priority=row.number, is_spread=False))
-        spreads.append(
-            RowHop(row, index=count + row.number, priority=behind + front, is_spread=True)
-        )
-        sums[-1].members = tuple(row.present())
-        sums[-1].missing = len(sums[-1].members)
+        hop = RowHop(row, index=row.number, priority=row.number, is_spread=False)
+        hop.members = tuple(row.present())
+        hop.missing = len(hop.members)
+        if row.is_shared:
+            number = len(rows) + row.number
+            spreads.append(RowHop(row, index=number, priority=number, is_spread=True))
+            hop.followers = (spreads[-1],)
+        sums.append(hop)
     return sums, spreads
 
 

@@ -69,14 +69,11 @@ class ShardedRows:
         self._reduced = reduced
         self._tell_summed = summed
         self._closed = False
-        sums, spreads = hops_of(self.rows, plan)
-        shared = [spreads[row.number] for row in self.rows if row.is_shared]
-        for hop in shared:
-            sums[hop.row.number].followers = (hop,)
+        sums, spreads = hops_of(self.rows)
         self._counts = RowCounts(self.rows, sums)
-        self._order = [hop.index for hop in (*sums, *shared)]
+        self._order = [hop.index for hop in (*sums, *spreads)]
         #: no hop of a round has it, or a higher one
-        self.free_index = len(sums) + len(spreads)
+        self.free_index = 2 * len(self.rows)
         #: called with each hop that is over and is none of a round
         self.ended: Callable[[CommTask], None] = _nobody
         self._submits = EventThread()

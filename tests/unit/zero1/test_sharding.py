@@ -93,7 +93,7 @@ class Rank:
         plan.cut(partition_bytes, Ownership(2, [0, 1], kinds))
 
     def _make(self, *args: Any, reduced: Callable[..., None], **others: Any) -> Any:
-        self.listener = args[5]
+        self.listener = args[4]
         self.log.made(reduced)
         return self.carrier
 

@@ -147,25 +147,22 @@ def cut_for_two() -> tuple[Plan, list[Row]]:
     return plan, rows_of(plan, Packer(plan, 2, "none"), 2)
 
 
-def test_sums_go_first_then_what_all_ranks_sum_then_the_front() -> None:
-    plan, rows = cut_for_two()
+def test_every_row_is_summed_and_what_no_rank_updates_is_spread_then() -> None:
+    _, rows = cut_for_two()
     assert [tuple(chunk.name for chunk in row.present()) for row in rows] == list(ROWS)
-    sums, spreads = hops_of(rows, plan)
-    in_order = sorted([*spreads, *sums], key=lambda hop: hop.priority)
-    assert [(hop.is_spread, hop.row.number) for hop in in_order] == [
-        *((False, number) for number in (0, 1, 2)),
-        *((True, number) for number in (1, 2, 0)),
-    ]
-    assert [hop.index for hop in (*sums, *spreads)] == list(range(6))
-    assert [hop.row for hop in sums] == [hop.row for hop in spreads] == rows
+    sums, (spread,) = hops_of(rows)
+    assert [hop.row for hop in sums] == rows
+    assert spread.row is rows[1]
+    assert [hop.followers for hop in sums] == [(), (spread,), ()]
+    assert [hop.index for hop in (*sums, spread)] == [0, 1, 2, 4]
     for hop in sums:
         assert (hop.members, hop.missing) == (tuple(hop.row.present()), len(hop.row.present()))
-    assert {hop.missing for hop in spreads} == {1}
+    assert spread.missing == 1
 
 
 def test_a_sum_begins_with_the_last_chunk_of_its_row() -> None:
     plan, rows = cut_for_two()
-    sums, _ = hops_of(rows, plan)
+    sums, _ = hops_of(rows)
     counts = RowCounts(rows, sums)
     counts.begin_round()
     begun = [counts.submitted(chunk) for chunk in plan.chunks]
@@ -176,7 +173,7 @@ def test_a_sum_begins_with_the_last_chunk_of_its_row() -> None:
 
 def test_others_wait_between_the_first_chunk_of_a_round_and_the_last_report() -> None:
     plan, rows = cut_for_two()
-    counts = RowCounts(rows, hops_of(rows, plan)[0])
+    counts = RowCounts(rows, hops_of(rows)[0])
     assert counts.is_idle
     counts.begin_round()
     assert counts.is_idle
