@@ -50,7 +50,8 @@ def step(
 def test_it_is_said_once_and_why(
     step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "_said", {"there is one rank": "DistributedDataParallel of Net"})
+    said = {("DistributedDataParallel of Net", "there is one rank"): None}
+    monkeypatch.setattr(watched, "_said", said)
     for _ in range(PATIENCE_STEPS - 1):
         assert step() == []
     for _ in range(2 * PATIENCE_STEPS):
