@@ -60,6 +60,7 @@ class ConfigFields(TypedDict, total=False):
     order: str
     compression: str
     cross_barrier: bool
+    guard: bool
     split: str
     hierarchy: str
     shard: bool
@@ -97,6 +98,9 @@ class Config:
     """Of real numbers on the wire: `none`, or `bf16` or `fp16`, like DDP's compression hooks."""
     cross_barrier: bool = True
     """Off: schedule inside the backward pass, update the whole model in `step()`."""
+    guard: bool = True
+    """Iterations take turns with plain DDP's, at growing distances, and where bytesched is not
+    faster the model is left to DDP; a plan alone (DDP). Off: it never is."""
     split: str = "auto"
     """Send each gradient in two halves, a reduce-scatter and an all-gather, so that norms of all
     gradients wait for half of the bytes: a DDP of two ranks over Gloo on CPUs. `auto`: once both
@@ -252,6 +256,7 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "order": one_of("auto", "leader", "replay"),
     "compression": one_of("none", "bf16", "fp16"),
     "cross_barrier": parse_flag,
+    "guard": parse_flag,
     "split": one_of("auto", "on", "off"),
     "hierarchy": one_of("auto", "on", "off"),
     "shard": parse_flag,

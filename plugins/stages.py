@@ -29,8 +29,14 @@ def refuse_stage(model: nn.Module) -> None:
 
 def _is_stage(module: nn.Module) -> bool:
     kind = getattr(sys.modules.get(_STAGES), "_PipelineStageBase", None)
-    return kind is not None and any(
+    if kind is None:
+        return False
+    # Those of the attributes of a stage, or of the dictionary that has them.
+    near = gc.get_referrers(module)
+    dictionaries = [thing for thing in near if type(thing) is dict and "submod" in thing]
+    owners = gc.get_referrers(*dictionaries) if dictionaries else []
+    return any(
         # Not isinstance: it reads the class of proxies of all kinds.
         issubclass(type(thing), kind) and vars(thing).get("submod") is module
-        for thing in gc.get_objects()
+        for thing in (*near, *owners)
     )

@@ -9,8 +9,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    pass
 
 LAUNCHER_PREFIXES = ("BYTESCHED_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = frozenset(
@@ -44,6 +48,7 @@ SCATTERED = tuple(
 )
 
 pytest_plugins = ["builds", "rank_pools"]
+TIERS = pytest.StashKey["Tiers"]()
 
 # Thousands of interpreters and ranks read the same sources: they are compiled once, whatever the
 # environment says.
@@ -65,6 +70,7 @@ def group_of(path: Path) -> str | None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     from builds import needs
+    from tiers import Tiers
 
     # Not when all are collected: pytest-xdist has read the groups by then.
     path = item.path.relative_to(HERE)
@@ -73,6 +79,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if (group := group_of(path)) is not None:
         # What waits for a build shall not come as early as the others of its file.
         item.add_marker(pytest.mark.xdist_group("-".join([group, *needs(item)])))
+    tiers = item.config.stash.setdefault(TIERS, Tiers())
+    if tiers.is_nightly(path.as_posix(), getattr(item, "originalname", item.name)):
+        item.add_marker("nightly")
     if path.parts[0] == "procs":
         item.add_marker("procs")
     if any(folder in path.parents for folder in SLOW):

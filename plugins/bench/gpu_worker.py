@@ -204,7 +204,7 @@ class GpuBench:
         optimizer = make_optimizer(self._spec.optimizer, model.parameters())
         if system.kind == "ddp":
             return Running(wrapped, optimizer)
-        return scheduled(optimizer, wrapped, system.options)
+        return scheduled(optimizer, wrapped, {"guard": "off", **system.options})
 
     def _shard(self, model: nn.Module) -> None:
         """FSDP2 whose parameters stay after the forward pass: it sends what an all-reduce does."""

@@ -143,7 +143,7 @@ def attach_planned(
         half_attached.callback(session.close)
         half_attached.callback(session.give_back)
         if buffers is not None:
-            session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
+            session.give(ddp, BufferBroadcast(buffers, session.raise_first).take_over)
         half_attached.pop_all()
     return session
 

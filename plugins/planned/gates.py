@@ -53,14 +53,20 @@ class Gates:
         self._forward = forward
         self._observers = observers
         #: until it has learned
-        self._first_use: FirstUse | None = FirstUse(root, [slot.parameter for slot in slots])
+        self._first_use: FirstUse | None = None
         before = StayingHook(self._begin, self._inside_compiled)
-        self._end_hook = root.register_forward_hook(StayingForwardHook(self._end), always_call=True)
-        #: what takes the hooks off
-        self._hooks: list[Callable[[], None]] = [
-            root.register_forward_pre_hook(before, prepend=True).remove,
-            self._end_hook.remove,
-        ]
+        #: what takes off the hook of the root in front of its forward pass, that behind it, and
+        #: those of gates
+        self._unhook_begin = root.register_forward_pre_hook(before, prepend=True).remove
+        self._unhook_end: Callable[[], None] = _nothing
+        self._hooks: list[Callable[[], None]] = []
+        self.learn(root)
+
+    def learn(self, root: nn.Module) -> None:
+        """The next forward passes show where gates belong; there are none yet."""
+        after = StayingForwardHook(self._end)
+        self._unhook_end = root.register_forward_hook(after, always_call=True).remove
+        self._first_use = FirstUse(root, [slot.parameter for slot in self._slots])
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -84,7 +90,7 @@ class Gates:
         first_use.close()
         if not self._observers:
             # Without bytesched its pickle could not be loaded.
-            self._end_hook.remove()
+            self._unhook_end()
         self._updates.bundle(first_use.units())
         slots = {id(slot.parameter): slot for slot in self._slots}
         for module, name, parameters in first_use.gates(lambda parameter: True):
@@ -112,11 +118,21 @@ class Gates:
         self.close()
         self._forward.inside_compiled()
 
-    def close(self) -> None:
-        """Takes all hooks off."""
+    def rest(self) -> None:
+        """Takes all gates off; forward passes are still told of."""
         if self._first_use is not None:
             self._first_use.close()
             self._first_use = None
+        self._unhook_end()
         for unhook in self._hooks:
             unhook()
         self._hooks.clear()
+
+    def close(self) -> None:
+        """Takes all hooks off."""
+        self.rest()
+        self._unhook_begin()
+
+
+def _nothing() -> None:
+    """There is nothing to take off."""

@@ -19,6 +19,7 @@ from .source import Source
 
 __all__ = [
     "hook",
+    "is_joining",
     "is_manual",
     "keep_local",
     "reduced_by",
@@ -63,6 +64,12 @@ def refuse_effective_join(ddp: DistributedDataParallel | None) -> None:
             "join(divide_by_initial_world_size=False) is not supported: gradients would be "
             "divided by the number of all ranks; leave it True, or unwrap the optimizer first"
         )
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Whether ranks may be through with their inputs, and begin no forward passes."""
+    join: Any = getattr(ddp, "_join_config", None)
+    return join is not None and bool(join.enable)
 
 
 def is_manual(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:

@@ -29,16 +29,24 @@ from ..routes.split.owners import late_ones
 from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
+from .attachment import Attachment, Give
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
-from .clocks import DeviceClock, HostClock
+from .clocks import Clock, DeviceClock, HostClock
 from .cutting import Cutter, cut_dealt
 from .dealing import dealt
 from .gates import Gates
+from .guard import Guard
 from .halves import Halves
 from .planning import Planning, first_gates
 from .questions import asked_of
-from .reducer import hook, is_manual, keep_local, reduced_by, refuse_effective_join, renew
+from .reducer import (
+    is_joining,
+    is_manual,
+    keep_local,
+    reduced_by,
+    refuse_effective_join,
+)
 from .sending import Sending
 from .source import Phase, Source
 from .splitting import Splitting
@@ -91,14 +99,18 @@ class PlannedSession:
         self.observers = observers
         self._failures = Failures(wire)
         device = slots[0].parameter.device
+        clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
         self._planning = Planning(
             wire,
             observers,
             policy=config.policy,
             credit_bytes=config.credit_bytes,
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
-            clock=DeviceClock(device) if wire.has_streams else HostClock(),
+            clock=clock,
         )
+        self._guard = Guard(wire, clock, ddp, sum(slot.parameter.nbytes for slot in slots))
+        #: whether there are turns to come
+        self._is_guarded = config.guard
         #: for how long something is under way in a round
         self._round_busy_ns = 0
         self._meter = Meter(observers, len(slots), self._busy_ns)
@@ -126,7 +138,6 @@ class PlannedSession:
             keep_local=partial(keep_local, self._ddp),
         )
         self.source.is_finalized_ahead = is_finalized_ahead
-        self._bucket_bytes = bucket_bytes
         self._halves_bytes = halves_bytes
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
         self._stepping = Stepping(self, self._meter)
@@ -136,21 +147,23 @@ class PlannedSession:
         #: an exception has ended a backward pass in the middle of a round
         self._is_interrupted = False
         self._closed = self._is_off = False
-        self._unhook: Callable[[], None]
         self._undo: list[Callable[[], None]] = []
         guard_entries()
         try:
-            self._hook(root, ddp)
+            self._hook(ddp, bucket_bytes)
         except BaseException:
             self.close()
             raise
 
-    def _hook(self, root: nn.Module, ddp: DistributedDataParallel) -> None:
+    def _hook(self, ddp: DistributedDataParallel, bucket_bytes: int) -> None:
         self._undo.append(watch_passes(self))
-        self._unhook = hook(
-            ddp, self.source, lambda: self._stand_aside("the script registers a hook of its own")
+        self._attachment = Attachment(
+            ddp,
+            self.source,
+            bucket_bytes,
+            lambda: self._stand_aside("the script registers a hook of its own"),
         )
-        self._undo.append(self._unhook)
+        self._undo.append(self._attachment.close)
         self._undo.append(self._stepping.close)
 
     def add_optimizer(
@@ -167,15 +180,16 @@ class PlannedSession:
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
 
-    def on_close(self, undo: Callable[[], None]) -> None:
-        """Calls ``undo`` after every hook has been taken off."""
-        self._undo.insert(0, undo)
+    def give(self, ddp: DistributedDataParallel, give: Give) -> None:
+        """See `Attachment.give`."""
+        self._attachment.give(ddp, give)
+        self._undo.insert(0, self._attachment.take_off)
 
     # -- forward -----------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
         """See `Forward`."""
-        if self._is_off:
+        if self._is_off and not self._comes_back():
             return
         self._failures.check()
         if self.source.phase is Phase.OPEN:
@@ -183,22 +197,56 @@ class PlannedSession:
         if are_in_a_context():
             self._stand_aside(IN_A_CONTEXT)
             return
-        if self.source.is_early:
+        if not self.source.handed_out:
             refuse_stage(module)
         refuse_effective_join(self._ddp())
-        if self._bucket_bytes:
-            self._renew()
-        self._meter.forward_begins()
-
-    def _renew(self) -> None:
-        """Gives DDP other buckets: here no backward pass of it is under way, or about to begin."""
-        ddp, bucket_bytes = self._ddp(), self._bucket_bytes
-        if ddp is not None and self.source.phase is Phase.IDLE:
-            self._bucket_bytes = 0
+        if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
+            # Here no backward pass of it is under way, or about to begin.
             self._land_all("forward")
             self._let_go_of_buckets()
-            self.source.begin_anew()
-            renew(ddp, bucket_bytes, self.source)
+            self._attachment.renew()
+        if self._is_guarded and self._guard.is_over(self.source.finished):
+            self._goes_aside()
+        self._meter.forward_begins()
+
+    def _goes_aside(self) -> None:
+        """DDP is by itself, as the script made it, until the guard says something else."""
+        ddp = self._ddp()
+        if ddp is None or self.source.phase is not Phase.IDLE or is_joining(ddp):
+            return
+        self._land_all("forward")
+        try:
+            self._is_guarded = self._guard.can_leave()
+        except TransportError as error:
+            self._failures.raise_first(error)
+        if not self._is_guarded:
+            return
+        self._is_off = True
+        self._gates.rest()
+        self._let_go_of_buckets()
+        self._meter.begin_anew()
+        self._attachment.leave()
+        self._guard.plain_begins()
+
+    def _comes_back(self) -> bool:
+        """A forward pass of DDP by itself begins; whether the plan is in force again."""
+        ddp, guard, root = self._ddp(), self._guard, self._root()
+        if not self._is_guarded or ddp is None or root is None or is_joining(ddp):
+            return False
+        known = guard.decision
+        try:
+            is_planned_next = guard.is_planned_next()
+        except TransportError as error:
+            self._failures.raise_first(error)
+        if guard.decision is not known and self._wire.rank == 0:
+            log.info("%s", guard.decision)
+        if not is_planned_next:
+            return False
+        self._is_off = False
+        self._attachment.come_back()
+        self._gates.learn(root)
+        guard.planned_begins(self.source.finished)
+        return True
 
     def _complain_if_incomplete(self) -> None:
         """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
@@ -359,6 +407,8 @@ class PlannedSession:
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         self._meter.backward_ends()
+        if self._is_guarded:
+            self._guard.round_ends()
         if is_early and not self.source.is_early and self._gates.are_learned():
             # A gate waits for the whole of its bundles.
             self._planning.gate_of = first_gates(
@@ -498,6 +548,7 @@ class PlannedSession:
 
     def _stand_aside(self, why: str = "") -> None:
         """The same; between two rounds. Idempotent."""
+        self._is_guarded = False
         if self._is_off:
             return
         self._land_all("flush")
@@ -508,11 +559,11 @@ class PlannedSession:
     def give_back(self) -> None:
         """DDP has a reducer without our hook; nothing may be under way."""
         self._is_off = True
-        self._unhook()
+        self._is_guarded = False
+        self._attachment.close()
         self._gates.close()
         self._let_go_of_buckets()
-        if (ddp := self._ddp()) is not None:
-            renew(ddp, 0)
+        self._attachment.leave()
 
     def _let_go_of_buckets(self) -> None:
         """No copy of the gradients stays with us; nothing that matters is under way."""
@@ -564,6 +615,7 @@ class PlannedSession:
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the first rounds: those of `bytesched.figures.Figures`."""
         return {
+            **self._guard.figures(),
             **self._meter.figures(Traffic()),
             "model": self._name,
             "mode": self.mode,

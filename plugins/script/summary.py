@@ -38,7 +38,10 @@ def _names(trained: Sequence[Figures]) -> list[str]:
 
 
 def _line(figures: Figures) -> str:
-    parts = []
+    compared = str(figures.get("guard", ""))
+    if compared and figures["mode"] == "plain":
+        return f"mode plain: {compared}"
+    parts = [compared] if compared else []
     iterations = int(figures["iterations"])
     comm_ms = float(figures["comm_ms"])
     if iterations and comm_ms:

@@ -23,6 +23,7 @@ _SHARED_FIELDS = (
     "order",
     "compression",
     "cross_barrier",
+    "guard",
     "split",
     "hierarchy",
     "shard",

@@ -30,8 +30,10 @@ from torch.utils.checkpoint import checkpoint
 from training import Job, adamw, sgd, train
 
 from bytesched.plugins.c10d import ddp as ddps
+from bytesched.plugins.planned import guard as guards
 from bytesched.plugins.planned import session as sessions
 from bytesched.plugins.planned.wire import GroupWire
+from bytesched.verdict import Comparison, Verdict
 
 STEPS = 8
 WIDTH = 24
@@ -89,6 +91,16 @@ def holding() -> Iterator[None]:
 def held(job: Job, script: tuple[str, str], *args: Any) -> None:
     """``script`` over such a wire."""
     with holding():
+        resolve(script)(job, *args)
+
+
+def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
+    """``script`` with turns of two rounds or so: a plan and DDP by itself, all the time."""
+    few = {"SETTLED": 2, "SETTLED_AGAIN": 1, "COUNTED": 1, "SETTLED_PLAIN": 1, "PLAIN_ROUNDS": 2}
+    with contextlib.ExitStack() as undecided:
+        undecided.enter_context(mock.patch.object(Comparison, "verdict", return_value=Verdict.OPEN))
+        for name, rounds in few.items():
+            undecided.enter_context(mock.patch.object(guards, f"_{name}", rounds))
         resolve(script)(job, *args)
 
 

@@ -25,10 +25,15 @@ def check(
     rtol: float = 0.0,
     **options: Any,
 ) -> list[Figures]:
-    """Each rank's figures of the wrapped run, after it was found equal to the plain one."""
+    """Each rank's figures of the wrapped run, after it was found equal to the plain one.
+
+    Args:
+        mode: in which it ends; empty: in any, the same on all ranks.
+    """
     outcomes = ranks.run(compare, address_of(script), args, options, rtol)
     for rank, (found, _) in enumerate(outcomes):
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
     figures = [stats for _, stats in outcomes]
-    assert [stats["mode"] for stats in figures] == [mode] * ranks.world_size
+    modes = [stats["mode"] for stats in figures]
+    assert modes == [mode or modes[0]] * ranks.world_size
     return figures

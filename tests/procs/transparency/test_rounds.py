@@ -162,6 +162,32 @@ def test_left_to_ddp(
     equal(two_ranks, script, views, args, hold=hold, mode="plain")
 
 
+#: With views, what a script keeps of a bucket is written by its reducer alone: see limits.md.
+NOT_KEPT = [case for case in CROSSING if case[0] is not scripts.gradients_kept]
+
+
+@pytest.mark.parametrize(
+    "views", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["views", "apart"]
+)
+@cases(
+    *NOT_KEPT,
+    *LEFT_TO_DDP,
+    *((scripts.joined, finds_unused, 6) for finds_unused in (False, True)),
+)
+def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
+    """The plan and DDP by itself take turns, whatever the script does."""
+    check(two_ranks, scripts.taking_turns, address_of(script), views, *args, mode="", **SIZES)
+
+
+@views
+@cases(*ROUNDS)
+def test_turns_in_two_halves(
+    two_ranks: Ranks, script: Script, args: list[Any], views: bool
+) -> None:
+    sizes = {**SIZES, "split": "on"}
+    check(two_ranks, scripts.taking_turns, address_of(script), views, *args, mode="", **sizes)
+
+
 @views
 @cases(*ROUNDS)
 def test_rounds_in_two_halves(

@@ -387,7 +387,7 @@ def test_parts_end_in_the_reverse_of_their_order_and_each_of_them(
         log.append(1)
         raise RuntimeError("cannot be ended")
 
-    run.session.on_close(lambda: log.append(0))
+    run.session.give(run.ddp, lambda ddp: lambda: log.append(0))
     run.session._undo += [refuse, lambda: log.append(2)]
     with caplog.at_level(logging.ERROR, "bytesched"):
         run.session.close()

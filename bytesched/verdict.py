@@ -1,0 +1,95 @@
+"""Whether training is faster with a plan than without: blocks of iterations take turns.
+
+Medians of a few iterations say little: what counts is the interval in which their ratio lies, that
+of Hodges and Lehmann: of all ratios of one iteration to another, those that Mann and Whitney's test
+would not reject (Hollander, Wolfe, Chicken: Nonparametric Statistical Methods, 4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import floor, sqrt
+from statistics import median
+from typing import Final
+
+__all__ = ["Comparison", "Verdict", "compared"]
+
+#: standard deviations of the normal distribution that hold 95 % of it
+_SIGMAS: Final = 1.96
+#: one turn decides where the ratio is as far from 1: what is close may be a moment of the machine
+_CLEAR: Final = 1.1
+#: pairs of blocks after which it is decided
+_MOST_TURNS: Final = 3
+
+
+class Verdict(Enum):
+    """What a run does after some turns."""
+
+    PLANNED = "the plan is faster"
+    PLAIN = "the plan is not faster"
+    OPEN = "neither is clearly ahead: there is another turn"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Iterations without a plan and with it, in seconds.
+
+    Args:
+        plain_s: the median without.
+        planned_s: the median with it.
+        iterations: on each side.
+        low: the least of the ratios of the first to the second, with 95 % confidence.
+        high: the largest.
+    """
+
+    plain_s: float
+    planned_s: float
+    iterations: int
+    low: float
+    high: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the plan makes it."""
+        return self.plain_s / self.planned_s
+
+    def verdict(self, turns: int) -> Verdict:
+        """What follows after so many ``turns``, from 1 on."""
+        clear = _CLEAR if turns == 1 else 1.0
+        if self.low > clear:
+            return Verdict.PLANNED
+        if self.high * clear < 1 or turns >= _MOST_TURNS:
+            return Verdict.PLAIN
+        return Verdict.OPEN
+
+    def __str__(self) -> str:
+        plain, planned = (f"{1e3 * seconds:.3g}" for seconds in (self.plain_s, self.planned_s))
+        each = f"{self.iterations} iterations each"
+        if self.low > 1:
+            return (
+                f"{plain} ms with plain DDP, {planned} with bytesched ({each}): "
+                f"{self.ratio:.2f} x as fast"
+            )
+        return f"plain DDP is as fast here ({plain} and {planned} ms, {each}): stood aside"
+
+
+def compared(plain_s: Sequence[float], planned_s: Sequence[float]) -> Comparison:
+    """The iterations ``plain_s`` beside ``planned_s``.
+
+    Raises ValueError unless there are some on both sides, all of them longer than nothing.
+    """
+    if not plain_s or not planned_s or min(*plain_s, *planned_s) <= 0:
+        raise ValueError(f"nothing to compare: {list(plain_s)} and {list(planned_s)}")
+    ratios = sorted(plain / planned for plain in plain_s for planned in planned_s)
+    ones, others = len(plain_s), len(planned_s)
+    spread = sqrt(ones * others * (ones + others + 1) / 12)
+    left_out = max(0, floor(ones * others / 2 - _SIGMAS * spread))
+    return Comparison(
+        median(plain_s),
+        median(planned_s),
+        min(ones, others),
+        ratios[left_out],
+        ratios[-1 - left_out],
+    )

@@ -1,0 +1,88 @@
+"""What a DDP has of ours while its gradients are planned; taken off it, and put on again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch.nn.parallel import DistributedDataParallel
+
+from .reducer import hook, renew
+from .source import Source
+
+__all__ = ["Attachment", "Give"]
+
+#: gives a DDP something, and returns what takes it off
+Give: TypeAlias = Callable[[DistributedDataParallel], Callable[[], None]]
+
+
+class Attachment:
+    """The hook of one DDP, buckets of our size, and what goes with them.
+
+    The DDP is not kept alive. Every change is made on all ranks between the same two rounds, while
+    nothing is under way.
+
+    Args:
+        bucket_bytes: of the reducer that it gets by `renew`; 0: its own stays.
+        stand_aside: called before the script registers a hook of its own.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        source: Source,
+        bucket_bytes: int,
+        stand_aside: Callable[[], None],
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._source = source
+        self._bucket_bytes = bucket_bytes
+        #: whether there are buckets of our size to come
+        self.is_renewal_due = bucket_bytes > 0
+        self._give: Give = _nothing_to_give
+        self._take_off: Callable[[], None] = _nothing
+        #: takes off all but the hook of the reducer
+        self.close = hook(ddp, source, stand_aside)
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP, if there is still one."""
+        return self._ddp()
+
+    def give(self, ddp: DistributedDataParallel, give: Give) -> None:
+        """``ddp`` is given this, too, now and whenever it has our hook."""
+        self._give = give
+        self._take_off = give(ddp)
+
+    def take_off(self) -> None:
+        """What was given beside the hook. Idempotent."""
+        take_off, self._take_off = self._take_off, _nothing
+        take_off()
+
+    def renew(self) -> None:
+        """The DDP gets a new reducer, with our hook and buckets of our size."""
+        self.is_renewal_due = False
+        if (ddp := self.ddp) is not None:
+            self._source.begin_anew()
+            renew(ddp, self._bucket_bytes, self._source)
+
+    def leave(self) -> None:
+        """The DDP gets a reducer as it was made with, without our hook."""
+        self.take_off()
+        if (ddp := self.ddp) is not None:
+            renew(ddp, 0)
+
+    def come_back(self) -> None:
+        """Undoes `leave`."""
+        if (ddp := self.ddp) is not None:
+            self._take_off = self._give(ddp)
+        self.renew()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nothing_to_give(ddp: DistributedDataParallel) -> Callable[[], None]:
+    return _nothing
