@@ -10,8 +10,8 @@ class Figures(TypedDict):
 
     An iteration is a round of gradients that is summed over the ranks and then stepped, by however
     many optimizers. Shares and means leave out the warm-up, and start anew when gradients go in two
-    halves. Beside these, ``wait_ms/<module>`` names the eight modules that training waited for
-    longest, for gradients and updates together.
+    halves, or the plan was left for a while. Beside these, ``wait_ms/<module>`` names the eight
+    modules that training waited for longest, for gradients and updates together.
     """
 
     iterations: int

@@ -9,12 +9,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    pass
+from tiers import Tiers
 
 LAUNCHER_PREFIXES = ("BYTESCHED_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = frozenset(
@@ -48,7 +45,7 @@ SCATTERED = tuple(
 )
 
 pytest_plugins = ["builds", "rank_pools"]
-TIERS = pytest.StashKey["Tiers"]()
+TIERS = pytest.StashKey[Tiers]()
 
 # Thousands of interpreters and ranks read the same sources: they are compiled once, whatever the
 # environment says.
@@ -70,7 +67,6 @@ def group_of(path: Path) -> str | None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     from builds import needs
-    from tiers import Tiers
 
     # Not when all are collected: pytest-xdist has read the groups by then.
     path = item.path.relative_to(HERE)

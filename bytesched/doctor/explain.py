@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytesched import log
-from bytesched.config import Config
+from bytesched.config import Config, set_on_command_line
 from bytesched.doctor.advice import advice_for
 from bytesched.environment import rank_view
 from bytesched.run.script import compiled, run_file, run_module
@@ -32,6 +32,8 @@ def explain(command: Sequence[str], steps: int, tell: Callable[[str], object]) -
 
     What the script raises is raised again. Raises `OSError` where it cannot be opened.
     """
+    # Iterations of plain DDP would wait for other things.
+    set_on_command_line({"guard": "off"})
     config, ranks = Config.load(), rank_view()
     # What is printed at the end says more.
     log.show("WARNING" if config.log_level == "INFO" else config.log_level, ranks.rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from statistics import median
 from time import perf_counter_ns
 from typing import Any, Final
@@ -23,7 +23,7 @@ from bytesched.verdict import Comparison, Verdict, compared
 from .clocks import Clock
 from .wire import Wire
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "collectives_of"]
 
 #: iterations of a block that count
 _COUNTED: Final = 8
@@ -43,23 +43,33 @@ _CHANGED: Final = 0.2
 _S: Final = 1e9
 
 
+def collectives_of(ddp: DistributedDataParallel, device: torch.device) -> Callable[[], int] | None:
+    """How many collectives were issued on what carries gradients of ``ddp``; None: not counted."""
+    backend: Any = ddp.process_group._get_backend(device)
+    try:
+        backend._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):
+        return None
+    counted: Callable[[], int] = backend._get_sequence_number_for_group
+    return counted
+
+
 class Guard:
     """The turns of one session.
 
     Args:
         clock: of what computes the model.
-        ddp: whose own group it is.
-        nbytes: of all gradients.
+        collectives: how many were issued on DDP's own group; see `collectives_of`.
+        buckets: about as many as DDP has by itself.
     """
 
-    def __init__(self, wire: Wire, clock: Clock, ddp: DistributedDataParallel, nbytes: int) -> None:
+    def __init__(
+        self, wire: Wire, clock: Clock, collectives: Callable[[], int], buckets: int
+    ) -> None:
         self._wire = wire
         self._clock = clock
-        #: how many collectives were issued on DDP's own group
-        group: Any = ddp.process_group
-        self._collectives: Callable[[], int] = group._get_sequence_number_for_group
-        #: about as many buckets as DDP has by itself; the first one is small
-        self._buckets = 1 + ceil(nbytes / ddp.bucket_bytes_cap)
+        self._collectives = collectives
+        self._buckets = buckets
         #: what has been compared since the last decision, in seconds, of the slowest rank
         self._plain_s: list[float] = []
         self._planned_s: list[float] = []

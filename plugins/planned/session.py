@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +37,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .cutting import Cutter, cut_dealt
 from .dealing import dealt
 from .gates import Gates
-from .guard import Guard
+from .guard import Guard, collectives_of
 from .halves import Halves
 from .planning import Planning, first_gates
 from .questions import asked_of
@@ -108,9 +109,12 @@ class PlannedSession:
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
             clock=clock,
         )
-        self._guard = Guard(wire, clock, ddp, sum(slot.parameter.nbytes for slot in slots))
-        #: whether there are turns to come
-        self._is_guarded = config.guard
+        collectives = collectives_of(ddp, device) if config.guard else None
+        #: whether turns are to come
+        self._is_guarded = collectives is not None
+        # The first bucket is small.
+        buckets = 1 + ceil(sum(slot.parameter.nbytes for slot in slots) / ddp.bucket_bytes_cap)
+        self._guard = Guard(wire, clock, collectives or (lambda: 0), buckets)
         #: for how long something is under way in a round
         self._round_busy_ns = 0
         self._meter = Meter(observers, len(slots), self._busy_ns)
@@ -516,8 +520,11 @@ class PlannedSession:
 
     @property
     def mode(self) -> str:
-        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
-        if self._is_off:
+        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain".
+
+        A turn without the plan changes nothing of it.
+        """
+        if self._is_off and (not self._is_guarded or self._guard.is_aside):
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bytesched.plugins.planned import guard as guards
-from bytesched.plugins.planned.guard import Guard
+from bytesched.plugins.planned.guard import Guard, collectives_of
 
 #: collectives of a round without the plan: a small bucket and three
 BUCKETS = 4
@@ -49,11 +49,9 @@ class Run:
         self.is_planned = True
         #: in which iterations it went from one to the other
         self.changes: list[int] = []
-        group = SimpleNamespace(_get_sequence_number_for_group=lambda: self.collectives)
-        ddp: Any = SimpleNamespace(process_group=group, bucket_bytes_cap=100)
         wire: Any = self.wire
         clock: Any = self.clock
-        self.guard = Guard(wire, clock, ddp, 300)
+        self.guard = Guard(wire, clock, lambda: self.collectives, BUCKETS)
         monkeypatch.setattr(guards, "perf_counter_ns", lambda: int(1e9 * self.clock.now_s))
 
     def train(self, iterations: int, beside: int = 0) -> None:
@@ -154,3 +152,12 @@ def test_ranks_with_other_collectives_keep_the_plan(run: Run) -> None:
     run.train(1)
     assert run.is_planned
     assert not run.changes
+
+
+def test_a_back_end_that_counts_nothing_takes_no_turns() -> None:
+    def refuse() -> int:
+        raise RuntimeError("no sequence numbers")
+
+    backend = SimpleNamespace(_get_sequence_number_for_group=refuse)
+    ddp: Any = SimpleNamespace(process_group=SimpleNamespace(_get_backend=lambda device: backend))
+    assert collectives_of(ddp, torch.device("cpu")) is None
