@@ -126,6 +126,14 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+def name_of(model: nn.Module) -> str:
+    """What ``model`` is called in messages."""
+    ddp = find_ddp(model)
+    if ddp is None:
+        return type(model).__name__
+    return f"DistributedDataParallel of {type(ddp.module).__name__}"
+
+
 def base_of(model: nn.Module) -> dist.ProcessGroup:
     """The user's group, over whose ranks the gradients of ``model`` are averaged."""
     ddp = find_ddp(model)
@@ -157,7 +165,7 @@ def begin(
     why = why_plain(model) if config.enabled else "enabled is off"
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, (Session, PlannedSession))]
-    if stays_plain(why):
+    if stays_plain(name_of(model), why):
         is_lost = base_of(model).size() > 1 and has_groups(model, groups)
         if is_lost:
             why = f"nothing would reduce the gradients of parameters in groups: {why}"

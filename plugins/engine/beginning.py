@@ -13,6 +13,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 
 from ..layout.slots import Slot
+from ..left import leave
 from ..proxies.compiling import exclude_compiler, has_compiled
 from ..update.separable import why_not_deferred
 
@@ -21,10 +22,10 @@ __all__ = ["add_optimizer", "slots_of", "stays_plain", "why_whole"]
 log = logging.getLogger("bytesched")
 
 
-def stays_plain(why: str) -> bool:
-    """Whether there is a reason ``why`` to leave everything as it was, which is logged."""
+def stays_plain(name: str, why: str) -> bool:
+    """Whether there is a reason ``why`` to leave what has this ``name`` as it was; it is logged."""
     if why:
-        log.info("left as it was: %s", why)
+        leave(name, why)
     return bool(why)
 
 

@@ -114,7 +114,8 @@ def begin(
 
 def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
-    if stays_plain(why := why_plain(optimizer, model, config) if config.enabled else _OFF):
+    why = why_plain(optimizer, model, config) if config.enabled else _OFF
+    if stays_plain(f"Horovod's {type(optimizer).__name__}", why):
         decline(optimizer, why)
         return None
     with Entry(vars(optimizer)["process_set"], config.timeout_s) as entry:

@@ -75,7 +75,7 @@ def begin(
             )
         if ddps and root.schedule.splits_backward:
             log.warning("enabled is off: %s", _skipped(root, rank))
-        stays_plain("enabled is off")
+        stays_plain(type(root.schedule).__name__, "enabled is off")
         return None
     refusal = _refusal(root, rank)
     base = named or _called(root, refusal, config.timeout_s)
@@ -83,7 +83,7 @@ def begin(
         # Its neighbours may have replicas: all compare, or none.
         with Entry(root.schedule.group) as pipeline:
             pipeline.agree(root.schedule.statements(), config.timeout_s)
-        stays_plain("no other rank has the same stages")
+        stays_plain(type(root.schedule).__name__, "no other rank has the same stages")
         return None
     if ddps and root.schedule.splits_backward and refusal is None:
         log.warning("%s; bytesched reduces them", _skipped(root, rank))

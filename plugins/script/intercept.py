@@ -7,7 +7,6 @@ parameters that is called. All ranks decide alike, at the same moment, as they r
 
 from __future__ import annotations
 
-import atexit
 import logging
 import sys
 from collections.abc import Callable
@@ -23,12 +22,14 @@ from torch.optim.optimizer import (
 
 from bytesched.environment import is_horovod_elastic
 
+from ..ending import at_exit, not_at_exit
+from ..left import left
 from ..registry import before_wrap, ended
 from .kinds import WatchedDdp, WatchedHorovod
 from .owners import parameter_ids
 from .pipelines import begin_step
 from .summary import summary
-from .watched import Watched, reasons
+from .watched import Watched
 
 __all__ = ["ddp_made", "horovod_optimizer_made", "pipeline_steps", "say_undecided"]
 
@@ -100,12 +101,12 @@ def _script_wraps(optimizer: Any, model: Any) -> None:
             watched.close()
 
 
-@atexit.register
 def _at_exit() -> None:
     """After that of the registry, which is registered later."""
+    not_at_exit(_at_exit)
     if not hasattr(sys, "last_value"):
         say_undecided()
-        for line in summary(ended(), reasons()):
+        for line in summary(ended(), left()):
             log.info("%s", line)
 
 
@@ -118,3 +119,4 @@ def say_undecided() -> None:
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 before_wrap(_script_wraps)
+at_exit(_at_exit)

@@ -18,6 +18,7 @@ from bytesched.errors import BytesschedError, in_one_line
 from bytesched.log import show
 
 from .. import wrap_found
+from ..left import leave
 from ..proxies.hooks import StayingHook
 from ..registry import Wrapped, is_wrapped, sessions, unwrap
 from ..warmup.agree import settings
@@ -25,20 +26,12 @@ from ..wrapping import why_wrapped
 from .calls import is_in_a_mode
 from .owners import parameter_ids
 
-__all__ = ["Announced", "Watched", "reasons", "say"]
+__all__ = ["Announced", "Watched", "say"]
 
 log = logging.getLogger("bytesched")
 
 #: calls of step() in which a forward pass must have been seen; Horovod makes two of one
 _PATIENCE: Final = 4
-
-#: which models were left as they were, and why
-_said: dict[tuple[str, str], None] = {}
-
-
-def reasons() -> list[str]:
-    """Why models were left as they were, in the order of that."""
-    return [f"{name}: {why}" for name, why in _said]
 
 
 class Announced(Protocol):
@@ -297,7 +290,5 @@ class Watched(ABC):
 
 def say(name: str, why: str, rank: int, level: int = logging.INFO) -> None:
     """Says once, on rank 0, why what has this name is left as it was."""
-    if (name, why) not in _said:
-        _said[name, why] = None
-        show(Config.load().log_level, rank)
-        log.log(level, "%s: left as it was: %s", name, why)
+    show(Config.load().log_level, rank)
+    leave(name, why, level)

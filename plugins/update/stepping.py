@@ -68,8 +68,8 @@ class Stepping:
         self._steps = steps
         self._takes_gradients = takes_gradients
         self._meter = meter
-        self._deferred: list[Deferred] = []
-        self._handles: list[RemovableHandle] = []
+        #: with what takes their hooks off
+        self._deferred: dict[Deferred, list[RemovableHandle]] = {}
         #: calls of ``step()``, of all optimizers
         self.steps = 0
 
@@ -81,14 +81,19 @@ class Stepping:
         *,
         cross: bool,
     ) -> None:
-        """Hooks ``optimizer``, which ``kind`` updates, and which keeps ``model`` alive."""
-        self._deferred = [other for other in self._deferred if other.is_alive]
+        """Hooks ``optimizer``, which ``kind`` updates, and which keeps ``model`` alive.
+
+        One that has its parameters already, which the script is about to let go of, steps by itself
+        from now on.
+        """
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for other in self._deferred:
-            shared = mine & other.parameter_ids() & self._steps.names.keys()
-            if shared:
+        for other in list(self._deferred):
+            shared = other.is_alive and mine & other.parameter_ids() & self._steps.names.keys()
+            if shared and self._takes_gradients:
                 name = self._steps.names[shared.pop()]
-                raise PluginError(f"parameter {name!r} is in two optimizers")
+                raise PluginError(f"parameter {name!r} is in two optimizers: let go of the first")
+            if shared or not other.is_alive:
+                self._leave(other)
         deferred = Deferred(optimizer, kind, self._synchronize_all, cross=cross)
         handles: list[RemovableHandle] = []
         try:
@@ -108,15 +113,21 @@ class Stepping:
                 handle.remove()
             deferred.unguard()
             raise
-        self._handles += handles
-        self._deferred.append(deferred)
+        self._deferred[deferred] = handles
         self._steps.introduce(deferred)
+
+    def _leave(self, deferred: Deferred) -> None:
+        """Its steps are the optimizer's own."""
+        self._synchronize_all()
+        for handle in self._deferred.pop(deferred):
+            handle.remove()
+        deferred.unguard()
 
     def close(self) -> None:
         """Takes the hooks off; nothing is applied."""
-        for handle in self._handles:
-            handle.remove()
-        for deferred in self._deferred:
+        for deferred, handles in self._deferred.items():
+            for handle in handles:
+                handle.remove()
             deferred.unguard()
 
     @property

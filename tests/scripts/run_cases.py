@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
 import bytesched
+from bytesched.plugins import left as reasons
 from bytesched.plugins import registry
 from bytesched.plugins.c10d import ddp
 from bytesched.run.watch import watch
@@ -728,10 +729,10 @@ def _job(kind: type[Job], case: Case, *, wrapped: bool) -> Job:
 
 def _forget() -> None:
     """As at the end of a script."""
-    from bytesched.plugins.script import intercept, watched
+    from bytesched.plugins.script import intercept
 
     intercept.say_undecided()
     for session in registry.sessions():
         registry.unwrap(session.root)
     intercept._models.clear()
-    watched._said.clear()
+    reasons._left.clear()

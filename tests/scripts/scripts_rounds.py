@@ -641,6 +641,19 @@ def wrapped_in_the_middle(job: Job, views: bool, zeroed: str) -> None:
     job.record_state(model, optimizer)
 
 
+def optimizer_for_each_phase(job: Job, views: bool, kept: bool) -> None:
+    """A new one, wrapped while the old one is there, which may step once more."""
+    model = ddp(job, layers(), views)
+    old: Optimizer | None = None
+    for phase in range(3):
+        optimizer = job.wrap(adamw(model), model)
+        looped(job, model, optimizer, steps=3)
+        if kept and old is not None:
+            looped(job, model, old, steps=1)
+        old = optimizer
+    job.record_state(model, optimizer)
+
+
 def grouped_and_scheduled(job: Job, views: bool) -> None:
     """Two groups, a schedule, and a setting that changes after each step."""
     model = ddp(job, layers(), views)

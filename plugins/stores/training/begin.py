@@ -48,7 +48,7 @@ def begin(
 ) -> Session | StoreSession | None:
     """What stands behind the wrapped optimizer; None if it stays as it was. Collective."""
     show(config.log_level, store.rank)
-    if stays_plain(why_plain(store)):
+    if stays_plain(type(store).__name__, why_plain(store)):
         return None
     if not config.enabled:
         # Left plain, gradients would not be averaged at all.

@@ -384,6 +384,28 @@ def test_first_rank_says_when_there_was_nothing_to_schedule(
     assert second[2] == alone[2] == ""
 
 
+@pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["by itself", "os._exit"])
+def test_the_last_line_names_a_model_that_was_left(tmp_path: Path, end: str) -> None:
+    write(
+        tmp_path,
+        f"""
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo", "file://{tmp_path}/store", rank=0, world_size=1)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        {end}
+        """,
+    )
+    code, _, said = run([*OURS, "script.py"], tmp_path)
+    assert code == 0
+    assert said.splitlines()[-1] == (
+        "bytesched: mode plain: DistributedDataParallel of Linear: there is one rank"
+    )
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a re-raised error keeps its traceback")
 def test_traceback_through_what_is_watched_has_no_frame_of_ours(tmp_path: Path) -> None:
     for package in ("horovod", "horovod/torch"):

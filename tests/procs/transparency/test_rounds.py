@@ -99,6 +99,8 @@ SETTINGS = [
     (scripts.wrapped_in_the_middle, "to None"),
     (scripts.wrapped_in_the_middle, "to zero"),
     (scripts.grouped_and_scheduled,),
+    (scripts.optimizer_for_each_phase, False),
+    (scripts.optimizer_for_each_phase, True),
 ]
 GRADIENTS = [
     (scripts.plain_loop, "to None"),

@@ -74,6 +74,6 @@ def test_the_first_reason_to_step_whole_is_given() -> None:
 
 def test_what_stays_plain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="bytesched"):
-        assert not stays_plain("")
-        assert stays_plain("there is one rank")
-    assert caplog.messages == ["left as it was: there is one rank"]
+        assert not stays_plain("a model", "")
+        assert stays_plain("a model", "there is one rank")
+    assert caplog.messages == ["a model: left as it was: there is one rank"]

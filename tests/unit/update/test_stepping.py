@@ -336,13 +336,29 @@ def test_a_state_that_is_loaded_is_trained_on_with(
     check_equal(ours, plain)
 
 
-def test_parameters_are_in_one_optimizer(loopback: Loopback) -> None:
-    model: Any = mlp()
-    optimizer = sgd(model)
-    session = loopback.wrap(model, optimizer, **SMALL)
-    other = torch.optim.SGD([model[2].weight], lr=0.1)
-    with pytest.raises(PluginError, match=r"parameter '2.weight' is in two optimizers"):
-        session.add_optimizer(other, torch.optim.SGD, cross=True)
+def test_the_newest_optimizer_of_a_parameter_counts(loopback: Loopback) -> None:
+    """A script makes one for each phase, and may step one that it has kept."""
+
+    def train(model: nn.Sequential, wrap: Callable[[Optimizer], object]) -> None:
+        def step(optimizer: Optimizer, number: int) -> None:
+            optimizer.zero_grad()
+            model(inputs(number)).square().mean().backward()
+            optimizer.step()
+
+        kept = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for phase in range(3):
+            newest = torch.optim.AdamW(model.parameters(), lr=0.01 * (phase + 1))
+            wrap(newest)
+            for number in range(3):
+                step(newest, number)
+            step(kept, 3)
+            kept = newest
+
+    model, plain = mlp(), mlp()
+    session = loopback.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **SMALL)
+    train(model, lambda optimizer: session.add_optimizer(optimizer, torch.optim.AdamW, cross=True))
+    train(plain, lambda optimizer: None)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
     session.close()
 
 
