@@ -645,7 +645,7 @@ def optimizer_for_each_phase(job: Job, views: bool, kept: bool) -> None:
     """A new one, wrapped while the old one is there, which may step once more."""
     model = ddp(job, layers(), views)
     old: Optimizer | None = None
-    for phase in range(3):
+    for _phase in range(3):
         optimizer = job.wrap(adamw(model), model)
         looped(job, model, optimizer, steps=3)
         if kept and old is not None:

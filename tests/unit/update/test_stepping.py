@@ -12,7 +12,6 @@ from looped import SMALL, Training, check_equal, inputs, mlp, sgd
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bytesched.errors import PluginError
 from bytesched.plugins.proxies.pending import is_held
 from bytesched.testing import Loopback
 
