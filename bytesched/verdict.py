@@ -14,14 +14,14 @@ from math import floor, sqrt
 from statistics import median
 from typing import Final
 
-__all__ = ["Comparison", "Verdict", "compared"]
+__all__ = ["MOST_TURNS", "Comparison", "Verdict", "compared"]
 
 #: standard deviations of the normal distribution that hold 95 % of it
 _SIGMAS: Final = 1.96
 #: one turn decides where the ratio is as far from 1: what is close may be a moment of the machine
 _CLEAR: Final = 1.1
 #: pairs of blocks after which it is decided
-_MOST_TURNS: Final = 3
+MOST_TURNS: Final = 3
 
 
 class Verdict(Enum):
@@ -60,17 +60,17 @@ class Comparison:
         clear = _CLEAR if turns == 1 else 1.0
         if self.low > clear:
             return Verdict.PLANNED
-        if self.high * clear < 1 or turns >= _MOST_TURNS:
+        if self.high * clear < 1 or turns >= MOST_TURNS:
             return Verdict.PLAIN
         return Verdict.OPEN
 
     def __str__(self) -> str:
-        plain, planned = (f"{1e3 * seconds:.3g}" for seconds in (self.plain_s, self.planned_s))
+        plain, planned = map(_ms, (self.plain_s, self.planned_s))
         measured = f"{plain} ms with plain DDP, {planned} with bytesched"
         each = f"{self.iterations} iterations each"
         if self.low > 1:
             return f"{measured} ({each}): {self.ratio:.2f} x as fast"
-        why = "plain DDP is faster here" if self.high < 1 else "no more apart than iterations are"
+        why = "plain DDP is faster here" if self.high < 1 else "within the noise of iterations"
         return f"{measured} ({each}): {why}, so DDP goes on by itself"
 
 
@@ -92,3 +92,8 @@ def compared(plain_s: Sequence[float], planned_s: Sequence[float]) -> Comparison
         ratios[left_out],
         ratios[-1 - left_out],
     )
+
+
+def _ms(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"

@@ -31,7 +31,7 @@ def _is_stage(module: nn.Module) -> bool:
     kind = getattr(sys.modules.get(_STAGES), "_PipelineStageBase", None)
     if kind is None:
         return False
-    # Those of the attributes of a stage, or of the dictionary that has them.
+    # A stage, or its ``__dict__``.
     near = gc.get_referrers(module)
     dictionaries = [thing for thing in near if type(thing) is dict and "submod" in thing]
     owners = gc.get_referrers(*dictionaries) if dictionaries else []

@@ -65,8 +65,8 @@ def _tell(program: str, begun: Sequence[Any], tell: Callable[[str], object]) -> 
         )
         return
     registry = importlib.import_module("bytesched.plugins.registry")
-    watched = importlib.import_module(f"{_SCRIPT}.watched")
-    lines = report(registry.ended(), watched.reasons(), begun[0].waits())
+    left = importlib.import_module("bytesched.plugins.left")
+    lines = report(registry.ended(), left.left(), begun[0].waits())
     tell("\n".join([*lines, *(f"\n{verdict}" for verdict in begun[0].verdicts)]))
 
 

@@ -60,11 +60,11 @@ def _rank() -> int:
 
 
 def _why() -> str:
-    watched = sys.modules.get("bytesched.plugins.script.watched")
-    if watched is None:
+    if "bytesched.plugins.script.watched" not in sys.modules:
         return (
             "the script has made neither a DistributedDataParallel nor an optimizer of Horovod's, "
             "and has not called bytesched.wrap"
         )
-    left: list[str] = watched.reasons()
-    return "; ".join(left) or "no optimizer that steps over its DistributedDataParallel is wrapped"
+    reasons: list[str] = sys.modules["bytesched.plugins.left"].left()
+    said = "; ".join(reasons)
+    return said or "no optimizer that steps over its DistributedDataParallel is wrapped"

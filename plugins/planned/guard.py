@@ -1,8 +1,8 @@
 """Turns with the plan and without it: where it is not faster, DDP goes on as the script made it.
 
-All ranks take the same turns and see the same numbers. While the plan is in force they count its
-rounds. Without it no hook of ours counts, and they count the collectives on DDP's own group, which
-every rank makes in the same order.
+All ranks take the same turns and see the same numbers. Without the plan no hook of ours counts
+rounds: a round is a backward pass in which DDP's own back end got collectives, which every rank
+makes alike. What ranks tell each other is read a round later, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 from statistics import median
-from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.verdict import Comparison, Verdict, compared
+from bytesched.verdict import MOST_TURNS, Comparison, Verdict, compared
 
 from .clocks import Clock
 from .wire import Wire
@@ -30,17 +29,14 @@ _COUNTED: Final = 8
 #: rounds before the first block: by then there is a plan; and before a block after another one
 _SETTLED: Final = 18
 _SETTLED_AGAIN: Final = 10
-#: iterations of a new reducer that do not count: after the first one it has other buckets
+#: rounds of a new reducer that do not count: after the first one it has other buckets
 _SETTLED_PLAIN: Final = 2
-#: rounds of a block without the plan, by which it ends: the number of buckets is estimated
-_PLAIN_ROUNDS: Final = _SETTLED_PLAIN + _COUNTED + 2
 #: rounds from a decision to the next turns, and how many times as many after those
 _LASTS: Final = 2000
 _GROWTH: Final = 4
-#: rounds after which ranks that stood aside first ask whether iterations are others, by a fifth
+#: rounds after which ranks that stood aside first ask whether iterations have changed by a fifth
 _ASKED_AFTER: Final = 250
 _CHANGED: Final = 0.2
-_S: Final = 1e9
 
 
 def collectives_of(ddp: DistributedDataParallel, device: torch.device) -> Callable[[], int] | None:
@@ -59,153 +55,140 @@ class Guard:
 
     Args:
         clock: of what computes the model.
-        collectives: how many were issued on DDP's own group; see `collectives_of`.
-        buckets: about as many as DDP has by itself.
     """
 
-    def __init__(
-        self, wire: Wire, clock: Clock, collectives: Callable[[], int], buckets: int
-    ) -> None:
+    def __init__(self, wire: Wire, clock: Clock) -> None:
         self._wire = wire
         self._clock = clock
-        self._collectives = collectives
-        self._buckets = buckets
         #: what has been compared since the last decision, in seconds, of the slowest rank
         self._plain_s: list[float] = []
         self._planned_s: list[float] = []
         self._turns = 0
-        #: for how many rounds the next decision holds
+        #: for how many rounds the next decision holds, and how soon ranks ask whether it does
         self._lasts = _LASTS
         self._asked_after = _ASKED_AFTER
-        #: rounds of the plan before its next block
-        self._settles = _SETTLED_AGAIN
         #: what the last decision was made from
         self.decision: Comparison | None = None
         #: DDP goes on by itself until iterations have changed, or for a while
         self.is_aside = False
-        #: the round with which a block begins
-        self._begins = _SETTLED
+        #: the plan is to be in force again
+        self.is_planned_next = False
+        #: the round of the plan with which its block begins, and how many come before the next one
+        self._begins: float = _SETTLED
+        self._settles: float = _SETTLED_AGAIN
         #: ends of iterations of a block; the first one is its beginning
         self._moments: deque[Any] = deque(maxlen=_COUNTED + 1)
-        self._planned_moments: list[Any] = []
-        #: rounds or collectives at the last forward pass
-        self._seen = 0
-        #: collectives at the end of the last round of the plan, and those beside a round
-        self._counted = self._beside = 0
-        #: collectives at which a block without the plan ends
-        self._ends = 0
-        #: iterations since the plan was left
-        self._left = 0
+        self._planned_moments: tuple[Any, ...] = ()
+        #: rounds at the last forward pass with the plan
+        self._planned_rounds = 0
+        #: rounds without it since it was left, and at the last forward pass
+        self._plain_rounds = self._plain_rounds_seen = 0
+        #: those after which ranks tell each other something; and what, with the work
+        self._tells_after = 0
+        self._told: tuple[torch.Tensor, Any] | None = None
 
-    # -- with the plan -----------------------------------------------------------------
+    def planned_forward(self, rounds: int) -> bool:
+        """A forward pass with the plan begins, after so many ``rounds``; whether its block is over.
 
-    def round_ends(self) -> None:
-        """A round of the plan is complete, in its backward pass."""
-        counted = self._collectives()
-        self._beside, self._counted = counted - self._counted, counted
-
-    def planned_begins(self, rounds: int) -> None:
-        """The plan is in force again, after so many ``rounds``."""
-        self._begins = rounds + self._settles
-        self._seen = rounds
-        self._moments.clear()
-
-    def is_over(self, rounds: int) -> bool:
-        """A forward pass with the plan begins after ``rounds``; whether its block is over."""
-        if rounds == self._seen or rounds < self._begins:
-            return False
-        self._seen = rounds
-        self._moments.append(self._clock.moment())
-        return rounds >= self._begins + _COUNTED
-
-    # -- without it --------------------------------------------------------------------
-
-    def can_leave(self) -> bool:
-        """A block with the plan is over; whether all ranks would know when the next one is.
-
-        Collective. Raises `TransportError`.
+        Where it is over and the plan is not left, it is so in later forward passes, too.
         """
-        self._ends = self._counted + _PLAIN_ROUNDS * self._per_round
-        latest, earliest = self._largest([float(self._ends), -float(self._ends)])
-        return latest == -earliest
+        if rounds != self._planned_rounds:
+            self._planned_rounds = rounds
+            if rounds >= self._begins:
+                self._moments.append(self._clock.moment())
+        return rounds >= self._begins + _COUNTED
 
     def plain_begins(self) -> None:
         """DDP is by itself from the current forward pass on."""
-        self._planned_moments = list(self._moments)
+        self._planned_moments = tuple(self._moments)
         self._moments.clear()
-        self._left = 0
-        self._seen = self._collectives()
+        self._plain_rounds = self._plain_rounds_seen = 0
+        self._tells_after = _SETTLED_PLAIN + _COUNTED
 
-    @property
-    def _per_round(self) -> int:
-        return self._buckets + self._beside
+    def planned_begins(self, rounds: int) -> None:
+        """The plan is in force again from the current forward pass on, after so many ``rounds``."""
+        self._begins = rounds + self._settles
+        self._planned_rounds = rounds
+        self._moments.clear()
+        self.is_planned_next = False
 
-    def is_planned_next(self) -> bool:
-        """A forward pass without the plan begins; whether it is the plan's turn.
+    def plain_round_ends(self) -> None:
+        """A backward pass without the plan was a round."""
+        self._plain_rounds += 1
 
-        Collective where a block is over. Raises `TransportError`.
-        """
-        counted = self._collectives()
-        if counted == self._seen:
-            return False
-        self._seen = counted
-        self._left += 1
-        if self.is_aside:
-            self._moments.append(perf_counter_ns())
-        elif self._left >= _SETTLED_PLAIN:
+    def plain_forward(self) -> None:
+        """A forward pass without the plan begins. Raises `TransportError`."""
+        rounds = self._plain_rounds
+        if rounds == self._plain_rounds_seen:
+            return
+        self._plain_rounds_seen = rounds
+        if rounds >= _SETTLED_PLAIN:
             self._moments.append(self._clock.moment())
-        if counted < self._ends:
-            return False
-        return self._looks_again() if self.is_aside else self._decides()
+        if self._told is not None:
+            # All ranks have made a round since they told it.
+            told, work = self._told
+            self._told = None
+            self._wire.wait(work, "what ranks compare")
+            (self._look_again if self.is_aside else self._decide)(told.tolist())
+        elif rounds >= self._tells_after:
+            self._tell(self._changes() if self.is_aside else self._blocks())
 
-    def _decides(self) -> bool:
-        told = self._largest([*self._block(self._planned_moments), *self._block(self._moments)])
-        self._planned_moments = []
-        if all(map(isfinite, told)):
-            self._planned_s += told[:_COUNTED]
-            self._plain_s += told[_COUNTED:]
+    def _tell(self, numbers: Iterable[float]) -> None:
+        told = torch.tensor([*numbers], dtype=torch.float64, device="cpu")
+        self._told = told, self._wire.start_largest(told)
+
+    # -- a decision --------------------------------------------------------------------
+
+    def _blocks(self) -> list[float]:
+        """How many iterations there are of each block, negative, and what they took."""
+        blocks = [self._lasted(moments) for moments in (self._planned_moments, self._moments)]
+        self._planned_moments = ()
+        filled = [[*block, *[0.0] * (_COUNTED - len(block))] for block in blocks]
+        return [-float(min(map(len, blocks))), *filled[0], *filled[1]]
+
+    def _lasted(self, moments: Iterable[Any]) -> list[float]:
+        return [self._clock.seconds(began, ended) for began, ended in pairwise(moments)]
+
+    def _decide(self, told: list[float]) -> None:
+        least, planned_s, plain_s = -int(told[0]), told[1 : 1 + _COUNTED], told[1 + _COUNTED :]
+        self._planned_s += planned_s[:least]
+        self._plain_s += plain_s[:least]
         self._turns += 1
+        self._settles = _SETTLED_AGAIN
         verdict = Verdict.OPEN
         if self._plain_s:
             comparison = compared(self._plain_s, self._planned_s)
             verdict = comparison.verdict(self._turns)
-        self._settles = _SETTLED_AGAIN
+        elif self._turns == MOST_TURNS:
+            # Nothing can be compared: several rounds lie between two forward passes.
+            self._settles = inf
+        self.is_planned_next = verdict is not Verdict.PLAIN
         if verdict is Verdict.OPEN:
-            return True
+            return
         self.decision = comparison
         self._turns, self._plain_s, self._planned_s = 0, [], []
         if verdict is Verdict.PLANNED:
             self._settles = self._lasts
             self._lasts *= _GROWTH
-            return True
-        self.is_aside, self._left = True, 0
-        self._asks_later()
-        return False
+        else:
+            self.is_aside = True
+            self._tells_after = self._plain_rounds + self._asked_after
 
-    def _block(self, moments: Iterable[Any]) -> list[float]:
-        """The iterations between ``moments``, as many as count; infinite ones if there are none."""
-        lasted = [self._clock.seconds(began, ended) for began, ended in pairwise(moments)]
-        middle = median(lasted) if lasted else inf
-        return [*lasted, *([middle] * (_COUNTED - len(lasted)))]
-
-    def _asks_later(self) -> None:
-        self._moments.clear()
-        self._ends += self._asked_after * self._per_round
-
-    def _looks_again(self) -> bool:
-        """Ranks that stood aside ask each other whether they go on so."""
-        lasted = [ended - began for began, ended in pairwise(self._moments)]
+    def _changes(self) -> list[float]:
+        """Whether iterations have changed since DDP was left alone, or have not for long."""
         assert self.decision is not None
-        before_s = self.decision.plain_s
-        is_changed = bool(lasted) and abs(median(lasted) / _S - before_s) > _CHANGED * before_s
-        is_due = self._left >= self._lasts
-        if not any(self._largest([float(is_changed), float(is_due)])):
-            self._asks_later()
-            return False
+        before_s, lasted = self.decision.plain_s, self._lasted(self._moments)
+        is_changed = bool(lasted) and abs(median(lasted) - before_s) > _CHANGED * before_s
+        return [float(is_changed), float(self._plain_rounds >= self._lasts)]
+
+    def _look_again(self, told: list[float]) -> None:
+        if not any(told):
+            self._tells_after = self._plain_rounds + self._asked_after
+            return
         self._lasts *= _GROWTH
         self._asked_after *= _GROWTH
         self.is_aside = False
-        return True
+        self.is_planned_next = True
 
     def figures(self) -> dict[str, int | float | str]:
         """Of the last comparison, for `stats()`; nothing before there is one."""
@@ -215,11 +198,6 @@ class Guard:
             "plain_ms": 1e3 * decision.plain_s,
             "planned_ms": 1e3 * decision.planned_s,
             "speedup": decision.ratio,
+            "stood_aside": int(self.is_aside),
             "guard": str(decision),
         }
-
-    def _largest(self, numbers: list[float]) -> list[float]:
-        told = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self._wire.wait(self._wire.start_largest(told), "what ranks compare")
-        largest: list[float] = told.tolist()
-        return largest

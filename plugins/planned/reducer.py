@@ -18,6 +18,7 @@ from bytesched.errors import PluginError
 from .source import Source
 
 __all__ = [
+    "check_finalized",
     "hook",
     "is_joining",
     "is_manual",
@@ -66,8 +67,16 @@ def refuse_effective_join(ddp: DistributedDataParallel | None) -> None:
         )
 
 
+def check_finalized(ddp: DistributedDataParallel) -> None:
+    """Raises what DDP does at the beginning of a forward pass after an incomplete round."""
+    ddp.reducer._check_reducer_finalized()
+
+
 def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Whether ranks may be through with their inputs, and begin no forward passes."""
+    """Whether ranks may be through with their inputs, and begin no forward passes.
+
+    DDP's `Join` leaves no mark when it is over.
+    """
     join: Any = getattr(ddp, "_join_config", None)
     return join is not None and bool(join.enable)
 

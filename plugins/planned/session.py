@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import ceil
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +41,7 @@ from .halves import Halves
 from .planning import Planning, first_gates
 from .questions import asked_of
 from .reducer import (
+    check_finalized,
     is_joining,
     is_manual,
     keep_local,
@@ -109,14 +109,17 @@ class PlannedSession:
             gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
             clock=clock,
         )
-        collectives = collectives_of(ddp, device) if config.guard else None
-        #: whether turns are to come
-        self._is_guarded = collectives is not None
-        # The first bucket is small.
-        buckets = 1 + ceil(sum(slot.parameter.nbytes for slot in slots) / ddp.bucket_bytes_cap)
-        self._guard = Guard(wire, clock, collectives or (lambda: 0), buckets)
+        self._guard = Guard(wire, clock)
+        #: of DDP's own back end; None: not counted, or no turns are to come
+        self._collectives = collectives_of(ddp, device) if config.guard else None
+        #: DDP is by itself, in a turn or until the guard looks again; collectives before the
+        #: current backward pass
+        self._is_away = False
+        self._counted = 0
         #: for how long something is under way in a round
         self._round_busy_ns = 0
+        #: rounds that are in no figures any more
+        self._rounds_before = 0
         self._meter = Meter(observers, len(slots), self._busy_ns)
         self._sending = Sending(wire, self._failures, self._meter, self._planning)
         self._updates = Updates(
@@ -209,48 +212,58 @@ class PlannedSession:
             self._land_all("forward")
             self._let_go_of_buckets()
             self._attachment.renew()
-        if self._is_guarded and self._guard.is_over(self.source.finished):
-            self._goes_aside()
+        if self._collectives is not None and self._guard.planned_forward(self.source.finished):
+            self._go_away()
         self._meter.forward_begins()
 
-    def _goes_aside(self) -> None:
+    def _may_turn(self, ddp: DistributedDataParallel) -> bool:
+        """Whether DDP may get another reducer in the forward pass that begins."""
+        # That of a static graph sums nothing if its first pass is under no_sync().
+        return self.source.phase is Phase.IDLE and (
+            ddp.require_backward_grad_sync or not ddp.static_graph
+        )
+
+    def _go_away(self) -> None:
         """DDP is by itself, as the script made it, until the guard says something else."""
         ddp = self._ddp()
-        if ddp is None or self.source.phase is not Phase.IDLE or is_joining(ddp):
+        if ddp is None or is_joining(ddp) or not self._may_turn(ddp):
             return
         self._land_all("forward")
-        try:
-            self._is_guarded = self._guard.can_leave()
-        except TransportError as error:
-            self._failures.raise_first(error)
-        if not self._is_guarded:
-            return
-        self._is_off = True
+        self._is_off = self._is_away = True
         self._gates.rest()
         self._let_go_of_buckets()
-        self._meter.begin_anew()
         self._attachment.leave()
         self._guard.plain_begins()
 
     def _comes_back(self) -> bool:
         """A forward pass of DDP by itself begins; whether the plan is in force again."""
         ddp, guard, root = self._ddp(), self._guard, self._root()
-        if not self._is_guarded or ddp is None or root is None or is_joining(ddp):
+        if not self._is_away or ddp is None or root is None:
+            return False
+        if is_joining(ddp):
+            self._stand_aside("join() is used")
             return False
         known = guard.decision
         try:
-            is_planned_next = guard.is_planned_next()
+            guard.plain_forward()
         except TransportError as error:
             self._failures.raise_first(error)
         if guard.decision is not known and self._wire.rank == 0:
             log.info("%s", guard.decision)
-        if not is_planned_next:
+        if not guard.is_planned_next or not self._may_turn(ddp):
             return False
-        self._is_off = False
+        check_finalized(ddp)
+        self._is_off = self._is_away = False
+        self._begin_anew()
         self._attachment.come_back()
         self._gates.learn(root)
         guard.planned_begins(self.source.finished)
         return True
+
+    def _begin_anew(self) -> None:
+        """Rounds go another way from the next one on."""
+        self._meter.begin_anew()
+        self._rounds_before = self._meter.rounds
 
     def _complain_if_incomplete(self) -> None:
         """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
@@ -286,12 +299,22 @@ class PlannedSession:
     def backward_begins(self) -> None:
         """See `Watcher`: everything from before has come."""
         self._handed_out = self.source.handed_out
+        if self._is_away and self._collectives is not None:
+            self._counted = self._collectives()
         if self._is_off or self._failures.error is not None or self.source.phase is Phase.OPEN:
             # Another pass may complete the round, whose buckets nothing writes again. An error is
             # raised where this model is used: the pass may be of another one.
             return
         self._land_all("backward")
         self.source.backward_begins(self._parameters)
+
+    def backward_ends(self) -> None:
+        """See `Watcher`."""
+        if not self._is_away or self._collectives is None or self._collectives() == self._counted:
+            return
+        ddp = self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync:
+            self._guard.plain_round_ends()
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""
@@ -343,7 +366,7 @@ class PlannedSession:
         planning = self._planning
         ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
         planning.close()
-        self._meter.begin_anew()
+        self._begin_anew()
         self.source.let_go()
         self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
         self._sending.halves = Halves(self._wire, self._meter, self.observers)
@@ -411,8 +434,6 @@ class PlannedSession:
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         self._meter.backward_ends()
-        if self._is_guarded:
-            self._guard.round_ends()
         if is_early and not self.source.is_early and self._gates.are_learned():
             # A gate waits for the whole of its bundles.
             self._planning.gate_of = first_gates(
@@ -458,7 +479,7 @@ class PlannedSession:
 
     def _busy_ns(self) -> int:
         """For how long something has been under way, as far as rounds were measured."""
-        return self._round_busy_ns * self._meter.rounds
+        return self._round_busy_ns * (self._meter.rounds - self._rounds_before)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -524,7 +545,7 @@ class PlannedSession:
 
         A turn without the plan changes nothing of it.
         """
-        if self._is_off and (not self._is_guarded or self._guard.is_aside):
+        if self._is_off and not (self._is_away and not self._guard.is_aside):
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 
@@ -555,18 +576,22 @@ class PlannedSession:
 
     def _stand_aside(self, why: str = "") -> None:
         """The same; between two rounds. Idempotent."""
-        self._is_guarded = False
-        if self._is_off:
+        if self._is_away:
+            # DDP has no hook of ours, and what it has now is its own.
+            self._is_away = False
+            self._attachment.close()
+            self._gates.close()
+        elif self._is_off:
             return
-        self._land_all("flush")
-        self.give_back()
+        else:
+            self._land_all("flush")
+            self.give_back()
         if why and self._wire.rank == 0:
             log.info("left to DDP from now on: %s", why)
 
     def give_back(self) -> None:
         """DDP has a reducer without our hook; nothing may be under way."""
-        self._is_off = True
-        self._is_guarded = False
+        self._is_off, self._is_away = True, False
         self._attachment.close()
         self._gates.close()
         self._let_go_of_buckets()
@@ -590,7 +615,7 @@ class PlannedSession:
 
         Those that were not there when the process was forked raise PluginError when they are read.
         """
-        self._is_off = True
+        self._is_off, self._is_away = True, False
         self._sending.disown()
         self._updates.disown()
 

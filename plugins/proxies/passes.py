@@ -26,6 +26,9 @@ class Watcher(Protocol):
     def backward_begins(self) -> None:
         """A backward pass is about to begin, not inside of another one. The calling thread."""
 
+    def backward_ends(self) -> None:
+        """It has returned."""
+
     def backward_failed(self, error: BaseException) -> BaseException:
         """It was ended by ``error``; returns what is raised in its place, or ``error`` itself."""
 
@@ -78,7 +81,7 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
         for watcher in watchers:
             watcher.backward_begins()
         try:
-            return run(*args, **kwargs)
+            found = run(*args, **kwargs)
         except BaseException as error:
             raised = error
             for watcher in watchers:
@@ -86,6 +89,9 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
             if raised is error:
                 raise
             raise raised from error
+        for watcher in watchers:
+            watcher.backward_ends()
+        return found
 
     call.is_watched = True  # type: ignore[attr-defined]
     return call

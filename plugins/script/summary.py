@@ -39,7 +39,7 @@ def _names(trained: Sequence[Figures]) -> list[str]:
 
 def _line(figures: Figures) -> str:
     compared = str(figures.get("guard", ""))
-    if compared and figures["mode"] == "plain":
+    if figures.get("stood_aside"):
         return f"mode plain: {compared}"
     parts = [compared] if compared else []
     iterations = int(figures["iterations"])

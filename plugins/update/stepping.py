@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from .deferred import Deferred
 from .frozen import why_not_frozen
 from .late import LateGroups
 from .surroundings import has_modes
+
+log = logging.getLogger("bytesched")
 
 __all__ = ["Stepping", "Steps", "why_now"]
 
@@ -92,6 +95,9 @@ class Stepping:
             if shared and self._takes_gradients:
                 name = self._steps.names[shared.pop()]
                 raise PluginError(f"parameter {name!r} is in two optimizers: let go of the first")
+            if shared:
+                name = self._steps.names[shared.pop()]
+                log.info("an older optimizer has %r, and is no longer deferred", name)
             if shared or not other.is_alive:
                 self._leave(other)
         deferred = Deferred(optimizer, kind, self._synchronize_all, cross=cross)

@@ -95,8 +95,8 @@ def held(job: Job, script: tuple[str, str], *args: Any) -> None:
 
 
 def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
-    """``script`` with turns of two rounds or so: a plan and DDP by itself, all the time."""
-    few = {"SETTLED": 2, "SETTLED_AGAIN": 1, "COUNTED": 1, "SETTLED_PLAIN": 1, "PLAIN_ROUNDS": 2}
+    """``script`` with turns of three rounds or so: a plan and DDP by itself, all the time."""
+    few = {"SETTLED": 2, "SETTLED_AGAIN": 1, "COUNTED": 1, "SETTLED_PLAIN": 0}
     with contextlib.ExitStack() as undecided:
         undecided.enter_context(mock.patch.object(Comparison, "verdict", return_value=Verdict.OPEN))
         for name, rounds in few.items():
@@ -343,6 +343,29 @@ def accumulated(job: Job, views: bool, how: str) -> None:
                 loss = loss_of(model, batch(job, 10 * step + micro))
                 loss.backward()
             job.record("loss", loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    job.record_state(model, optimizer)
+
+
+def accumulated_with(job: Job, views: bool, what: str) -> None:
+    """Under no_sync, with what DDP does as a forward pass begins, or learns from the first one."""
+    kinds: dict[str, Callable[[], nn.Module]] = {"unused": Branching, "static": layers}
+    module: Any = kinds.get(what, Normalised)()
+    if what == "unused":
+        module.register_buffer("seen", torch.zeros(1))
+    arguments = {"find_unused_parameters": what == "unused", "static_graph": what == "static"}
+    model = ddp(job, module, views, **arguments)
+    optimizer = job.wrap(sgd(model), model)
+    for step in range(STEPS):
+        passes = 3 + (job.rank + step) % 2 if what == "unequal" else 3
+        for micro in range(passes if step or what != "static" else 1):
+            is_last = micro == passes - 1 or (what == "static" and not step)
+            if what == "unused":
+                module.turn = int(micro == 0)
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss_of(model, batch(job, 10 * step + micro)).backward()
+        job.record("gradients", gradients(model))
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     job.record_state(model, optimizer)

@@ -71,6 +71,10 @@ ROUNDS = [
     (scripts.several_forwards,),
     (scripts.accumulated, "no_sync"),
     (scripts.accumulated, "each"),
+    (scripts.accumulated_with, "buffers"),
+    (scripts.accumulated_with, "unequal"),
+    (scripts.accumulated_with, "unused"),
+    (scripts.accumulated_with, "static"),
     (scripts.closure,),
     (scripts.exception_caught,),
 ]

@@ -1,4 +1,4 @@
-"""Turns of a guard, over a wire to nobody, with a clock and collectives that the tests move."""
+"""Turns of a guard, over a wire to nobody, with a clock and rounds that the tests move."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from bytesched.plugins.planned import guard as guards
 from bytesched.plugins.planned.guard import Guard, collectives_of
+from bytesched.verdict import MOST_TURNS
 
-#: collectives of a round without the plan: a small bucket and three
-BUCKETS = 4
+#: those of a turn without the plan: what does not count, a block, and one until all are heard
+PLAIN_ROUNDS = guards._SETTLED_PLAIN + guards._COUNTED + 1
 
 
 class Wire:
@@ -42,59 +43,63 @@ class Clock:
 class Run:
     """A training loop: what its ranks do, on one of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.clock, self.wire = Clock(), Wire()
-        self.rounds = self.collectives = 0
+        #: with the plan
+        self.rounds = 0
         self.planned_s, self.plain_s = 0.010, 0.012
         self.is_planned = True
         #: in which iterations it went from one to the other
         self.changes: list[int] = []
+        self.iteration = 0
         wire: Any = self.wire
         clock: Any = self.clock
-        self.guard = Guard(wire, clock, lambda: self.collectives, BUCKETS)
-        monkeypatch.setattr(guards, "perf_counter_ns", lambda: int(1e9 * self.clock.now_s))
+        self.guard = Guard(wire, clock)
 
-    def train(self, iterations: int, beside: int = 0) -> None:
-        """So many iterations, with so many collectives of the script's own in each."""
+    def train(self, iterations: int, passes: int = 1, rounds: int = 1) -> None:
+        """So many iterations, each of so many forward passes and rounds."""
         for _ in range(iterations):
-            iteration = self.rounds + 1
-            if self.is_planned and self.guard.is_over(self.rounds):
-                if self.guard.can_leave():
-                    self.is_planned = False
-                    self.guard.plain_begins()
-                    self.changes.append(iteration)
-            elif not self.is_planned and self.guard.is_planned_next():
-                self.is_planned = True
-                self.guard.planned_begins(self.rounds)
-                self.changes.append(iteration)
-            self.rounds += 1
-            self.collectives += beside + (0 if self.is_planned else BUCKETS)
+            self.iteration += 1
+            for _ in range(passes):
+                self._forward()
             if self.is_planned:
-                self.guard.round_ends()
+                self.rounds += rounds
+            else:
+                for _ in range(rounds):
+                    self.guard.plain_round_ends()
             self.clock.now_s += self.planned_s if self.is_planned else self.plain_s
+
+    def _forward(self) -> None:
+        if self.is_planned:
+            if self.guard.planned_forward(self.rounds):
+                self.guard.plain_begins()
+                self.is_planned = False
+                self.changes.append(self.iteration)
+            return
+        self.guard.plain_forward()
+        if self.guard.is_planned_next:
+            self.guard.planned_begins(self.rounds)
+            self.is_planned = True
+            self.changes.append(self.iteration)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(monkeypatch)
+def run() -> Run:
+    return Run()
 
 
-def test_a_plan_that_is_faster_stays_after_one_turn(run: Run) -> None:
-    run.train(100)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_plan_that_is_faster_stays_after_one_turn(run: Run, passes: int) -> None:
+    """However many passes an iteration has, as with accumulation."""
+    run.train(100, passes)
     left, back = run.changes
     assert left == guards._SETTLED + guards._COUNTED + 1
-    assert back - left == guards._PLAIN_ROUNDS
+    assert back - left == PLAIN_ROUNDS
     assert run.guard.decision is not None
     assert run.guard.decision.ratio == pytest.approx(1.2)
+    assert run.guard.decision.iterations == guards._COUNTED
     run.train(guards._LASTS)
     assert len(run.changes) == 4, "it is looked at again"
-
-
-@pytest.mark.parametrize("beside", [1, 7])
-def test_collectives_of_the_script_are_no_buckets(run: Run, beside: int) -> None:
-    run.train(100, beside)
-    left, back = run.changes
-    assert back - left == guards._PLAIN_ROUNDS
 
 
 def test_a_plan_that_is_slower_is_left(run: Run) -> None:
@@ -102,6 +107,7 @@ def test_a_plan_that_is_slower_is_left(run: Run) -> None:
     run.train(100)
     assert len(run.changes) == 1
     assert not run.is_planned
+    assert run.guard.figures()["stood_aside"] == 1
     assert str(run.guard.decision) == (
         "12 ms with plain DDP, 14 with bytesched (8 iterations each): plain DDP is faster here, so "
         "DDP goes on by itself"
@@ -109,11 +115,18 @@ def test_a_plan_that_is_slower_is_left(run: Run) -> None:
 
 
 def test_neither_is_ahead(run: Run) -> None:
-    """Three turns, and DDP goes on by itself."""
+    """Some turns, and DDP goes on by itself."""
     run.planned_s = run.plain_s
     run.train(200)
-    assert len(run.changes) == 5
+    assert len(run.changes) == 2 * MOST_TURNS - 1
     assert not run.is_planned
+
+
+def test_where_nothing_can_be_compared_the_plan_stays(run: Run) -> None:
+    run.train(2000, rounds=30)
+    assert len(run.changes) == 2 * MOST_TURNS
+    assert run.is_planned
+    assert run.guard.figures() == {}
 
 
 def test_ranks_that_stood_aside_look_again_when_iterations_have_changed(run: Run) -> None:
@@ -138,21 +151,12 @@ def test_ranks_that_stood_aside_look_again_after_a_while(run: Run) -> None:
 def test_the_slowest_rank_counts(run: Run) -> None:
     run.train(guards._SETTLED + guards._COUNTED + 2)
     assert not run.is_planned
-    slow = torch.tensor([0.014] * guards._COUNTED + [0.0] * guards._COUNTED, dtype=torch.float64)
-    run.wire.others = slow
-    run.train(guards._PLAIN_ROUNDS)
+    times = [0.014] * guards._COUNTED + [0.0] * guards._COUNTED
+    run.wire.others = torch.tensor([-float("inf"), *times], dtype=torch.float64)
+    run.train(PLAIN_ROUNDS)
     assert not run.is_planned
     assert run.guard.decision is not None
     assert run.guard.decision.planned_s == pytest.approx(0.014)
-
-
-def test_ranks_with_other_collectives_keep_the_plan(run: Run) -> None:
-    """They would not know in which round to come back."""
-    run.train(guards._SETTLED + guards._COUNTED)
-    run.wire.others = torch.tensor([1e6, 0.0], dtype=torch.float64)
-    run.train(1)
-    assert run.is_planned
-    assert not run.changes
 
 
 def test_a_back_end_that_counts_nothing_takes_no_turns() -> None:

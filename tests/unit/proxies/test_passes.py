@@ -22,6 +22,7 @@ class Watching:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.ended = 0
         self.end = watch_passes(self)
         self.begins: Callable[[], object] = lambda: None
         self.in_place: BaseException | None = None
@@ -29,6 +30,9 @@ class Watching:
     def backward_begins(self) -> None:
         self.told.append("begins" if torch._C._current_graph_task_id() == -1 else "inside")
         self.begins()
+
+    def backward_ends(self) -> None:
+        self.ended += 1
 
     def backward_failed(self, error: BaseException) -> BaseException:
         self.told.append(type(error).__name__)
@@ -91,6 +95,7 @@ def test_all_that_watch_are_told_until_they_end(weight: nn.Parameter) -> None:
     two.end()
     weight.sum().backward()
     assert (one.told, two.told) == (["begins"], ["begins"] * 2)
+    assert (one.ended, two.ended) == (1, 2)
 
 
 def test_nothing_that_watches_is_kept_alive(weight: nn.Parameter) -> None:

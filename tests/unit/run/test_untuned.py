@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from warm_python import warm_python
 
 from bytesched.environment import child_environment
-from bytesched.plugins import registry
-from bytesched.plugins.script import watched
+from bytesched.plugins import left, registry
 from bytesched.run.untuned import PATIENCE_STEPS, watch_steps
 
 TRAIN = f"""
@@ -51,7 +50,7 @@ def test_it_is_said_once_and_why(
     step: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {("DistributedDataParallel of Net", "there is one rank"): None}
-    monkeypatch.setattr(watched, "_said", said)
+    monkeypatch.setattr(left, "_left", said)
     for _ in range(PATIENCE_STEPS - 1):
         assert step() == []
     for _ in range(2 * PATIENCE_STEPS):
