@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,38 +19,26 @@ from bytesched.urgency import URGENCY
 from bytesched.values import size_text
 
 from ..dependency.failures import Failures
-from ..figures.meter import Meter
 from ..proxies.entries import guard_entries
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, watch_passes
-from ..queries.operations import ASKING
 from ..routes.carrier import Traffic
-from ..routes.split.owners import late_ones
 from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
 from .attachment import Attachment, Give
-from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock, DeviceClock, HostClock
-from .cutting import Cutter, cut_dealt
-from .dealing import dealt
+from .cutting import Cutter
 from .gates import Gates
 from .guard import Guard, collectives_of
-from .halves import Halves
-from .planning import Planning, first_gates
-from .questions import asked_of
 from .reducer import (
     check_finalized,
     is_joining,
-    is_manual,
-    keep_local,
     reduced_by,
     refuse_effective_join,
 )
-from .sending import Sending
-from .source import Phase, Source
-from .splitting import Splitting
-from .updates import Updates
+from .rounds import Rounds
+from .source import Phase
 from .wire import Wire
 
 __all__ = ["PlannedSession"]
@@ -101,14 +88,6 @@ class PlannedSession:
         self._failures = Failures(wire)
         device = slots[0].parameter.device
         clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
-        self._planning = Planning(
-            wire,
-            observers,
-            policy=config.policy,
-            credit_bytes=config.credit_bytes,
-            gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
-            clock=clock,
-        )
         self._guard = Guard(wire, clock)
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = collectives_of(ddp, device) if config.guard else None
@@ -116,37 +95,23 @@ class PlannedSession:
         #: current backward pass
         self._is_away = False
         self._counted = 0
-        #: for how long something is under way in a round
-        self._round_busy_ns = 0
-        #: rounds that are in no figures any more
-        self._rounds_before = 0
-        self._meter = Meter(observers, len(slots), self._busy_ns)
-        self._sending = Sending(wire, self._failures, self._meter, self._planning)
-        self._updates = Updates(
+        self._rounds = Rounds(
+            ddp,
             slots,
-            self._sending,
+            config,
+            wire,
             self._failures,
-            self._meter,
-            rank=wire.rank,
-            timeout_s=config.timeout_s,
-            least_bundle_bytes=setting.partition_bytes,
-        )
-        self.source = Source(
-            self,
-            wire.size,
-            self._names,
-            holds_gradients=ddp.gradient_as_bucket_view,
-            is_static=ddp.static_graph,
-            is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
-            may_be_unused=ddp.find_unused_parameters,
+            observers,
+            clock,
             cut=cut,
-            future=_future_of(device),
-            is_manual=partial(is_manual, self._ddp),
-            keep_local=partial(keep_local, self._ddp),
+            halves_bytes=halves_bytes,
+            setting=setting,
+            learned=lambda: self._gates.are_learned(),
+            began=self._began,
         )
+        self.source, self._meter = self._rounds.source, self._rounds.meter
+        self._updates = self._rounds.updates
         self.source.is_finalized_ahead = is_finalized_ahead
-        self._halves_bytes = halves_bytes
-        self._splitting = Splitting(wire, config.split if halves_bytes else "off")
         self._stepping = Stepping(self, self._meter)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: buckets that were handed out before the current backward pass
@@ -209,8 +174,8 @@ class PlannedSession:
         refuse_effective_join(self._ddp())
         if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
             # Here no backward pass of it is under way, or about to begin.
-            self._land_all("forward")
-            self._let_go_of_buckets()
+            self._rounds.land_all("forward")
+            self._rounds.let_go_of_buckets()
             self._attachment.renew()
         if self._collectives is not None and self._guard.planned_forward(self.source.finished):
             self._go_away()
@@ -228,10 +193,10 @@ class PlannedSession:
         ddp = self._ddp()
         if ddp is None or is_joining(ddp) or not self._may_turn(ddp):
             return
-        self._land_all("forward")
+        self._rounds.land_all("forward")
         self._is_off = self._is_away = True
         self._gates.rest()
-        self._let_go_of_buckets()
+        self._rounds.let_go_of_buckets()
         self._attachment.leave()
         self._guard.plain_begins()
 
@@ -254,16 +219,11 @@ class PlannedSession:
             return False
         check_finalized(ddp)
         self._is_off = self._is_away = False
-        self._begin_anew()
+        self._rounds.begin_anew()
         self._attachment.come_back()
         self._gates.learn(root)
         guard.planned_begins(self.source.finished)
         return True
-
-    def _begin_anew(self) -> None:
-        """Rounds go another way from the next one on."""
-        self._meter.begin_anew()
-        self._rounds_before = self._meter.rounds
 
     def _complain_if_incomplete(self) -> None:
         """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
@@ -305,7 +265,7 @@ class PlannedSession:
             # Another pass may complete the round, whose buckets nothing writes again. An error is
             # raised where this model is used: the pass may be of another one.
             return
-        self._land_all("backward")
+        self._rounds.land_all("backward")
         self.source.backward_begins(self._parameters)
 
     def backward_ends(self) -> None:
@@ -335,124 +295,7 @@ class PlannedSession:
         self._failures.fail(ended, is_raised=True, cause=error)
         return error
 
-    def round_begins(self) -> None:
-        """See `Listener`."""
-        # A rank that has joined, and begins no backward pass, has not waited for it.
-        self._listen()
-        if not self.source.is_early:
-            nbytes = sum(bucket.buffer.nbytes for bucket in self.source.buckets)
-            if self._splitting.round_begins(nbytes):
-                self._split()
-        self._sending.round_begins()
-        if not self.source.is_early:
-            if self._sending.halves is None:
-                self._planning.round_begins()
-            self._meter.round_begins()
-
-    def _listen(self) -> None:
-        """What the ranks told each other is here; nothing else is under way."""
-        try:
-            self._planning.landed()
-            self._splitting.landed()
-        except TransportError as error:
-            self._failures.raise_first(error)
-
-    def _split(self) -> None:
-        """Gradients go in two halves from now on."""
-        # All of it is the same on both ranks: what they have told each other, and registration.
-        nbytes = [slot.parameter.nbytes for slot in self._slots]
-        late = late_ones(nbytes, self._wire.size, self._halves_bytes)
-        keys = {id(self._slots[index].parameter) for index in late}
-        planning = self._planning
-        ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
-        planning.close()
-        self._begin_anew()
-        self.source.let_go()
-        self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
-        self._sending.halves = Halves(self._wire, self._meter, self.observers)
-        if self._wire.rank == 0:
-            log.info(
-                "the script asks for norms of its gradients, or scales them, before step(): every "
-                "all-reduce is split into two halves"
-            )
-
-    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """See `Sums`."""
-        if func not in ASKING or not (members := asked_of(args)):
-            return NotImplemented
-        halves = self._sending.halves
-        if halves is None:
-            self._splitting.ask(members, self._late_bytes)
-            return NotImplemented
-        self._failures.check()
-        try:
-            with self._updates.lock:
-                return halves.questions(func, args, kwargs)
-        except TransportError as error:
-            self._failures.raise_first(error)
-
-    def _late_bytes(self) -> int:
-        chunks = (chunk for bucket in self._sending.buckets for chunk in bucket.chunks)
-        return self._sending.outstanding_bytes(chunks)
-
-    def layout_changes(self) -> None:
-        """See `Listener`."""
-        self._planning.forget()
-
-    def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
-        """See `Listener`."""
-        self._failures.check()
-        try:
-            self._sending.ready(chunks, is_last=is_last)
-            if is_last and not self.source.is_early and self._sending.halves is None:
-                self._planning.round_ends()
-                self._splitting.round_ends()
-        except RuntimeError as error:
-            self._failures.check()
-            name = chunks[0].name
-            self._failures.raise_first(PluginError(f"{name!r} could not be sent: {error}"))
-
-    def land(self, bucket: Bucket) -> None:
-        """See `Listener`."""
-        self._sending.land(bucket, "backward")
-
-    def settle(self, member: Member) -> None:
-        """See `Sums`."""
-        with self._updates.lock:
-            self._settle(member)
-
-    def _settle(self, member: Member) -> None:
-        by = f"{member.name}.grad"
-        if member.bucket.holds_gradients:
-            # All of them become ordinary ones, over the memory that owed updates are to read.
-            for other in member.bucket.members:
-                self._updates.settle(other)
-        self._sending.land(member.bucket, by)
-        self._updates.settle(member)
-        self._meter.causes.read(member.name, 0)
-
-    def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
-        """See `Listener`."""
-        self._meter.backward_ends()
-        if is_early and not self.source.is_early and self._gates.are_learned():
-            # A gate waits for the whole of its bundles.
-            self._planning.gate_of = first_gates(
-                {id(slot.parameter): slot.bundle.number for slot in self._slots}
-            )
-        if not is_early:
-            chunks = sum(len(bucket.chunks) for bucket in buckets)
-            nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
-            if self._is_first_of(chunks, nbytes):
-                self._begun(chunks, nbytes)
-
-    def _is_first_of(self, chunks: int, nbytes: int) -> bool:
-        """Whether a round of so many chunks is the first one."""
-        is_first = (chunks, nbytes) != getattr(self, "_last_sent", None)
-        self._last_sent = (chunks, nbytes)
-        return is_first
-
-    def _begun(self, chunks: int, nbytes: int) -> None:
-        self._meter.active(nbytes, chunks, self._setting)
+    def _began(self, chunks: int, nbytes: int) -> None:
         if self._wire.rank == 0:
             log.info(
                 "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s",
@@ -464,22 +307,6 @@ class PlannedSession:
                 self._setting.policy,
                 self.mode,
             )
-
-    def _land_all(self, by: str) -> None:
-        # Another thread may begin a backward pass, or flush.
-        with self._updates.lock:
-            self._updates.apply_all(by)
-            self._sending.land_all(by)
-            self._listen()
-            halves = self._sending.halves
-            if halves is None:
-                self._round_busy_ns = self._planning.busy_ns
-            elif halves.spans.is_complete:
-                self._round_busy_ns = halves.spans.busy_ns()
-
-    def _busy_ns(self) -> int:
-        """For how long something has been under way, as far as rounds were measured."""
-        return self._round_busy_ns * (self._meter.rounds - self._rounds_before)
 
     # -- steps -------------------------------------------------------------------------
 
@@ -564,7 +391,7 @@ class PlannedSession:
             return
         self._failures.check()
         if self.source.phase is Phase.IDLE:
-            self._land_all("flush")
+            self._rounds.land_all("flush")
 
     def restore(self) -> None:
         """DDP does everything by itself from now on, on all ranks."""
@@ -584,7 +411,7 @@ class PlannedSession:
         elif self._is_off:
             return
         else:
-            self._land_all("flush")
+            self._rounds.land_all("flush")
             self.give_back()
         if why and self._wire.rank == 0:
             log.info("left to DDP from now on: %s", why)
@@ -594,17 +421,8 @@ class PlannedSession:
         self._is_off, self._is_away = True, False
         self._attachment.close()
         self._gates.close()
-        self._let_go_of_buckets()
+        self._rounds.let_go_of_buckets()
         self._attachment.leave()
-
-    def _let_go_of_buckets(self) -> None:
-        """No copy of the gradients stays with us; nothing that matters is under way."""
-        self._sending.forget(self.source.buckets)
-        self.source.let_go()
-        self._planning.close()
-        self._splitting.forget()
-        for slot in self._slots:
-            slot.forget()
 
     def leave(self) -> None:
         """This rank takes no more steps."""
@@ -616,7 +434,7 @@ class PlannedSession:
         Those that were not there when the process was forked raise PluginError when they are read.
         """
         self._is_off, self._is_away = True, False
-        self._sending.disown()
+        self._rounds.sending.disown()
         self._updates.disown()
 
     def close(self, *, release_parameters: bool = True) -> None:
@@ -640,7 +458,7 @@ class PlannedSession:
                 # Not as the process ends: the script may go on with another session.
                 self.give_back()
         self._is_off = True
-        self._let_go_of_buckets()
+        self._rounds.let_go_of_buckets()
         self._wire.close()
         self.observers.close()
 
@@ -651,7 +469,7 @@ class PlannedSession:
             **self._meter.figures(Traffic()),
             "model": self._name,
             "mode": self.mode,
-            "order": "planned" if self._sending.halves is None else "halves",
+            "order": "planned" if self._rounds.sending.halves is None else "halves",
             "levels": 1,
             "rank": self._wire.rank,
             "world_size": self._wire.size,
@@ -662,13 +480,7 @@ class PlannedSession:
         }
 
     def __repr__(self) -> str:
-        state = f"{self._sending!r}, {self._updates!r}"
+        state = f"{self._rounds.sending!r}, {self._updates!r}"
         if self.error is not None:
             state = f"failed: {self.error}"
         return f"<bytesched rank {self._wire.rank} of {self._wire.size}: {state}>"
-
-
-def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:
-    if device.type == "cpu":
-        return torch.futures.Future
-    return lambda: torch.futures.Future(devices=[device])

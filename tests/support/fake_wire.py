@@ -226,8 +226,8 @@ class Run:
             self.order.names.append(self._names)
             self.order.slots += self.slots
             self.order.may_copy.append(lambda: self.session.source.phase.name == "COMPLETE")
-            session: Any = self.session
-            session.round_ends = partial(self._round_ends, self.order, session.round_ends)
+            rounds: Any = self.session._rounds
+            rounds.round_ends = partial(self._round_ends, self.order, rounds.round_ends)
 
     @staticmethod
     def _round_ends(
@@ -250,15 +250,15 @@ class Run:
 
     def plan_when_settled(self, plan: Callable[[int], list[int]]) -> None:
         """Once DDP's buckets stay, chunks are issued in an order that is made of their number."""
-        source = self.session.source
-        begins = self.session.round_begins
+        rounds: Any = self.session._rounds
+        begins = rounds.round_begins
 
         def round_begins() -> None:
-            if not source.is_early and self.session._planning.order is None and self.chunks:
-                self.session._planning.order = plan(len(self.chunks))
+            if not rounds.source.is_early and rounds.planning.order is None and self.chunks:
+                rounds.planning.order = plan(len(self.chunks))
             begins()
 
-        self.session.round_begins = round_begins
+        rounds.round_begins = round_begins
 
     @property
     def crossed(self) -> int:

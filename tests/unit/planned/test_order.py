@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bytesched.plugins.planned import gates, source, updates
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
+from bytesched.plugins.planned.rounds import Rounds
 from bytesched.plugins.planned.sending import Sending
 from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.planned.streams import Streams
@@ -397,7 +398,7 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
         r"zero_ on stream \d+ writes .*0\.weight in its bucket, and waits for no end of sum",
     ),
     "the first rounds, in backward": (
-        *(PlannedSession, "land", nothing, Case(usual)),
+        *(Rounds, "land", nothing, Case(usual)),
         r"reads .*0\.weight\.grad, which is not summed",
     ),
     "a use of a parameter": (

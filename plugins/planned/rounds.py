@@ -1,0 +1,271 @@
+"""The rounds of one model: what its reducer hands out, sent, told of, and handed back."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError, TransportError
+from bytesched.observe import Observers
+from bytesched.tunable import Setting
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
+from ..queries.operations import ASKING
+from ..routes.split.owners import late_ones
+from .buckets import Bucket, Chunk, Member
+from .bundles import Slot
+from .clocks import Clock
+from .cutting import Cutter, cut_dealt
+from .dealing import dealt
+from .halves import Halves
+from .planning import Planning, first_gates
+from .questions import asked_of
+from .reducer import is_manual, keep_local
+from .sending import Sending
+from .source import Source
+from .splitting import Splitting
+from .updates import Updates
+from .wire import Wire
+
+__all__ = ["Rounds"]
+
+log = logging.getLogger("bytesched")
+
+
+class Rounds:
+    """Between the hook of the reducer and the wire.
+
+    Args:
+        slots: all parameters of ``ddp``, which is not kept alive, in registration order.
+        cut: buckets into chunks.
+        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
+        setting: the sizes in use, for figures.
+        learned: puts gates where forward passes have shown them; whether it did so now.
+        began: called with the chunks and bytes of a round that differs in them from the last one.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        slots: Sequence[Slot],
+        config: Config,
+        wire: Wire,
+        failures: Failures,
+        observers: Observers,
+        clock: Clock,
+        *,
+        cut: Cutter,
+        halves_bytes: int,
+        setting: Setting,
+        learned: Callable[[], bool],
+        began: Callable[[int, int], None],
+    ) -> None:
+        self._slots = slots
+        self._wire = wire
+        self._failures = failures
+        self._observers = observers
+        self._halves_bytes = halves_bytes
+        self._setting = setting
+        self._learned = learned
+        self._began = began
+        #: chunks and bytes of the last round
+        self._last_sent = (0, 0)
+        #: for how long something is under way in a round
+        self._round_busy_ns = 0
+        #: rounds that are in no figures any more
+        self._rounds_before = 0
+        self.planning = Planning(
+            wire,
+            observers,
+            policy=config.policy,
+            credit_bytes=config.credit_bytes,
+            gate_of=first_gates({id(slot.parameter): place for place, slot in enumerate(slots)}),
+            clock=clock,
+        )
+        self.meter = Meter(observers, len(slots), self._busy_ns)
+        self.sending = Sending(wire, failures, self.meter, self.planning)
+        self.updates = Updates(
+            slots,
+            self.sending,
+            failures,
+            self.meter,
+            rank=wire.rank,
+            timeout_s=config.timeout_s,
+            least_bundle_bytes=setting.partition_bytes,
+        )
+        self._splitting = Splitting(wire, config.split if halves_bytes else "off")
+        weak_ddp = weakref.ref(ddp)
+        self.source = Source(
+            self,
+            wire.size,
+            {id(slot.parameter): slot.name for slot in slots},
+            holds_gradients=ddp.gradient_as_bucket_view,
+            is_static=ddp.static_graph,
+            is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
+            may_be_unused=ddp.find_unused_parameters,
+            cut=cut,
+            future=_future_of(slots[0].parameter.device),
+            is_manual=partial(is_manual, weak_ddp),
+            keep_local=partial(keep_local, weak_ddp),
+        )
+
+    def begin_anew(self) -> None:
+        """Rounds go another way from the next one on, and figures are of those alone."""
+        self.meter.begin_anew()
+        self._rounds_before = self.meter.rounds
+
+    def round_begins(self) -> None:
+        """See `Listener`."""
+        # A rank that has joined, and begins no backward pass, has not waited for it.
+        self._listen()
+        if not self.source.is_early:
+            nbytes = sum(bucket.buffer.nbytes for bucket in self.source.buckets)
+            if self._splitting.round_begins(nbytes):
+                self._split()
+        self.sending.round_begins()
+        if not self.source.is_early:
+            if self.sending.halves is None:
+                self.planning.round_begins()
+            self.meter.round_begins()
+
+    def _listen(self) -> None:
+        """What the ranks told each other is here; nothing else is under way."""
+        try:
+            self.planning.landed()
+            self._splitting.landed()
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def _split(self) -> None:
+        """Gradients go in two halves from now on."""
+        # All of it is the same on both ranks: what they have told each other, and registration.
+        nbytes = [slot.parameter.nbytes for slot in self._slots]
+        late = late_ones(nbytes, self._wire.size, self._halves_bytes)
+        keys = {id(self._slots[index].parameter) for index in late}
+        planning = self.planning
+        ways = dealt(planning.gradients(self.source.buckets), planning.seconds_per_byte, keys)
+        planning.close()
+        self.begin_anew()
+        self.source.let_go()
+        self.source.cut = partial(cut_dealt, ways=ways, chunk_bytes=self._halves_bytes)
+        self.sending.halves = Halves(self._wire, self.meter, self._observers)
+        if self._wire.rank == 0:
+            log.info(
+                "the script asks for norms of its gradients, or scales them, before step(): every "
+                "all-reduce is split into two halves"
+            )
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """See `Sums`."""
+        if func not in ASKING or not (members := asked_of(args)):
+            return NotImplemented
+        halves = self.sending.halves
+        if halves is None:
+            self._splitting.ask(members, self._late_bytes)
+            return NotImplemented
+        self._failures.check()
+        try:
+            with self.updates.lock:
+                return halves.questions(func, args, kwargs)
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def _late_bytes(self) -> int:
+        chunks = (chunk for bucket in self.sending.buckets for chunk in bucket.chunks)
+        return self.sending.outstanding_bytes(chunks)
+
+    def layout_changes(self) -> None:
+        """See `Listener`."""
+        self.planning.forget()
+
+    def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
+        """See `Listener`."""
+        self._failures.check()
+        try:
+            self.sending.ready(chunks, is_last=is_last)
+            if is_last and not self.source.is_early and self.sending.halves is None:
+                self.planning.round_ends()
+                self._splitting.round_ends()
+        except RuntimeError as error:
+            self._failures.check()
+            name = chunks[0].name
+            self._failures.raise_first(PluginError(f"{name!r} could not be sent: {error}"))
+
+    def land(self, bucket: Bucket) -> None:
+        """See `Listener`."""
+        self.sending.land(bucket, "backward")
+
+    def settle(self, member: Member) -> None:
+        """See `Sums`."""
+        with self.updates.lock:
+            self._settle(member)
+
+    def _settle(self, member: Member) -> None:
+        by = f"{member.name}.grad"
+        if member.bucket.holds_gradients:
+            # All of them become ordinary ones, over the memory that owed updates are to read.
+            for other in member.bucket.members:
+                self.updates.settle(other)
+        self.sending.land(member.bucket, by)
+        self.updates.settle(member)
+        self.meter.causes.read(member.name, 0)
+
+    def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
+        """See `Listener`."""
+        self.meter.backward_ends()
+        if is_early and not self.source.is_early and self._learned():
+            # A gate waits for the whole of its bundles.
+            self.planning.gate_of = first_gates(
+                {id(slot.parameter): slot.bundle.number for slot in self._slots}
+            )
+        if not is_early:
+            chunks = sum(len(bucket.chunks) for bucket in buckets)
+            nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
+            if (chunks, nbytes) != self._last_sent:
+                self._last_sent = chunks, nbytes
+                self.meter.active(nbytes, chunks, self._setting)
+                self._began(chunks, nbytes)
+
+    def land_all(self, by: str) -> None:
+        """Nothing is under way, and nothing owed, that was before.
+
+        Args:
+            by: what waits for it, for figures.
+        """
+        # Another thread may begin a backward pass, or flush.
+        with self.updates.lock:
+            self.updates.apply_all(by)
+            self.sending.land_all(by)
+            self._listen()
+            halves = self.sending.halves
+            if halves is None:
+                self._round_busy_ns = self.planning.busy_ns
+            elif halves.spans.is_complete:
+                self._round_busy_ns = halves.spans.busy_ns()
+
+    def _busy_ns(self) -> int:
+        """For how long something has been under way, as far as rounds were measured."""
+        return self._round_busy_ns * (self.meter.rounds - self._rounds_before)
+
+    def let_go_of_buckets(self) -> None:
+        """No copy of the gradients stays with us; nothing that matters is under way."""
+        self.sending.forget(self.source.buckets)
+        self.source.let_go()
+        self.planning.close()
+        self._splitting.forget()
+        for slot in self._slots:
+            slot.forget()
+
+
+def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:
+    if device.type == "cpu":
+        return torch.futures.Future
+    return lambda: torch.futures.Future(devices=[device])
