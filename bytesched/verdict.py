@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from math import floor, sqrt
 from statistics import median
 from typing import Final
@@ -18,8 +19,10 @@ __all__ = ["MOST_TURNS", "Comparison", "Verdict", "compared"]
 
 #: standard deviations of the normal distribution that hold 95 % of it
 _SIGMAS: Final = 1.96
-#: one turn decides where the ratio is as far from 1: what is close may be a moment of the machine
+#: one turn decides where the ratio is as far from 1, and its blocks as long: what is close, or
+#: short, may be a moment of the machine
 _CLEAR: Final = 1.1
+_LONG_S: Final = 1.0
 #: pairs of blocks after which it is decided
 MOST_TURNS: Final = 3
 
@@ -42,6 +45,7 @@ class Comparison:
         iterations: on each side.
         low: the least of the ratios of the first to the second, with 95 % confidence.
         high: the largest.
+        is_alike: the medians of each turn are on the same side.
     """
 
     plain_s: float
@@ -49,6 +53,7 @@ class Comparison:
     iterations: int
     low: float
     high: float
+    is_alike: bool = True
 
     @property
     def ratio(self) -> float:
@@ -57,40 +62,51 @@ class Comparison:
 
     def verdict(self, turns: int) -> Verdict:
         """What follows after so many ``turns``, from 1 on."""
+        is_long = self.iterations * self.planned_s >= _LONG_S
         clear = _CLEAR if turns == 1 else 1.0
-        if self.low > clear:
-            return Verdict.PLANNED
-        if self.high * clear < 1 or turns >= MOST_TURNS:
-            return Verdict.PLAIN
-        return Verdict.OPEN
+        if self.is_alike and (turns > 1 or is_long):
+            if self.low > clear:
+                return Verdict.PLANNED
+            if self.high * clear < 1:
+                return Verdict.PLAIN
+        return Verdict.OPEN if turns < MOST_TURNS else Verdict.PLAIN
 
     def __str__(self) -> str:
         plain, planned = map(_ms, (self.plain_s, self.planned_s))
         measured = f"{plain} ms with plain DDP, {planned} with bytesched"
         each = f"{self.iterations} iterations each"
-        if self.low > 1:
+        if self.low > 1 and self.is_alike:
             return f"{measured} ({each}): {self.ratio:.2f} x as fast"
-        why = "plain DDP is faster here" if self.high < 1 else "within the noise of iterations"
+        why = (
+            "plain DDP is faster here"
+            if self.high < 1 and self.is_alike
+            else "within the noise of iterations"
+        )
         return f"{measured} ({each}): {why}, so DDP goes on by itself"
 
 
-def compared(plain_s: Sequence[float], planned_s: Sequence[float]) -> Comparison:
-    """The iterations ``plain_s`` beside ``planned_s``.
+def compared(
+    plain_s: Sequence[Sequence[float]], planned_s: Sequence[Sequence[float]]
+) -> Comparison:
+    """The iterations ``plain_s`` beside ``planned_s``, a block for each turn.
 
-    Raises ValueError unless there are some on both sides, all of them longer than nothing.
+    Raises ValueError unless each block has some, all of them longer than nothing.
     """
-    if not plain_s or not planned_s or min(*plain_s, *planned_s) <= 0:
-        raise ValueError(f"nothing to compare: {list(plain_s)} and {list(planned_s)}")
-    ratios = sorted(plain / planned for plain in plain_s for planned in planned_s)
-    ones, others = len(plain_s), len(planned_s)
-    spread = sqrt(ones * others * (ones + others + 1) / 12)
-    left_out = max(0, floor(ones * others / 2 - _SIGMAS * spread))
+    blocks = [*plain_s, *planned_s]
+    if not blocks or not all(blocks) or min(map(min, blocks)) <= 0:
+        raise ValueError(f"nothing to compare: {plain_s} and {planned_s}")
+    ones, others = [*chain(*plain_s)], [*chain(*planned_s)]
+    ratios = sorted(one / other for one in ones for other in others)
+    spread = sqrt(len(ratios) * (len(ones) + len(others) + 1) / 12)
+    left_out = max(0, floor(len(ratios) / 2 - _SIGMAS * spread))
+    sides = {median(one) > median(other) for one, other in zip(plain_s, planned_s, strict=True)}
     return Comparison(
-        median(plain_s),
-        median(planned_s),
-        min(ones, others),
+        median(ones),
+        median(others),
+        min(len(ones), len(others)),
         ratios[left_out],
         ratios[-1 - left_out],
+        len(sides) == 1,
     )
 
 

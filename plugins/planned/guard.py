@@ -61,8 +61,8 @@ class Guard:
         self._wire = wire
         self._clock = clock
         #: what has been compared since the last decision, in seconds, of the slowest rank
-        self._plain_s: list[float] = []
-        self._planned_s: list[float] = []
+        self._plain_s: list[list[float]] = []
+        self._planned_s: list[list[float]] = []
         self._turns = 0
         #: for how many rounds the next decision holds, and how soon ranks ask whether it does
         self._lasts = _LASTS
@@ -151,8 +151,9 @@ class Guard:
 
     def _decide(self, told: list[float]) -> None:
         least, planned_s, plain_s = -int(told[0]), told[1 : 1 + _COUNTED], told[1 + _COUNTED :]
-        self._planned_s += planned_s[:least]
-        self._plain_s += plain_s[:least]
+        if least:
+            self._planned_s.append(planned_s[:least])
+            self._plain_s.append(plain_s[:least])
         self._turns += 1
         self._settles = _SETTLED_AGAIN
         verdict = Verdict.OPEN

@@ -47,7 +47,7 @@ class Run:
         self.clock, self.wire = Clock(), Wire()
         #: with the plan
         self.rounds = 0
-        self.planned_s, self.plain_s = 0.010, 0.012
+        self.planned_s, self.plain_s = 1.0, 1.2
         self.is_planned = True
         #: in which iterations it went from one to the other
         self.changes: list[int] = []
@@ -103,14 +103,14 @@ def test_a_plan_that_is_faster_stays_after_one_turn(run: Run, passes: int) -> No
 
 
 def test_a_plan_that_is_slower_is_left(run: Run) -> None:
-    run.planned_s = 0.014
+    run.planned_s = 1.4
     run.train(100)
     assert len(run.changes) == 1
     assert not run.is_planned
     assert run.guard.figures()["stood_aside"] == 1
     assert str(run.guard.decision) == (
-        "12 ms with plain DDP, 14 with bytesched (8 iterations each): plain DDP is faster here, so "
-        "DDP goes on by itself"
+        "1200 ms with plain DDP, 1400 with bytesched (8 iterations each): plain DDP is faster "
+        "here, so DDP goes on by itself"
     )
 
 
@@ -130,9 +130,9 @@ def test_where_nothing_can_be_compared_the_plan_stays(run: Run) -> None:
 
 
 def test_ranks_that_stood_aside_look_again_when_iterations_have_changed(run: Run) -> None:
-    run.planned_s = 0.014
+    run.planned_s = 1.4
     run.train(100)
-    run.plain_s = 0.020
+    run.plain_s = 2.0
     run.train(2 * guards._ASKED_AFTER)
     assert run.is_planned
     assert run.guard.decision is not None
@@ -140,7 +140,7 @@ def test_ranks_that_stood_aside_look_again_when_iterations_have_changed(run: Run
 
 
 def test_ranks_that_stood_aside_look_again_after_a_while(run: Run) -> None:
-    run.planned_s = 0.014
+    run.planned_s = 1.4
     run.train(guards._LASTS + guards._ASKED_AFTER + 100)
     assert len(run.changes) == 3
     assert not run.is_planned
@@ -151,12 +151,12 @@ def test_ranks_that_stood_aside_look_again_after_a_while(run: Run) -> None:
 def test_the_slowest_rank_counts(run: Run) -> None:
     run.train(guards._SETTLED + guards._COUNTED + 2)
     assert not run.is_planned
-    times = [0.014] * guards._COUNTED + [0.0] * guards._COUNTED
+    times = [1.4] * guards._COUNTED + [0.0] * guards._COUNTED
     run.wire.others = torch.tensor([-float("inf"), *times], dtype=torch.float64)
     run.train(PLAIN_ROUNDS)
     assert not run.is_planned
     assert run.guard.decision is not None
-    assert run.guard.decision.planned_s == pytest.approx(0.014)
+    assert run.guard.decision.planned_s == pytest.approx(1.4)
 
 
 def test_a_back_end_that_counts_nothing_takes_no_turns() -> None:
