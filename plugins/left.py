@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["leave", "left"]
+__all__ = ["leave", "left", "name_of_ddp", "name_of_horovods"]
 
 log = logging.getLogger("bytesched")
 
@@ -22,3 +22,13 @@ def leave(name: str, why: str, level: int = logging.INFO) -> None:
 def left() -> list[str]:
     """All of it, in the order in which it was left."""
     return [f"{name}: {why}" for name, why in _left]
+
+
+def name_of_ddp(module: object) -> str:
+    """What the DDP of ``module`` is called in messages."""
+    return f"DistributedDataParallel of {type(module).__name__}"
+
+
+def name_of_horovods(optimizer: object) -> str:
+    """The same for an optimizer of Horovod's."""
+    return f"Horovod's {type(optimizer).__name__}"

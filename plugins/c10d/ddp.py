@@ -24,6 +24,7 @@ from ..engine import beginning
 from ..engine.beginning import add_optimizer, slots_of, stays_plain
 from ..engine.session import Session
 from ..layout.slots import Slot
+from ..left import name_of_ddp
 from ..moments.folding import Accumulation
 from ..moments.refusals import folding_statements
 from ..moments.slots import MomentSlot
@@ -126,14 +127,6 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def name_of(model: nn.Module) -> str:
-    """What ``model`` is called in messages."""
-    ddp = find_ddp(model)
-    if ddp is None:
-        return type(model).__name__
-    return f"DistributedDataParallel of {type(ddp.module).__name__}"
-
-
 def base_of(model: nn.Module) -> dist.ProcessGroup:
     """The user's group, over whose ranks the gradients of ``model`` are averaged."""
     ddp = find_ddp(model)
@@ -165,7 +158,9 @@ def begin(
     why = why_plain(model) if config.enabled else "enabled is off"
     # One model has one session, whatever its optimizers.
     known = [other for other in sessions(model) if isinstance(other, (Session, PlannedSession))]
-    if stays_plain(name_of(model), why):
+    ddp = find_ddp(model)
+    name = type(model).__name__ if ddp is None else name_of_ddp(ddp.module)
+    if stays_plain(name, why):
         is_lost = base_of(model).size() > 1 and has_groups(model, groups)
         if is_lost:
             why = f"nothing would reduce the gradients of parameters in groups: {why}"
@@ -198,7 +193,6 @@ def begin(
         if config.shard:
             refuse_to_shard(optimizer)
         session: Session | PlannedSession
-        ddp = find_ddp(model)
         if (
             ddp is not None
             and not why_not_planned(

@@ -25,6 +25,7 @@ from ..engine import beginning
 from ..engine.beginning import add_optimizer, stays_plain
 from ..engine.session import Session
 from ..layout.slots import Slot
+from ..left import name_of_horovods
 from ..proxies.compiling import has_compiled
 from ..registry import announce
 from ..warmup.agree import statements
@@ -115,7 +116,7 @@ def begin(
 def _begin(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config) -> Session | None:
     show(config.log_level, hvd.rank() if hvd.is_initialized() else 0)
     why = why_plain(optimizer, model, config) if config.enabled else _OFF
-    if stays_plain(f"Horovod's {type(optimizer).__name__}", why):
+    if stays_plain(name_of_horovods(optimizer), why):
         decline(optimizer, why)
         return None
     with Entry(vars(optimizer)["process_set"], config.timeout_s) as entry:

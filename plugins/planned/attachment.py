@@ -45,11 +45,6 @@ class Attachment:
         #: takes off all but the hook of the reducer
         self.close = hook(ddp, source, stand_aside)
 
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The DDP, if there is still one."""
-        return self._ddp()
-
     def give(self, ddp: DistributedDataParallel, give: Give) -> None:
         """``ddp`` is given this, too, now and whenever it has our hook."""
         self._give = give
@@ -63,19 +58,19 @@ class Attachment:
     def renew(self) -> None:
         """The DDP gets a new reducer, with our hook and buckets of our size."""
         self.is_renewal_due = False
-        if (ddp := self.ddp) is not None:
+        if (ddp := self._ddp()) is not None:
             self._source.begin_anew()
             renew(ddp, self._bucket_bytes, self._source)
 
     def leave(self) -> None:
         """The DDP gets a reducer as it was made with, without our hook."""
         self.take_off()
-        if (ddp := self.ddp) is not None:
+        if (ddp := self._ddp()) is not None:
             renew(ddp, 0)
 
     def come_back(self) -> None:
         """Undoes `leave`."""
-        if (ddp := self.ddp) is not None:
+        if (ddp := self._ddp()) is not None:
             self._take_off = self._give(ddp)
         self.renew()
 

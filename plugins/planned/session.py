@@ -31,12 +31,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .cutting import Cutter
 from .gates import Gates
 from .guard import Guard, collectives_of
-from .reducer import (
-    check_finalized,
-    is_joining,
-    reduced_by,
-    refuse_effective_join,
-)
+from .reducer import check_finalized, is_joining, reduced_by, refuse_effective_join
 from .rounds import Rounds
 from .source import Phase
 from .wire import Wire

@@ -13,6 +13,7 @@ from torch import nn
 from bytesched.environment import is_horovod_elastic
 
 from ..c10d.announcing import Announcement
+from ..left import name_of_ddp, name_of_horovods
 from ..pipelines.root import StageModules
 from .calls import is_inside, makes_state
 from .owners import compiled_around, owners_of, parameter_ids
@@ -31,8 +32,7 @@ class WatchedDdp(Watched):
     ticks = "collectives of its process group"
 
     def __init__(self, ddp: Any, module: nn.Module) -> None:
-        name = f"DistributedDataParallel of {type(module).__name__}"
-        super().__init__(name, dist.get_rank() if dist.is_initialized() else 0)
+        super().__init__(name_of_ddp(module), dist.get_rank() if dist.is_initialized() else 0)
         self.ddp = ref(ddp)
         #: optimizers that have stepped, in the order of their first step
         self._stepped: list[ref[torch.optim.Optimizer]] = []
@@ -119,7 +119,7 @@ class WatchedHorovod(Watched):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         import horovod.torch as hvd
 
-        super().__init__(f"Horovod's {type(optimizer).__name__}", hvd.rank())
+        super().__init__(name_of_horovods(optimizer), hvd.rank())
         self._optimizer = ref(optimizer)
         self._step_code = inspect.unwrap(type(optimizer).step).__code__
         self._steps_seen = 0

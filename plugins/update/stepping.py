@@ -19,9 +19,9 @@ from .frozen import why_not_frozen
 from .late import LateGroups
 from .surroundings import has_modes
 
-log = logging.getLogger("bytesched")
-
 __all__ = ["Stepping", "Steps", "why_now"]
+
+log = logging.getLogger("bytesched")
 
 
 class Steps(Protocol):

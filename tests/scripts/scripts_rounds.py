@@ -42,6 +42,13 @@ BUCKET_MB = 0.005
 Layers = nn.Sequential
 
 
+#: of too few rounds, left to DDP from the start, or with a join(), after which there are none
+WITHOUT_TURNS = {
+    *("called_around", "forward_called", "forward_called_each_time"),
+    *("hook_registered", "in_a_context", "joined"),
+}
+
+
 class HeldWork:
     """A collective that begins when somebody waits for it, after all that should have begun before.
 
@@ -96,12 +103,33 @@ def held(job: Job, script: tuple[str, str], *args: Any) -> None:
 
 def taking_turns(job: Job, script: tuple[str, str], *args: Any) -> None:
     """``script`` with turns of three rounds or so: a plan and DDP by itself, all the time."""
+    turns = 0
+    begins = guards.Guard.plain_begins
+
+    def plain_begins(guard: guards.Guard) -> None:
+        nonlocal turns
+        turns += 1
+        begins(guard)
+
     few = {"SETTLED": 2, "SETTLED_AGAIN": 1, "COUNTED": 1, "SETTLED_PLAIN": 0}
     with contextlib.ExitStack() as undecided:
         undecided.enter_context(mock.patch.object(Comparison, "verdict", return_value=Verdict.OPEN))
         for name, rounds in few.items():
             undecided.enter_context(mock.patch.object(guards, f"_{name}", rounds))
+        undecided.enter_context(mock.patch.object(guards.Guard, "plain_begins", plain_begins))
         resolve(script)(job, *args)
+    assert turns or not job.wrapped or script[1] in WITHOUT_TURNS, "no turn was taken"
+
+
+def decided(job: Job, views: bool, verdict: str) -> None:
+    """A turn of a few rounds that ends with ``verdict``, and what follows."""
+    few = {"SETTLED": 2, "COUNTED": 2, "SETTLED_PLAIN": 1}
+    with contextlib.ExitStack() as made:
+        found = mock.patch.object(Comparison, "verdict", return_value=Verdict[verdict])
+        made.enter_context(found)
+        for name, rounds in few.items():
+            made.enter_context(mock.patch.object(guards, f"_{name}", rounds))
+        usual(job, layers(), views, steps=16)
 
 
 def in_buckets_of_ours(job: Job, script: tuple[str, str], *args: Any) -> None:

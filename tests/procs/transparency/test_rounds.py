@@ -185,6 +185,16 @@ def test_turns(two_ranks: Ranks, script: Script, args: list[Any], views: bool) -
     check(two_ranks, scripts.taking_turns, address_of(script), views, *args, mode="", **SIZES)
 
 
+@pytest.mark.parametrize(("verdict", "mode"), [("PLANNED", "cross"), ("PLAIN", "plain")])
+def test_a_decision(two_ranks: Ranks, verdict: str, mode: str) -> None:
+    """It holds, and all ranks show what it was made from."""
+    figures = check(two_ranks, scripts.decided, False, verdict, mode=mode, **SIZES)
+    shown = ("plain_ms", "planned_ms", "speedup", "stood_aside", "guard")
+    first, second = ([stats[name] for name in shown] for stats in figures)
+    assert first == second
+    assert first[3] == (verdict == "PLAIN")
+
+
 @views
 @cases(*ROUNDS)
 def test_turns_in_two_halves(
