@@ -57,7 +57,6 @@ class ConfigFields(TypedDict, total=False):
     policy: str
     partition_bytes: int | str
     credit_bytes: int | str
-    order: str
     compression: str
     cross_barrier: bool
     guard: bool
@@ -90,10 +89,6 @@ class Config:
     """Size of the chunks, such as `512KiB` or `1MB`; 0: chosen for the measured link."""
     credit_bytes: int = AUTOMATIC
     """Most bytes in flight; 0: chosen together with `partition_bytes`."""
-    order: str = "auto"
-    """How ranks agree on one order. `leader`: rank 0 leads. `replay`: every rank replays an order
-    planned from all ranks' measurements. `auto`: up to 8 ranks, rank 0 leads while its order
-    changes from round to round; from 9 ranks on, `replay`."""
     compression: str = "none"
     """Of real numbers on the wire: `none`, or `bf16` or `fp16`, like DDP's compression hooks."""
     cross_barrier: bool = True
@@ -253,7 +248,6 @@ _PARSERS: dict[str, Callable[[object], object]] = {
     "policy": parse_name,
     "partition_bytes": parse_size,
     "credit_bytes": parse_size,
-    "order": one_of("auto", "leader", "replay"),
     "compression": one_of("none", "bf16", "fp16"),
     "cross_barrier": parse_flag,
     "guard": parse_flag,

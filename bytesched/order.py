@@ -1,8 +1,6 @@
-"""One order on all ranks: the leader's choice, and following it.
+"""Which of the ready tasks is next: a policy's choice, or a given order.
 
-Collectives must be issued in the same order on every rank. Rank 0 leads: it picks by policy
-among *its* ready tasks and announces them; the others follow, as all do that replay a given order.
-All of it is pure: what is sent, and how, is the plugin's.
+Collectives must be issued in the same order on every rank, so there all follow the same one.
 """
 
 from __future__ import annotations
@@ -67,12 +65,8 @@ class Leading:
     def is_open(self) -> bool:
         return True
 
-    def waiting(self) -> list[int]:
-        """The indices of the ready tasks, in the order in which they are next."""
-        return [task.index for _, _, task in sorted(self._heap)]
-
     def extend(self, indices: Sequence[int]) -> None:
-        raise TypeError(f"the leader chooses, and follows no order: {list(indices)}")
+        raise TypeError(f"a policy chooses, and follows no order: {list(indices)}")
 
     def tasks(self) -> Iterator[CommTask]:
         return (task for _, _, task in self._heap)

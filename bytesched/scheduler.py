@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, Final, Protocol, TypeVar
 
-from bytesched.admission import Admission
 from bytesched.busy import Busy
 from bytesched.core import SchedulerCore
 from bytesched.errors import SchedulerClosed
@@ -181,7 +180,7 @@ class Scheduler:
         self._events.put(self._handle, partial(self.core.ready, task))
 
     def ordered(self, indices: Sequence[int]) -> None:
-        """The leader's next tasks."""
+        """The next tasks of the agreed order, by index."""
         self._put(lambda: self.core.ordered(indices))
 
     def act(self, event: _Event) -> None:
@@ -197,15 +196,6 @@ class Scheduler:
 
         def swap() -> Sequence[CommTask]:
             self.core.use_queue(queue)
-            return ()
-
-        self._put(swap)
-
-    def use_admission(self, admission: Admission | None) -> None:
-        """A new way of admitting, from the next task on; the core must be idle by then."""
-
-        def swap() -> Sequence[CommTask]:
-            self.core.use_admission(admission)
             return ()
 
         self._put(swap)

@@ -19,7 +19,6 @@ from bytesched.values import parse_size, size_text
 
 __all__ = [
     "KNOBS",
-    "ORDERS",
     "Decision",
     "Recording",
     "RunFacts",
@@ -32,8 +31,7 @@ __all__ = [
 ]
 
 #: what a plugin may publish as changeable at run time; the names of `Setting`'s fields
-KNOBS = ("partition_bytes", "credit_bytes", "policy", "order", "enabled")
-ORDERS = ("auto", "leader", "replay")
+KNOBS = ("partition_bytes", "credit_bytes", "policy", "enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,6 @@ class Setting:
     partition_bytes: int
     credit_bytes: int
     policy: str = "priority"
-    order: str = "auto"
     #: False: the framework's own reduction, or what comes nearest to it at run time
     enabled: bool = True
 
@@ -70,8 +67,7 @@ class Setting:
         if not self.enabled:
             return "scheduling off"
         text = f"partition {size_text(self.partition_bytes)}, credit {size_text(self.credit_bytes)}"
-        text += "" if self.policy == "priority" else f", policy {self.policy}"
-        return text + ("" if self.order == "auto" else f", order {self.order}")
+        return text + ("" if self.policy == "priority" else f", policy {self.policy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +86,14 @@ class Decision:
             setting.partition_bytes,
             setting.credit_bytes,
             policy_names().index(setting.policy),
-            ORDERS.index(setting.order),
             int(setting.enabled),
         ]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Decision:
         """The decision that `numbers` made these of."""
-        next_in_steps, partition_bytes, credit_bytes, policy, order, enabled = numbers
-        setting = Setting(
-            partition_bytes, credit_bytes, policy_names()[policy], ORDERS[order], bool(enabled)
-        )
+        next_in_steps, partition_bytes, credit_bytes, policy, enabled = numbers
+        setting = Setting(partition_bytes, credit_bytes, policy_names()[policy], bool(enabled))
         return cls(setting, next_in_steps)
 
 
@@ -129,8 +122,8 @@ class RunFacts:
     untuned: Setting
     #: what can be changed, of `KNOBS`
     knobs: frozenset[str]
-    #: orders that are planned and replayed, of `ORDERS`
-    replayed: frozenset[str]
+    #: whether an order is planned in the first steps
+    plans: bool
 
     @property
     def world_size(self) -> int:

@@ -237,7 +237,7 @@ class LoopbackBackend:
     levels = 1
     wire = "loopback"
     knobs = frozenset({"partition_bytes", "credit_bytes"})
-    replayed: frozenset[str] = frozenset()
+    plans = False
 
     def __init__(self, loopback: Loopback, rank: int, size: int) -> None:
         self.rank = rank

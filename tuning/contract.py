@@ -29,7 +29,7 @@ class SearcherContract(Contract):
     def space(self) -> Space:
         """A space with all axes."""
         sizes = Range(64 * KIB, 4096 * KIB)
-        return Space(Limits(sizes, policies=("priority", "fifo"), orders=("leader", "replay")))
+        return Space(Limits(sizes, policies=("priority", "fifo")))
 
     def test_proposals_are_of_the_space_and_new(self) -> None:
         space = self.space()
@@ -102,7 +102,7 @@ def _valley(setting: Setting) -> float:
     """Least at 512 KiB and a window of 2; a little more for what is not the default."""
     partition = math.log2(setting.partition_bytes / (512 * KIB))
     window = math.log2(setting.credit_bytes / setting.partition_bytes / 2)
-    names = 0.01 * (setting.policy != "priority") + 0.01 * (setting.order == "replay")
+    names = 0.01 * (setting.policy != "priority")
     return 0.4 * (1 + 0.06 * partition**2 + 0.04 * window**2 + names)
 
 

@@ -46,11 +46,11 @@ class Pace:
     #: of one tuning, from the first turn until something is adopted; never exceeded
     budget: int = 150
     #: dropped after the model was wrapped; at the begin of a turn; after scheduling went off or on;
-    #: until an order has been planned and is replayed
+    #: after the model was wrapped, until an order has been planned
     warm_drop: int = 2
     drop: int = 1
     off_drop: int = 2
-    replay_drop: int = 8
+    plan_drop: int = 8
     #: samples of the untuned setting, of a candidate, and more of one that is not clearly worse
     baseline: int = 6
     least: int = 2
@@ -125,7 +125,7 @@ class Controller:
         pace: how many steps to spend.
         report: told what happens.
         known: a setting that is adopted from the start.
-        replayed: orders under which the steps until one is replayed do not count.
+        plans: whether an order is planned, before which steps do not count.
         known_step_s: what a step took under it when it was tuned; NaN if that is not known.
         unfinished: what earlier runs have found, from which the first search goes on.
     """
@@ -142,19 +142,17 @@ class Controller:
         known: Setting | None = None,
         known_step_s: float = math.nan,
         unfinished: Unfinished | None = None,
-        replayed: frozenset[str] = frozenset({"replay"}),
+        plans: bool = False,
     ) -> None:
         self._untuned = untuned
         self._off: Setting | None = None
         if can_switch_off:
             sizes = untuned.partition_bytes, untuned.credit_bytes
-            self._off = Setting(*sizes, untuned.policy, untuned.order, enabled=False)
-        self._replayed = replayed
-        #: a setting was measured whose order has to be planned
-        self._plans = False
+            self._off = Setting(*sizes, untuned.policy, enabled=False)
         self._search = search
         self._now_s = now_s
         self.pace = pace or Pace()
+        self._warm_drop = self.pace.plan_drop if plans else self.pace.warm_drop
         self._report = report
         self.adopted = known
         self._known_step_s = known_step_s
@@ -185,7 +183,7 @@ class Controller:
     def more_trials(self) -> int:
         """About how many candidates there is time for."""
         left = self.pace.budget - self.guard_steps - self.steps
-        trial = self._new_drop + self.pace.drop + self.pace.least + self.pace.more
+        trial = 2 * self.pace.drop + self.pace.least + self.pace.more
         return max(0, left // trial)
 
     @property
@@ -317,7 +315,6 @@ class Controller:
         """Runs a turn; its typical step."""
         dropped = self._dropped(self._before, setting)
         self._before = setting
-        self._plans = self._plans or self._is_planned(setting)
         self._samples_s = yield Turn(setting, dropped + samples, dropped, phase)
         return typical_s(self._samples_s)
 
@@ -332,20 +329,10 @@ class Controller:
     def _dropped(self, before: Setting | None, setting: Setting) -> int:
         """Steps of a turn under `setting` that do not count, after one under `before`."""
         pace = self.pace
-        drop = pace.warm_drop if before is None else pace.drop
+        drop = self._warm_drop if before is None else pace.drop
         if before is not None and setting.enabled is not before.enabled:
             drop = max(drop, pace.off_drop)
-        if self._is_planned(setting) and setting != before:
-            drop = max(drop, pace.replay_drop)
         return drop
-
-    def _is_planned(self, setting: Setting) -> bool:
-        return setting.enabled and setting.order in self._replayed
-
-    @property
-    def _new_drop(self) -> int:
-        """Steps that do not count of a turn under another setting than before, at most."""
-        return max(self.pace.drop, self.pace.replay_drop if self._plans else 0)
 
     @property
     def _finalists(self) -> int:
@@ -354,7 +341,7 @@ class Controller:
         return 2 if self.pace.budget >= enough else 1
 
     def _round_steps(self, candidates: int) -> int:
-        drop = self._new_drop
+        drop = self.pace.drop
         steps = (1 + candidates) * (drop + self.pace.guard)
         if self._off is None:
             return steps

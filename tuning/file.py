@@ -16,8 +16,8 @@ from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.files import read_text
-from bytesched.tunable import ORDERS, Setting
-from bytesched.values import one_of, parse_name
+from bytesched.tunable import Setting
+from bytesched.values import parse_name
 
 __all__ = ["Fingerprint", "Trial", "TuningFile"]
 
@@ -152,8 +152,6 @@ class TuningFile:
         ]
         if self.setting.policy != self.untuned.policy:
             fields.append(f"BYTESCHED_POLICY={self.setting.policy}")
-        if self.setting.order != self.untuned.order:
-            fields.append(f"BYTESCHED_ORDER={self.setting.order}")
         return " ".join(fields)
 
     def to_json(self) -> dict[str, Any]:
@@ -272,7 +270,6 @@ def _setting(content: object) -> Setting:
             int(fields.number("partition_bytes")),
             int(fields.number("credit_bytes")),
             parse_name(fields.text("policy")),
-            one_of(*ORDERS)(fields.text("order")),
             fields.flag("enabled"),
         )
     except ConfigError as error:

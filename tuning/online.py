@@ -110,7 +110,7 @@ class OnlineTuner:
         self._controller = Controller(
             facts.untuned,
             can_switch_off="enabled" in facts.knobs,
-            replayed=facts.replayed,
+            plans=facts.plans,
             search=self._searcher,
             now_s=self._now_s,
             pace=self._pace,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.policy import named_policy
-from bytesched.tunable import ORDERS, Setting
-from bytesched.values import nearest, one_of, parse_size
+from bytesched.tunable import Setting
+from bytesched.values import nearest, parse_size
 
 __all__ = ["Limits", "Range", "Space"]
 
@@ -59,7 +59,6 @@ class Limits:
     partition: Range = _ANY
     credit: Range = _ANY
     policies: tuple[str, ...] = ("priority",)
-    orders: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         for name, sizes in (("partition_bytes", self.partition), ("credit_bytes", self.credit)):
@@ -83,7 +82,6 @@ class Limits:
         partition = Range(config.partition_bytes, config.partition_bytes)
         credit = Range(config.credit_bytes, config.credit_bytes)
         policies: tuple[str, ...] = (config.policy,)
-        orders: tuple[str, ...] = (config.order,)
         for name, text in _tokens(config.tune_space):
             if name in ("partition_bytes", "credit_bytes"):
                 given = getattr(config, name)
@@ -97,12 +95,10 @@ class Limits:
                     credit = _range(name, text)
             elif name == "policy":
                 policies = _names(name, text, _policy)
-            elif name == "order":
-                orders = _names(name, text, one_of(*ORDERS))
             else:
-                known = ("partition_bytes", "credit_bytes", "policy", "order")
+                known = ("partition_bytes", "credit_bytes", "policy")
                 raise ConfigError(f"tune_space: there is no {name!r}{nearest(name, known)}")
-        limits = cls(partition, credit, policies, orders)
+        limits = cls(partition, credit, policies)
         limits._check_choice()
         return limits
 
@@ -118,12 +114,7 @@ class Limits:
 
     def within(self, knobs: Collection[str]) -> Limits:
         """The same, with one name where the names cannot change at run time."""
-        limits = self
-        if "policy" not in knobs:
-            limits = replace(limits, policies=self.policies[:1])
-        if "order" not in knobs:
-            limits = replace(limits, orders=self.orders[:1])
-        return limits
+        return self if "policy" in knobs else replace(self, policies=self.policies[:1])
 
     def allow(self, setting: Setting) -> bool:
         """Whether `setting` lies within them; scheduling may always be off."""
@@ -131,7 +122,6 @@ class Limits:
             self.partition.within(setting.partition_bytes)
             and self.credit.within(setting.credit_bytes)
             and setting.policy in self.policies
-            and setting.order in self.orders
         )
 
     def keep(self, setting: Setting) -> bool:
@@ -204,7 +194,6 @@ _RAW: tuple[Callable[[Setting, Limits], float], ...] = (
     lambda setting, _: math.log2(setting.partition_bytes),
     lambda setting, _: math.log2(setting.credit_bytes / setting.partition_bytes),
     lambda setting, limits: limits.policies.index(setting.policy),
-    lambda setting, limits: limits.orders.index(setting.order),
 )
 
 
@@ -222,8 +211,7 @@ def _settings(limits: Limits) -> Iterable[Setting]:
     for partition_bytes in _partitions(limits.partition):
         for credit_bytes in _credits(partition_bytes, limits.credit):
             for policy in limits.policies:
-                for order in limits.orders:
-                    yield Setting(partition_bytes, credit_bytes, policy, order)
+                yield Setting(partition_bytes, credit_bytes, policy)
 
 
 def _partitions(sizes: Range) -> list[int]:

@@ -26,10 +26,9 @@ from bytesched.errors import ConfigError, PluginError
 from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.link.algorithms import GLOO_RANKS
-from bytesched.sim.curve import AXES, SEND_S, Case, sweep
+from bytesched.sim.curve import AXES, Case, sweep
 from bytesched.sim.measure import Links, Measured, measured
 from bytesched.sim.picture import draw_map, draw_sweep
-from bytesched.sim.predict import check_ranks
 from bytesched.sim.sharing import SHARING_LEGEND, predict_sharing, sharing_rows
 from bytesched.sim.systems import Costs
 from bytesched.sim.table import EXCHANGE_LEGEND, LEGEND, rows
@@ -49,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.sharing = shared_profiles(options, model.profile)
         systems = systems_of(options, has_experts=bool(model.profile.exchanged_bytes))
         links = Links(parse_rate(options.bandwidth) / 8, options.latency_us / 1e6, "")
-        if options.share is None and not model.profile.exchanged_bytes:
-            check_ranks(max(options.ranks))
     except (ConfigError, PluginError) as error:
         parser.error(str(error))
     facts: Measured | None = None
@@ -149,8 +146,7 @@ def _headline(case: Case, links: Links) -> list[str]:
         f"{', clipped' if model.clip else ''}; {case.iterations} iterations"
         f"{f', jitter {100 * spread:.2g} %' if spread else ''}",
         f"{_link(case, links)}",
-        f"assumed: {1e6 * SEND_S:g} us of CPU to send a word of the order; an "
-        f"update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
+        f"assumed: an update of {1e3 * model.update_s(profile.nbytes):.1f} ms",
         *_processors(model.costs, links),
     ]
 

@@ -17,7 +17,6 @@ from bytesched.sim.curve import AXES
 from bytesched.sim.measure import Links
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
 from bytesched.sim.weather import Climate
-from bytesched.tunable import ORDERS
 from bytesched.values import nearest, one_of, parse_size
 
 __all__ = [
@@ -33,7 +32,7 @@ __all__ = [
 #: what the options of each system may be
 _OPTIONS = {
     "ddp": ("bucket_mb", "bucket_view"),
-    "bytesched": ("partition_bytes", "credit_bytes", "policy", "order"),
+    "bytesched": ("partition_bytes", "credit_bytes", "policy"),
     "ddp-own-group": ("bucket_mb", "bucket_view"),
     "bytesched-no-lane": ("partition_bytes", "credit_bytes", "policy"),
     "bytesched-pieces": ("partition_bytes", "credit_bytes", "policy"),
@@ -115,8 +114,6 @@ def _check_option(name: str, value: str) -> None:
     elif name == "bucket_mb":
         if not 0 < float(value) < math.inf:
             raise ValueError(f"{value} is no size")
-    elif name == "order":
-        one_of(*ORDERS)(value)
     elif name == "policy":
         named_policy(value)
     else:

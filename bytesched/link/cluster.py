@@ -1,282 +1,182 @@
-"""A training cluster in virtual time, event by event: real scheduler cores, modelled links.
+"""A training cluster in virtual time: what every rank computes, issues and waits for.
 
-Every rank has a `SchedulerCore` of its own; rank 0's chooses, the others follow what it says, or
-all replay what rank 0 has planned of what all have measured, which takes no time here. It is meant
-for few ranks, and to check `bytesched.link.vectors`, which is the same for many.
+All ranks issue collectives in one order: that in which they are listed, or backward's until one is
+planned of what all have measured. So a rank issues one when it has its gradients, has issued the
+one before it and has credit; a collective begins at the maximum over the ranks. That is a
+recurrence of maxima and sums, with one entry for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import repeat
+from math import inf
 
-from bytesched.core import SchedulerCore
-from bytesched.link.control import Control, Planning, Weather
+from bytesched.course import Course, Say
 from bytesched.link.fabric import Fabric
-from bytesched.link.planned import Measured
-from bytesched.link.simulation import ManualClock
-from bytesched.link.work import Work
-from bytesched.order import Following, Leading
-from bytesched.policy import named_policy
-from bytesched.task import CommTask
-from bytesched.tree import WORD_TASKS
+from bytesched.link.planned import Measured, planned_order
+from bytesched.link.work import Gather, Job, Work
 
-__all__ = ["Cluster", "Iteration"]
-
-#: Followers start what the leader's credit let through.
-_NO_LIMIT = 1 << 62
+__all__ = ["Cluster", "Weather"]
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
-    """One iteration of all ranks."""
+class Weather:
+    """What differs from one iteration to the next."""
 
-    #: when the last rank has ended its forward pass
-    ended_s: float
-    #: the order in which jobs were started
-    order: tuple[int, ...]
-    #: words that rank 0 has sent, each to all
-    words: int
-    #: whether all ranks kept to an order that they knew
-    replayed: bool
-
-
-@dataclass(slots=True)
-class _Collective:
-    """A job or gather, on its way from the first rank that issues it to its arrival."""
-
-    issued: int = 0
-    arrived: bool = False
+    #: how many times as long each rank computes
+    pace: tuple[float, ...]
+    #: how many times as long the links take
+    links: float = 1.0
 
 
 class Cluster:
     """Runs iterations of ``work`` on all ranks of ``fabric``."""
 
-    def __init__(self, work: Work, fabric: Fabric, control: Control) -> None:
-        self.work, self.fabric, self.control = work, fabric, control
-        self.clock = ManualClock()
-        self.ranks = [_Rank(self, number) for number in range(fabric.ranks)]
-        self.weather = Weather((1.0,) * fabric.ranks)
-        self.planning = Planning(work, replay=control.replay, repeat=control.repeat)
-        self.order: list[int] = []
-        self.words = 0
+    def __init__(self, work: Work, fabric: Fabric) -> None:
+        self.work, self.fabric = work, fabric
+        jobs = len(work.jobs)
+        self._planning = _Planning(work, fabric.ranks) if work.is_planned else None
+        #: in which jobs are issued in the next iteration
+        self.order: Sequence[int] = range(jobs) if self._planning is None else self._planning.order
+        #: by rank, when its last forward pass has ended
+        self._ended_s = [0.0] * fabric.ranks
         self._links_free_s = 0.0
-        self._sends = [_Collective() for _ in (*work.jobs, *work.gathers)]
+        self._links = 1.0
 
-    def iterate(self, weather: Weather) -> Iteration:
-        """One more iteration; it begins where each rank's last one has ended."""
-        self.weather = weather
-        # Nothing of one iteration is under way in the next one, which ranks begin by themselves.
-        self.clock = ManualClock()
-        self._sends = [_Collective() for _ in self._sends]
-        self.order, self.words = [], 0
-        replayed = self.planning.replayed
-        for rank in self.ranks:
-            rank.begin()
-        self.clock.run()
-        for rank in self.ranks:
-            rank.measure()
-        self.planning.round_ends(self.order, self.largest)
-        ended_s = max(rank.ended_s for rank in self.ranks)
-        return Iteration(ended_s, tuple(self.order), self.words, replayed is not None)
+    def iterate(self, weather: Weather) -> float:
+        """One more iteration; it begins where each rank's last one has ended.
 
-    def largest(self) -> list[int]:
-        """The largest numbers of all ranks (see planned.Measured), after iterations enough."""
-        numbers = [rank.measured.numbers() for rank in self.ranks]
-        return [max(column) for column in zip(*numbers, strict=True)]
+        Returns when the last rank has ended its forward pass.
+        """
+        work, pace = self.work, weather.pace
+        self._links = weather.links
+        released_s = [
+            [began_s + each * at_s for began_s, each in zip(self._ended_s, pace, strict=True)]
+            for at_s in work.releases_s
+        ]
+        arrivals_s = self._send_all(released_s)
+        stepped_s = released_s[0]
+        updated_s = [
+            [
+                max(at_s, max((arrivals_s[index] for index in bundle.jobs), default=0.0))
+                + bundle.update_s
+                for at_s in stepped_s
+            ]
+            for bundle in work.bundles
+        ]
+        self._ended_s = self._forward(stepped_s, updated_s, pace)
+        if self._planning is not None:
+            self._planning.round_ends(released_s)
+            self.order = self._planning.order
+        return max(self._ended_s)
 
-    def issue(self, index: int) -> None:
-        """One rank issues a collective: a job, or beyond all jobs a gather."""
-        send = self._sends[index]
-        send.issued += 1
-        if send.issued < self.fabric.ranks:
-            return
-        jobs, gathers = self.work.jobs, self.work.gathers
-        one = jobs[index] if index < len(jobs) else gathers[index - len(jobs)]
-        begin_s = max(self.clock.now_s, self._links_free_s)
-        occupied_s = self.fabric.occupied_s(one.nbytes, one.share)
-        self._links_free_s = begin_s + self.weather.links * occupied_s
-        arrival_s = self._links_free_s + self.fabric.start_up_s(one.nbytes, one.share)
-        self.clock.call_at(arrival_s, partial(self._arrived, index))
+    def _send_all(self, released_s: Sequence[Sequence[float]]) -> list[float]:
+        """When each job has arrived, whose gradients are there at these times, by layer."""
+        work = self.work
+        arrivals_s = [0.0] * len(work.jobs)
+        issued_s = [-inf] * self.fabric.ranks
+        #: when they arrive, and their bytes
+        on_way: list[tuple[float, int]] = []
+        on_way_bytes, open_s = 0, -inf
+        for index in self.order:
+            job = work.jobs[index]
+            while on_way_bytes >= work.credit_bytes:
+                arrived_s, nbytes = heappop(on_way)
+                open_s = max(open_s, arrived_s)
+                on_way_bytes -= nbytes
+            issued_s = list(map(max, issued_s, released_s[job.layer], repeat(open_s)))
+            arrivals_s[index] = self._collective(issued_s, job)
+            heappush(on_way, (arrivals_s[index], job.nbytes))
+            on_way_bytes += job.nbytes
+            if self._planning is not None:
+                self._planning.sent(issued_s, arrivals_s[index])
+        return arrivals_s
 
-    def has_arrived(self, index: int) -> bool:
-        """Whether a collective is over."""
-        return self._sends[index].arrived
+    def _collective(self, issued_s: Iterable[float], sent: Job | Gather) -> float:
+        """When a collective is across that ranks have issued then."""
+        begin_s = max(max(issued_s), self._links_free_s)
+        occupied_s = self.fabric.occupied_s(sent.nbytes, sent.share)
+        self._links_free_s = begin_s + self._links * occupied_s
+        return self._links_free_s + self.fabric.start_up_s(sent.nbytes, sent.share)
 
-    def send_word(self, sender: _Rank, indices: Sequence[int]) -> None:
-        """Sends on, one rank after the other, what ``sender`` knows."""
-        for receiver in self.control.children(sender.number, self.fabric.ranks):
-            sender.sending_s = max(self.clock.now_s, sender.sending_s) + self.control.send_s
-            self.clock.call_at(
-                sender.sending_s + self.control.latency_s,
-                partial(self.ranks[receiver].word, indices),
+    def _forward(
+        self,
+        stepped_s: Sequence[float],
+        updated_s: Sequence[Sequence[float]],
+        pace: Sequence[float],
+    ) -> list[float]:
+        """When each rank has ended its forward pass."""
+        work = self.work
+        now_s = list(stepped_s)
+        all_s = list(map(max, *updated_s, stepped_s)) if work.gathers else []
+        issued_s = [-inf] * self.fabric.ranks
+        gathers = list(work.gathers)
+        waiting: list[tuple[int, float]] = []
+
+        def issue(layer: int, at_s: Sequence[float]) -> None:
+            nonlocal issued_s
+            while gathers and gathers[0].issued_at <= layer:
+                gather = gathers.pop(0)
+                issued_s = list(map(max, issued_s, all_s, at_s))
+                waiting.append((gather.layer, self._collective(issued_s, gather)))
+
+        issue(-1, stepped_s)
+        for layer, forward_s in enumerate(work.forward_s):
+            if work.bundle_of[layer] >= 0:
+                now_s = list(map(max, now_s, updated_s[work.bundle_of[layer]]))
+            there_s = max((at_s for first, at_s in waiting if first <= layer), default=-inf)
+            now_s = list(map(max, now_s, repeat(there_s)))
+            issue(layer, now_s)
+            now_s = [at_s + each * forward_s for at_s, each in zip(now_s, pace, strict=True)]
+        return now_s
+
+
+class _Planning:
+    """The course of iterations, in which what all ranks say takes no time."""
+
+    def __init__(self, work: Work, ranks: int) -> None:
+        self._work = work
+        self._nbytes = [job.nbytes for job in work.jobs]
+        self._course = Course(len(work.jobs), plans=work.policy != "fifo")
+        self._measured = [Measured() for _ in range(ranks)]
+        #: of this iteration, by rank: how long something was under way, and until when
+        self._busy_s = [0.0] * ranks
+        self._until_s = [-inf] * ranks
+        self._heard: Sequence[int] = ()
+
+    @property
+    def order(self) -> list[int]:
+        return self._course.order
+
+    def sent(self, issued_s: Sequence[float], arrival_s: float) -> None:
+        """A job was under way on each rank, from then on."""
+        self._busy_s = [
+            busy_s + max(0.0, arrival_s - max(since_s, until_s))
+            for busy_s, since_s, until_s in zip(self._busy_s, issued_s, self._until_s, strict=True)
+        ]
+        self._until_s = [max(arrival_s, until_s) for until_s in self._until_s]
+
+    def round_ends(self, released_s: Sequence[Sequence[float]]) -> None:
+        """An iteration is over, in which gradients were there at these times, by layer."""
+        ready_s = [released_s[job.layer] for job in self._work.jobs]
+        for rank, measured in enumerate(self._measured):
+            measured.round_ends(
+                [round(1e9 * by_rank_s[rank]) for by_rank_s in ready_s],
+                nbytes=sum(self._nbytes),
+                busy_ns=round(1e9 * self._busy_s[rank]),
             )
-
-    def _arrived(self, index: int) -> None:
-        self._sends[index].arrived = True
-        for rank in self.ranks:
-            rank.arrived(index)
-
-
-@dataclass(slots=True)
-class _Rank:
-    cluster: Cluster
-    number: int
-    #: when its last forward pass ended, and when it may send the next word
-    ended_s: float = 0.0
-    sending_s: float = 0.0
-    measured: Measured = field(default_factory=Measured)
-    _tasks: list[CommTask] = field(init=False)
-    _core: SchedulerCore = field(init=False)
-    #: of this iteration, in nanoseconds: when jobs became ready, how long one was under way at
-    #: least, and since when
-    _ready_ns: list[int] = field(init=False)
-    _busy_ns: int = 0
-    _busy_since_ns: int = 0
-    _under_way: int = 0
-    #: of bundles: jobs that have not arrived
-    _missing: list[int] = field(init=False)
-    _updated: list[bool] = field(init=False)
-    _is_stepped: bool = False
-    #: the layer that is next in the forward pass, and whether the one before it is over
-    _layer: int = 0
-    _is_idle: bool = False
-    #: the gather that is next
-    _gather: int = 0
-
-    @property
-    def _leads(self) -> bool:
-        return not self.number and self.cluster.work.led
-
-    def begin(self) -> None:
-        """The backward pass begins."""
-        cluster, work = self.cluster, self.cluster.work
-        self._tasks = work.tasks()
-        self._ready_ns, self._busy_ns = [0] * len(work.jobs), 0
-        replayed = cluster.planning.replayed
-        leads = self._leads and replayed is None
-        self._core = SchedulerCore(
-            Leading(named_policy(work.policy)) if leads else Following(),
-            credit_bytes=work.credit_bytes if self._leads else _NO_LIMIT,
-        )
-        if not work.led:
-            self._start(self._core.ordered(range(len(work.jobs))))
-        elif replayed is not None:
-            self._start(self._core.ordered(replayed))
-        self._missing = [len(bundle.jobs) for bundle in work.bundles]
-        self._updated = [False] * len(work.bundles)
-        self._is_stepped = self._is_idle = False
-        self._layer = self._gather = 0
-        for layer, release_s in reversed(list(enumerate(work.releases_s))):
-            at_s = self.ended_s + self._pace * release_s
-            cluster.clock.call_at(at_s, partial(self._released, layer))
-
-    def measure(self) -> None:
-        """The iteration is over."""
-        nbytes = sum(job.nbytes for job in self.cluster.work.jobs)
-        self.measured.round_ends(self._ready_ns, nbytes=nbytes, busy_ns=self._busy_ns)
-
-    @property
-    def _pace(self) -> float:
-        return self.cluster.weather.pace[self.number]
-
-    def word(self, indices: Sequence[int]) -> None:
-        """The leader's word has come."""
-        self.cluster.send_word(self, indices)
-        self._start(self._core.ordered(indices))
-
-    def arrived(self, index: int) -> None:
-        """A collective is over."""
-        work, now_s = self.cluster.work, self.cluster.clock.now_s
-        if index >= len(work.jobs):
-            self._go_on()
-            return
-        self._under_way -= 1
-        if not self._under_way:
-            self._busy_ns += round(1e9 * now_s) - self._busy_since_ns
-        self._start(self._core.finish(self._tasks[index]))
-        for number, bundle in enumerate(work.bundles):
-            if index in bundle.jobs:
-                self._missing[number] -= 1
-                if not self._missing[number] and self._is_stepped:
-                    self._update(number, now_s)
-
-    def _released(self, layer: int) -> None:
-        jobs = enumerate(self.cluster.work.jobs)
-        self._ready(index for index, job in jobs if job.layer == layer)
-        if layer:
-            return
-        self._is_stepped = self._is_idle = True
-        for number, missing in enumerate(self._missing):
-            if not missing:
-                self._update(number, self.cluster.clock.now_s)
-        self._go_on()
-
-    def _ready(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self._ready_ns[index] = round(1e9 * self.cluster.clock.now_s)
-            self._tasks[index].notify_ready()
-            self._start(self._core.ready(self._tasks[index]))
-
-    def _start(self, tasks: Sequence[CommTask]) -> None:
-        cluster = self.cluster
-        if tasks and not self._under_way:
-            self._busy_since_ns = round(1e9 * cluster.clock.now_s)
-        self._under_way += len(tasks)
-        if not self.number:
-            cluster.order.extend(task.index for task in tasks)
-        if tasks and self._leads and cluster.planning.replayed is None:
-            indices = [task.index for task in tasks]
-            for first in range(0, len(indices), WORD_TASKS):
-                cluster.words += 1
-                cluster.send_word(self, indices[first : first + WORD_TASKS])
-            if not cluster.control.fanout:
-                for rank in cluster.ranks[1:]:
-                    rank.word(indices)
-        for task in tasks:
-            cluster.issue(task.index)
-
-    def _update(self, number: int, from_s: float) -> None:
-        at_s = from_s + self.cluster.work.bundles[number].update_s
-        self.cluster.clock.call_at(at_s, partial(self._is_updated, number))
-
-    def _is_updated(self, number: int) -> None:
-        self._updated[number] = True
-        self._gather_next()
-        self._go_on()
-
-    def _gather_next(self) -> None:
-        """Issues the gathers that wait for no layer that has not begun."""
-        work = self.cluster.work
-        while all(self._updated) and self._gather < len(work.gathers):
-            if work.gathers[self._gather].issued_at >= self._layer:
-                return
-            self._gather += 1
-            self.cluster.issue(len(work.jobs) + self._gather - 1)
-
-    def _go_on(self) -> None:
-        """Begins the next layer of the forward pass, if it can."""
-        work, clock = self.cluster.work, self.cluster.clock
-        if not self._is_idle or not self._may_begin(self._layer):
-            return
-        self._is_idle = False
-        ends_s = clock.now_s + self._pace * work.forward_s[self._layer]
-        self._layer += 1
-        self._gather_next()
-        clock.call_at(ends_s, self._passed)
-
-    def _may_begin(self, layer: int) -> bool:
-        work = self.cluster.work
-        bundle = work.bundle_of[layer]
-        return (bundle < 0 or self._updated[bundle]) and all(
-            gather.layer > layer or self.cluster.has_arrived(len(work.jobs) + index)
-            for index, gather in enumerate(work.gathers)
-        )
-
-    def _passed(self) -> None:
-        if self._layer == len(self.cluster.work.forward_s):
-            self.ended_s = self.cluster.clock.now_s
-            return
-        self._is_idle = True
-        self._go_on()
+        self._busy_s = [0.0] * len(self._busy_s)
+        say = self._course.round_ends(self._heard)
+        if say is Say.NUMBERS:
+            numbers = (measured.numbers() for measured in self._measured)
+            self._heard = [max(column) for column in zip(*numbers, strict=True)]
+        elif say is Say.PLAN:
+            self._heard = planned_order(
+                self._nbytes,
+                self._heard,
+                policy=self._work.policy,
+                credit_bytes=self._work.credit_bytes,
+            )

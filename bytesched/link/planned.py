@@ -1,34 +1,28 @@
 """An order that all ranks keep to, planned of what all have measured.
 
-Rank 0, when it leads, takes the most urgent of what is ready on rank 0, and all wait for the rank
-on which that is not. A plan is made of what is ready on the slowest rank: each rank measures when
-its tasks become ready and how fast the link carries them, and of the largest numbers of all, the
-scheduler's core makes the order in which a rank would start them if all were alike.
+A plan is made of what is ready on the slowest rank: each rank measures when its tasks become ready
+and how fast the link carries them, and of the largest numbers of all comes the order in which a
+rank would start them if all were alike.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
-from bytesched.core import SchedulerCore
-from bytesched.course import LED_ROUNDS
+from bytesched.ahead import ChunkTimes, Link, plan_order
+from bytesched.course import MEASURED_ROUNDS
 from bytesched.errors import InvalidTransition
-from bytesched.link.simulation import LinkTransport, ManualClock
-from bytesched.order import Leading
-from bytesched.policy import Policy
-from bytesched.task import CommTask
 
 __all__ = ["Measured", "planned_order"]
 
 
 class Measured:
-    """What one rank measures in the last `course.LED_ROUNDS` rounds."""
+    """What one rank measures in the last `course.MEASURED_ROUNDS` rounds."""
 
     def __init__(self) -> None:
-        self._ready_ns: deque[list[int]] = deque(maxlen=LED_ROUNDS)
-        self._bytes_per_s: deque[int] = deque(maxlen=LED_ROUNDS)
+        self._ready_ns: deque[list[int]] = deque(maxlen=MEASURED_ROUNDS)
+        self._bytes_per_s: deque[int] = deque(maxlen=MEASURED_ROUNDS)
 
     def round_ends(self, ready_ns: Sequence[int], *, nbytes: int, busy_ns: int) -> None:
         """Every task of a round is over.
@@ -50,8 +44,8 @@ class Measured:
 
         Raises InvalidTransition if too few rounds have ended.
         """
-        if len(self._ready_ns) < LED_ROUNDS:
-            raise InvalidTransition(f"{self!r}: {LED_ROUNDS} rounds make a median")
+        if len(self._ready_ns) < MEASURED_ROUNDS:
+            raise InvalidTransition(f"{self!r}: {MEASURED_ROUNDS} rounds make a median")
         columns = zip(*self._ready_ns, strict=True)
         return [*self._bytes_per_s, *(_median(column) for column in columns)]
 
@@ -60,46 +54,22 @@ class Measured:
 
 
 def planned_order(
-    tasks: Sequence[CommTask], numbers: Sequence[int], policy: Policy, *, credit_bytes: int
+    nbytes: Sequence[int], numbers: Sequence[int], *, policy: str, credit_bytes: int
 ) -> list[int]:
-    """The indices of ``tasks`` in the order in which they start if all ranks are alike.
+    """The indices of tasks in the order in which they start if all ranks are alike.
 
     Args:
-        tasks: those of a round, each with its place as its index; they are left as they are.
+        nbytes: of each task of a round, as the forward pass needs them.
         numbers: the largest of all ranks, of each that `Measured.numbers` returns.
+        policy: one of `bytesched.policy.policy_names`.
     """
-    clock = ManualClock()
-    link = LinkTransport(clock, bytes_per_s=_median(numbers[:LED_ROUNDS]))
-    core = SchedulerCore(Leading(policy), credit_bytes=credit_bytes)
-    order: list[int] = []
-
-    def start(started: Sequence[CommTask]) -> None:
-        for task in started:
-            order.append(task.index)
-            link.start(task, lambda task, _: start(core.finish(task)))
-
-    def ready(task: CommTask) -> None:
-        task.notify_ready()
-        start(core.ready(task))
-
-    for task, at_ns in zip(map(_copied, tasks), numbers[LED_ROUNDS:], strict=True):
-        clock.call_at(at_ns / 1e9, partial(ready, task))
-    clock.run()
-    return order
+    bytes_per_s = max(1, _median(numbers[:MEASURED_ROUNDS]))
+    chunks = [
+        ChunkTimes(n, ready_ns / 1e9, index)
+        for index, (n, ready_ns) in enumerate(zip(nbytes, numbers[MEASURED_ROUNDS:], strict=True))
+    ]
+    return plan_order(chunks, Link(1 / bytes_per_s, 0.0), policy=policy, credit_bytes=credit_bytes)
 
 
 def _median(numbers: Sequence[int]) -> int:
     return sorted(numbers)[len(numbers) // 2]
-
-
-def _copied(task: CommTask) -> CommTask:
-    copy = CommTask(
-        task.name,
-        start_at=task.start_at,
-        stop_at=task.stop_at,
-        itemsize=task.itemsize,
-        priority=task.priority,
-    )
-    copy.index = task.index
-    copy.members = task.members
-    return copy

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from bytesched.task import CommTask
@@ -56,10 +55,9 @@ class Work:
     #: the bundle that each layer waits for; -1: none
     bundle_of: tuple[int, ...]
     gathers: tuple[Gather, ...] = ()
-    #: how jobs are ordered: rank 0 leads, or all know that they go in the order they are listed
-    led: bool = False
+    #: how jobs are ordered: as planned of what ranks measure, or in the order they are listed
+    is_planned: bool = False
     policy: str = "priority"
-    #: of rank 0, if it leads
     credit_bytes: int = 1 << 62
 
     @property
@@ -73,19 +71,6 @@ class Work:
         sent: list[Job | Gather] = [*self.jobs, *self.gathers]
         return sum(one.share * one.nbytes for one in sent)
 
-    def in_order(self, order: Sequence[int]) -> Work:
-        """The same with its jobs in this order, which all ranks know."""
-        place = {index: number for number, index in enumerate(order)}
-        return replace(
-            self,
-            jobs=tuple(self.jobs[index] for index in order),
-            bundles=tuple(
-                Bundle(tuple(place[index] for index in bundle.jobs), bundle.update_s)
-                for bundle in self.bundles
-            ),
-            led=False,
-        )
-
     def tasks(self) -> list[CommTask]:
         """New tasks for a scheduler, one for each job."""
         tasks = []
@@ -96,15 +81,3 @@ class Work:
             task.index = index
             tasks.append(task)
         return tasks
-
-    def released_by(self) -> list[list[int]]:
-        """The jobs that wait for each layer's gradient last."""
-        return _by((job.layer for job in self.jobs), len(self.forward_s))
-
-
-def _by(keys: Iterable[int], count: int) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(count)]
-    for index, key in enumerate(keys):
-        if key >= 0:
-            found[key].append(index)
-    return found

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bytesched.bench.systems import System
-from bytesched.course import LED_ROUNDS, REPEATED_ROUNDS
+from bytesched.course import PLANNED_AFTER
 from bytesched.link.fabric import Fabric
 from bytesched.sim.exchanges import predict_exchanging
 from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
 from bytesched.sim.weather import Climate
 
-__all__ = ["AXES", "SEND_S", "Axis", "Case", "sweep"]
+__all__ = ["AXES", "Axis", "Case", "sweep"]
 
-#: CPU time of sending one word of the leader
-SEND_S = 10e-6
 _GBIT = 1e9 / 8
 
 
@@ -31,8 +29,8 @@ class Case:
     climate: Climate
     #: in a climate that changes
     changing: int
-    #: where all are alike: their second half, which counts, is one turn of leading and repeating
-    alike: int = 2 * (LED_ROUNDS + REPEATED_ROUNDS)
+    #: where all are alike: in their second half, which counts, an order has been planned
+    alike: int = 2 * (PLANNED_AFTER + 1)
 
     @property
     def iterations(self) -> int:
@@ -50,10 +48,7 @@ class Case:
         if self.model.profile.exchanged_bytes:
             return [predict_exchanging(one, self.model, self.fabric) for one in self.systems]
         weather = list(self.climate.weather(self.fabric.ranks, self.iterations))
-        return [
-            predict(system, self.model, self.fabric, weather, send_s=SEND_S)
-            for system in self.systems
-        ]
+        return [predict(system, self.model, self.fabric, weather) for system in self.systems]
 
     def with_ranks(self, ranks: float) -> Case:
         """The same among so many ranks."""

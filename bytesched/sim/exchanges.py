@@ -151,7 +151,7 @@ class Exchanging:
             late_s = self._fabric.start_up_s(job.nbytes, job.share)
             arrived = partial(self._arrived, task)
             # Without a leader, all is handed to one group at once.
-            self._send(work_s, late_s, arrived, is_queued=not self._work.led)
+            self._send(work_s, late_s, arrived, is_queued=not self._work.is_planned)
 
     def _arrived(self, task: CommTask) -> None:
         self._start(self._core.finish(task))
@@ -258,10 +258,6 @@ def predict_exchanging(system: System, model: Model, fabric: Fabric) -> Predicti
         calibrated=system.kind != "idle",
         collectives=len(work.jobs) + len(exchanges_s),
         chosen=_chosen(work, options),
-        messages=0.0,
-        busiest_messages=0.0,
-        message_bytes=0.0,
-        replayed=0.0,
         exchange_p50_s=percentile(exchanges_s, 0.5),
         exchange_p95_s=percentile(exchanges_s, 0.95),
     )

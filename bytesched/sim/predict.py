@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,13 +9,9 @@ from functools import partial
 from typing import Any
 
 from bytesched.bench.systems import System
-from bytesched.course import is_repeated, is_replayed
-from bytesched.errors import PluginError
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.link.cluster import Cluster, Iteration
-from bytesched.link.control import WORD_BYTES, Control, Weather
+from bytesched.link.cluster import Cluster, Weather
 from bytesched.link.fabric import Fabric
-from bytesched.link.vectors import VectorCluster
 from bytesched.link.work import Gather, Job, Work
 from bytesched.sim.systems import (
     BUCKETS_MB,
@@ -27,21 +22,15 @@ from bytesched.sim.systems import (
     scheduled,
     sharded,
 )
-from bytesched.tree import FAN_OUT
-from bytesched.tunable import ORDERS
 
-__all__ = ["Prediction", "bound_s", "check_ranks", "control_of", "iterate", "on_cores", "predict"]
-
-#: up to so many ranks, each has a scheduler core of its own
-_EVENT_RANKS = 8
+__all__ = ["Prediction", "bound_s", "iterate", "on_cores", "predict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One system on one fabric.
 
-    Times and messages are means over the second half of the iterations, as an order that is to be
-    replayed is planned in the first one.
+    Times are means over the second half of the iterations, as an order is planned in the first one.
     """
 
     system: str
@@ -53,12 +42,6 @@ class Prediction:
     collectives: int
     #: settings that were chosen for it
     chosen: str
-    #: of the leader's order: sent by all ranks, and by the busiest one
-    messages: float
-    busiest_messages: float
-    message_bytes: float
-    #: share of these iterations that replayed an order
-    replayed: float
     #: of all-to-alls, from call to end: the median, and what 95 % of them do not exceed
     exchange_p50_s: float = 0.0
     exchange_p95_s: float = 0.0
@@ -80,42 +63,14 @@ def bound_s(model: Model, fabric: Fabric) -> float:
     return bound(gradients(chain), model.profile.compute_s, fabric.gradient_bytes_per_s)
 
 
-def control_of(fabric: Fabric, order: str, *, send_s: float) -> Control:
-    """How the ranks of a fabric learn rank 0's order, or repeat one that they know."""
-    return Control(
-        fanout=FAN_OUT,
-        send_s=send_s,
-        latency_s=fabric.latency_s,
-        replay=is_replayed(order, fabric.ranks),
-        repeat=is_repeated(order, fabric.ranks),
-    )
-
-
-def iterate(
-    work: Work, fabric: Fabric, control: Control, weather: Sequence[Weather]
-) -> list[Iteration]:
-    """Iterations of all ranks, one for each entry of ``weather``."""
-    check_ranks(fabric.ranks)
-    kind = Cluster if fabric.ranks <= _EVENT_RANKS else VectorCluster
-    cluster: Cluster | VectorCluster = kind(work, fabric, control)
+def iterate(work: Work, fabric: Fabric, weather: Sequence[Weather]) -> list[float]:
+    """When iterations of all ranks have ended, one for each entry of ``weather``."""
+    cluster = Cluster(work, fabric)
     return [cluster.iterate(one) for one in weather]
 
 
-def check_ranks(ranks: int) -> None:
-    """Raises `PluginError` for more ranks than can be predicted with what is installed."""
-    if ranks > _EVENT_RANKS and importlib.util.find_spec("numpy") is None:
-        raise PluginError(
-            f"more than {_EVENT_RANKS} ranks need numpy: pip install 'bytesched[report]', or "
-            f"--ranks {_EVENT_RANKS}"
-        )
-
-
-def predict(
-    system: System, model: Model, fabric: Fabric, weather: Sequence[Weather], *, send_s: float
-) -> Prediction:
+def predict(system: System, model: Model, fabric: Fabric, weather: Sequence[Weather]) -> Prediction:
     """What ``system`` takes per iteration. Raises `ConfigError` for options it does not know."""
-    order = system.options.get("order", ORDERS[0])
-    control = control_of(fabric, order, send_s=send_s)
     costs = model.costs
     cpu = costs.scheduled if system.kind == "bytesched" else costs.plain
     model = replace(model, costs=replace(costs, tensor_s=costs.tensor_s + cpu.tensor_s))
@@ -128,11 +83,9 @@ def predict(
     tried = []
     for build, chosen in _candidates(system, fabric):
         work = build(on_cores(model, build(model), fabric))
-        found = iterate(work, fabric, control, weather)
-        tried.append((_mean_s(found), work, _size(system, work, chosen), found[len(found) // 2 :]))
-    iteration_s, work, chosen, found = min(tried, key=lambda one: one[0])
-    words = sum(one.words for one in found) / len(found) if control.fanout else 0.0
-    others = fabric.ranks - 1
+        ended_s = iterate(work, fabric, weather)
+        tried.append((_mean_s(ended_s), work, _size(system, work, chosen)))
+    iteration_s, work, chosen = min(tried, key=lambda one: one[0])
     return Prediction(
         system=system.label,
         ranks=fabric.ranks,
@@ -141,18 +94,14 @@ def predict(
         calibrated=system.kind in CALIBRATED,
         collectives=len(work.jobs) + len(work.gathers),
         chosen=chosen,
-        messages=words * others,
-        busiest_messages=words * len(control.children(0, fabric.ranks)),
-        message_bytes=words * others * WORD_BYTES,
-        replayed=sum(one.replayed for one in found) / len(found),
     )
 
 
-def _mean_s(found: Sequence[Iteration]) -> float:
+def _mean_s(ended_s: Sequence[float]) -> float:
     """Of the second half."""
-    half = len(found) // 2
-    began_s = found[half - 1].ended_s if half else 0.0
-    return (found[-1].ended_s - began_s) / (len(found) - half)
+    half = len(ended_s) // 2
+    began_s = ended_s[half - 1] if half else 0.0
+    return (ended_s[-1] - began_s) / (len(ended_s) - half)
 
 
 def on_cores(model: Model, work: Work, fabric: Fabric) -> Model:

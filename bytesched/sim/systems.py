@@ -245,7 +245,7 @@ def scheduled(model: Model, fabric: Fabric, options: Mapping[str, str]) -> Work:
         jobs=jobs,
         bundles=bundles,
         bundle_of=gates,
-        led=True,
+        is_planned=True,
         policy=options.get("policy", "priority"),
         credit_bytes=credit_bytes,
     )

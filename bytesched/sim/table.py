@@ -9,12 +9,7 @@ from bytesched.sim.verdict import rivals
 
 __all__ = ["EXCHANGE_LEGEND", "LEGEND", "rows"]
 
-_TITLES = (
-    *("ranks", "system", "size", "iteration ms", "x T*", "vs best", "collectives"),
-    *("words", "of rank 0", "KB", "replayed"),
-)
-#: where the titles of the leader's words begin, and what stands there for layers of experts
-_WORDS = _TITLES.index("words")
+_TITLES = ("ranks", "system", "size", "iteration ms", "x T*", "vs best", "collectives")
 _EXCHANGE_TITLES = ("p50 ms", "p95 ms")
 
 #: what the columns are, for beneath them
@@ -22,26 +17,20 @@ LEGEND = """
 size: of DDP's buckets, or of chunks. x T*: over what no schedule can beat.
 vs best: how many times as fast as the fastest other system whose predictions were calibrated.
 *: not calibrated, that is never held against a measurement, or far from one; no verdict uses it.
-collectives: all-reduces, or their halves, of an iteration.
-words, of rank 0, KB: messages that carry the order of an iteration, those that rank 0 sends, and
-their size, on average. replayed: share of the iterations in which ranks repeat an order that they
-know and send no words."""
+collectives: all-reduces, or their halves, of an iteration."""
 #: the same for profiles with layers of experts
 EXCHANGE_LEGEND = """
 size: of DDP's buckets, or of chunks, the largest. x T*: over what no schedule can beat; of
 bytesched-pieces, none with all-to-alls in pieces, of the others none with whole ones.
 vs best: how many times as fast as the fastest system of DDP's.
 collectives: all-reduces, and all-to-alls or their pieces, of an iteration; p50, p95 ms: of these.
-*: gradients are not sent, so the link is idle. Ranks are alike, and wait for nobody's word."""
+*: gradients are not sent, so the link is idle. Ranks are alike."""
 
 
 def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
-    """A row for each system and number of ranks, below the titles.
-
-    Words are messages of the leader per iteration, of all ranks and of rank 0, and their bytes.
-    """
+    """A row for each system and number of ranks, below the titles."""
     has_exchanges = any(one.exchange_p50_s for of_ranks in found for one in of_ranks)
-    titles = _TITLES[:_WORDS] + _EXCHANGE_TITLES if has_exchanges else _TITLES
+    titles = _TITLES + _EXCHANGE_TITLES if has_exchanges else _TITLES
     lines: list[tuple[str, ...]] = [titles]
     for of_ranks in found:
         _, peer = rivals(of_ranks)
@@ -55,19 +44,8 @@ def rows(found: Sequence[Sequence[Prediction]]) -> list[tuple[str, ...]]:
                 f"{peer.iteration_s / one.iteration_s:.2f}x" if peer else "",
                 str(one.collectives),
             )
-            lines.append(its + (_exchanges(one) if has_exchanges else _words(one)))
+            lines.append(its + (_exchanges(one) if has_exchanges else ()))
     return lines
-
-
-def _words(one: Prediction) -> tuple[str, ...]:
-    if not one.messages and not one.replayed:
-        return ("",) * 4
-    return (
-        f"{one.messages:.0f}",
-        f"{one.busiest_messages:.0f}",
-        f"{one.message_bytes / 1e3:.1f}",
-        f"{100 * one.replayed:.0f}%",
-    )
 
 
 def _exchanges(one: Prediction) -> tuple[str, ...]:

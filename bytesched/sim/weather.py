@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bytesched.link.control import Weather
+from bytesched.link.cluster import Weather
 
 __all__ = ["Climate"]
 

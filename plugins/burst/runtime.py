@@ -43,7 +43,7 @@ log = logging.getLogger("bytesched")
 
 _USED: Final = frozenset(
     {
-        *("policy", "partition_bytes", "credit_bytes", "order", "compression", "cross_barrier"),
+        *("policy", "partition_bytes", "credit_bytes", "compression", "cross_barrier"),
         *("timeout_s", "timeline", "log_level"),
     }
 )

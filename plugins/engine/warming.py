@@ -53,7 +53,7 @@ class WarmingUp:
 
     plan = None
     traffic = Traffic()
-    order = "leader"
+    order = "planned"
 
     def __init__(
         self,

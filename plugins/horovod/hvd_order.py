@@ -59,17 +59,8 @@ class NegotiatedOrder:
     def window_bytes(self, credit_bytes: int) -> int:
         return _NO_LIMIT if self._wire.rank else credit_bytes
 
-    def admission(self) -> None:
-        return None
-
     def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-
-    def ready(self) -> None:
-        pass
-
-    def announce(self, chunks: Sequence[CommTask]) -> None:
-        pass
 
     def round_ends(self) -> None:
         pass

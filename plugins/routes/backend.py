@@ -36,8 +36,8 @@ class Backend(Protocol):
     wire: str
     #: what can change at run time, of `tunable.KNOBS`
     knobs: frozenset[str]
-    #: orders that are planned and replayed, of `tunable.ORDERS`
-    replayed: frozenset[str]
+    #: whether an order is planned in the first rounds
+    plans: bool
 
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         """Begins to sum ``tensor`` over the ranks, in place; returns what ``wait`` takes.
@@ -67,7 +67,7 @@ class Backend(Protocol):
         Args:
             packer: packs them; each but that of flags has been packed and reduced once.
             streams: where they are packed and their ends awaited.
-            setting: credit, policy and order; the plan is cut already.
+            setting: credit and policy; the plan is cut already.
             reduced: called when the sum of a chunk is in the arena.
             failed: called with the first error.
         """

@@ -8,22 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytesched.course import is_replayed
 from bytesched.errors import SchedulerTimeout
 from bytesched.observe import Observers
 from bytesched.scheduler import InTurn
 from bytesched.task import CommTask
-from bytesched.tunable import ORDERS, Setting
+from bytesched.tunable import Setting
 
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from .carrier import Carrier
 from .groups.group import Group
 from .groups.group_transport import C10dTransport
-from .groups.rank_order import FollowingOrder, LeadingOrder
+from .groups.rank_order import PlannedOrder
 from .levels.sums import PendingSum, TwoLevelSums
 from .levels.two_levels import TwoLevelTransport
-from .scheduled import Ordering, ScheduledCarrier
+from .scheduled import ScheduledCarrier
 from .streams import Streams
 
 __all__ = ["C10dBackend"]
@@ -43,7 +42,7 @@ class C10dBackend:
 
     Args:
         data: the group that gradients travel on.
-        control: the group that the leader's order travels on.
+        control: the group on which ranks agree on an order.
         buffers: the group that buffers travel on, if there are any.
         levels: what sums gradients in place of ``data``, if something does.
         parts: the groups that some gradients travel on in place of ``data``, by `CommTask.group`
@@ -51,7 +50,8 @@ class C10dBackend:
         sizes: the rule of partitions and credit, of `link.sizes.RULES`.
     """
 
-    knobs = frozenset({"partition_bytes", "credit_bytes", "policy", "order"})
+    knobs = frozenset({"partition_bytes", "credit_bytes", "policy"})
+    plans = True
 
     def __init__(
         self,
@@ -67,7 +67,6 @@ class C10dBackend:
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s
         self.wire: str = data.backend.name()
-        self.replayed = frozenset(order for order in ORDERS if is_replayed(order, data.size))
         self._data = data
         self._reducing = [data, *parts]
         self._control = control
@@ -123,17 +122,12 @@ class C10dBackend:
         failed: Callable[[BaseException], None],
         observers: Observers,
     ) -> Carrier:
-        ordering: Ordering
-        if self.rank == 0:
-            ordering = LeadingOrder(self._control, plan.chunks, setting)
-        else:
-            ordering = FollowingOrder(self._control, plan.chunks, setting)
         return ScheduledCarrier(
             plan.chunks,
             C10dTransport(self._reducing, packer, streams)
             if self._levels is None
             else TwoLevelTransport(self._levels, packer),
-            ordering,
+            PlannedOrder(self._control, plan.chunks, setting),
             credit_bytes=setting.credit_bytes,
             reduced=reduced,
             failed=failed,

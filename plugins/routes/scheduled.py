@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Final, Protocol
 
-from bytesched.admission import Admission
 from bytesched.core import SchedulerCore
 from bytesched.observe import Observers
 from bytesched.order import ReadyQueue
@@ -38,23 +37,14 @@ class Ordering(Protocol):
     def window_bytes(self, credit_bytes: int) -> int:
         """The credit of this rank, where the session's is ``credit_bytes``."""
 
-    def admission(self) -> Admission | None:
-        """What lets more start at once than the credit; None: nothing does."""
-
     def bind(self, scheduler: Scheduler) -> None:
         """``scheduler`` is to keep the order; called once, before any chunk is ready."""
-
-    def ready(self) -> None:
-        """One more chunk is ready here; its scheduler hears of it next."""
-
-    def announce(self, chunks: Sequence[CommTask]) -> None:
-        """These start now, in this order. Where the scheduler handles events."""
 
     def round_ends(self) -> None:
         """The last chunk of a round is reduced. Where the scheduler handles events."""
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
-        """There are other chunks, or another policy or order; between the same two rounds on all
+        """There are other chunks, or another policy; between the same two rounds on all
         ranks, when nothing is under way.
         """
 
@@ -71,8 +61,8 @@ class ScheduledCarrier:
         ordering: how all ranks come to the same order.
         credit_bytes: the most bytes in flight at a time.
         events: where the scheduler's are handled; on a thread of its own if None. If not None,
-            chunks that may start at once are submitted on a thread of their own: to pack and to
-            announce them would hold up backward.
+            chunks that may start at once are submitted on a thread of their own: to pack them
+            would hold up backward.
     """
 
     def __init__(
@@ -97,13 +87,8 @@ class ScheduledCarrier:
         #: chunks that were given to that thread
         self._given = 0
         self._scheduler = Scheduler(
-            SchedulerCore(
-                ordering.queue(),
-                credit_bytes=ordering.window_bytes(credit_bytes),
-                admission=ordering.admission(),
-            ),
+            SchedulerCore(ordering.queue(), credit_bytes=ordering.window_bytes(credit_bytes)),
             transport,
-            announce=ordering.announce,
             on_finish=self._finished,
             on_error=failed,
             observers=observers,
@@ -127,7 +112,6 @@ class ScheduledCarrier:
         if self._observers:
             # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
-        self._ordering.ready()
         submits = self._submits
         # Never past one that is still on that thread: the order of fifo is that of these calls.
         if submits is not None and (
@@ -141,7 +125,6 @@ class ScheduledCarrier:
     def change(self, setting: Setting) -> None:
         self._left = len(self._chunks)
         self._ordering.change(self._chunks, setting)
-        self._scheduler.use_admission(self._ordering.admission())
         self._scheduler.set_credit(self._ordering.window_bytes(setting.credit_bytes))
 
     def story(self) -> str:

@@ -20,7 +20,6 @@ _SHARED_FIELDS = (
     "policy",
     "partition_bytes",
     "credit_bytes",
-    "order",
     "compression",
     "cross_barrier",
     "guard",

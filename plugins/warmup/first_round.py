@@ -138,9 +138,9 @@ class WarmUp:
     def _choose_sizes(self, ordered: Sequence[Slot]) -> Decision:
         partition_bytes = self._config.partition_bytes
         credit_bytes = self._config.credit_bytes
-        policy, order = self._config.policy, self._config.order
+        policy = self._config.policy
         if self._decisions is None and partition_bytes and credit_bytes:
-            return Decision(Setting(partition_bytes, credit_bytes, policy, order), NEVER)
+            return Decision(Setting(partition_bytes, credit_bytes, policy), NEVER)
         probes: list[Probe] = []
         model_bytes = sum(s.elements * s.parameter.element_size() for s in ordered)
         if self._decisions is not None or not partition_bytes:
@@ -154,7 +154,7 @@ class WarmUp:
             credit_bytes=credit_bytes,
         )
         partition_bytes, credit_bytes = self._from_leader(list(sizes))
-        untuned = Setting(partition_bytes, credit_bytes, policy, order)
+        untuned = Setting(partition_bytes, credit_bytes, policy)
         if self._decisions is None:
             return Decision(untuned, NEVER)
         hosts = self._ranks_per_host()
@@ -184,7 +184,7 @@ class WarmUp:
             cpu_load=self._cpu_load,
             untuned=untuned,
             knobs=self._knobs,
-            replayed=self._backend.replayed,
+            plans=self._backend.plans,
         )
 
     def _ranks_per_host(self) -> tuple[int, ...]:

@@ -122,9 +122,9 @@ def another_optimizer() -> bool:
     return all(torch.equal(plain, got) for plain, got in zip(*weights, strict=True))
 
 
-def left_alone(leaver: int, order: str) -> str:
+def left_alone(leaver: int) -> str:
     """What a rank raises that trains on after the other has unwrapped."""
-    job = Job(wrapped=True, order=order, timeout_s=25.0)
+    job = Job(wrapped=True, timeout_s=25.0)
     model = job.ddp(mlp())
     optimizer = job.wrap(sgd(model), model)
     train(job, model, optimizer, steps=12)

@@ -127,10 +127,6 @@ def named(error: BaseException) -> dict[str, object]:
     }
 
 
-#: steps in which an order has settled, even beside other work
-LATEST_REPLAY = 100
-
-
 class Script:
     """The usual training loop, in which `at` is called at every moment of step `fault_step`."""
 
@@ -246,7 +242,6 @@ def train_until_fault(
     forward pass, the other ranks still owe their last gradients: the update is outstanding.
     """
     outstanding = moment in ("after_step", "in_next_forward", "in_update")
-    in_replay = fields.get("order") == "replay"
     struck = past_step = False
 
     def at_other(reached: str) -> None:
@@ -263,10 +258,6 @@ def train_until_fault(
             signals().set("victim is past step")
         if struck or reached != moment.replace("next_", "") or past_step < outstanding:
             return
-        if in_replay and bytesched.stats(script.optimizer)["order"] != "replay":
-            # It is not planned yet.
-            script.fault_step += 1
-            return
         struck = True
         if moment == "in_backward":
             signals().wait("other rank in backward")
@@ -279,7 +270,7 @@ def train_until_fault(
     wrap(script.optimizer, script.ddp, timeout_s=timeout_s, **fields)
 
     def train() -> None:
-        script.train(fault_step + (LATEST_REPLAY if in_replay else 3))
+        script.train(fault_step + 3)
         bytesched.flush()
 
     told(train)

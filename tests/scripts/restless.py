@@ -49,7 +49,6 @@ class Restless:
             partition,
             partition * choose((1, 2, 3, 8)),
             choose(("priority", "fifo")) if "policy" in knobs else "priority",
-            choose(("leader", "replay", "auto")) if "order" in knobs else "auto",
             choose((True, True, False)) if "enabled" in knobs else True,
         )
         self.settings.append(setting)

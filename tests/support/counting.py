@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.bench.provenance import provenance
 from bytesched.files import write_text
-from bytesched.plugins.routes.groups import leader
 from bytesched.plugins.routes.groups.group import Group
 
 #: the same on every machine, as chosen sizes are not
@@ -108,14 +107,9 @@ class Taken:
 
     #: by thread and function
     calls: Counter[tuple[str, str]]
-    #: messages and all-reduces that were begun, but for words about the order, and their bytes
+    #: messages and all-reduces that were begun, and their bytes
     messages: int
     nbytes: int
-
-
-def _is_word(caller: FrameType | None) -> bool:
-    """Whether it sends a word about the order, whose number depends on when ranks are late."""
-    return caller is not None and caller.f_code.co_filename == leader.__file__
 
 
 class Calls:
@@ -141,7 +135,7 @@ class Calls:
         if event == "call":
             key = threading.current_thread().name, frame.f_code
             self._counts[key] = self._counts.get(key, 0) + 1
-            if frame.f_code in SENDS and not _is_word(frame.f_back):
+            if frame.f_code in SENDS:
                 self._sent_bytes.append(frame.f_locals["tensor"].nbytes)
 
     def taken(self) -> Taken:

@@ -63,7 +63,6 @@ def plan_of(draw: random.Random, seed: str, kind: str) -> Plan:
         "partition_bytes": partition_bytes,
         "credit_bytes": draw.choice((0, 1, 2)) * (partition_bytes or 1 << 16),
         "policy": draw.choice(("priority", "fifo")),
-        "order": draw.choice(("auto", "leader", "replay")),
         "timeout_s": TIMEOUT_S,
     }
     return Plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from bytesched.link.algorithms import ALGORITHMS, LIBRARIES
-from bytesched.link.control import Control, Weather
+from bytesched.link.cluster import Weather
 from bytesched.link.fabric import Fabric
 from bytesched.link.work import Bundle, Gather, Job, Work
 
@@ -47,7 +47,7 @@ def works(draw: st.DrawFn) -> Work:
         bundles=tuple(bundles),
         bundle_of=tuple(gates),
         gathers=gathers,
-        led=draw(st.booleans()),
+        is_planned=draw(st.booleans()),
         credit_bytes=draw(st.sampled_from((1, 10**6, 1 << 40))),
     )
 
@@ -67,21 +67,8 @@ def fabrics(draw: st.DrawFn) -> Fabric:
 
 
 @st.composite
-def controls(draw: st.DrawFn) -> Control:
-    """Words that go to all, down a tree, or are known; an order is replayed or repeated."""
-    kind = draw(st.sampled_from(("led", "replay", "repeat")))
-    return Control(
-        fanout=draw(st.sampled_from((0, 1, 2, 3, 8))),
-        send_s=draw(st.sampled_from((0.0, 1e-3))),
-        latency_s=draw(st.sampled_from((0.0, 1e-3))),
-        replay=kind == "replay",
-        repeat=kind == "repeat",
-    )
-
-
-@st.composite
 def weathers(draw: st.DrawFn, ranks: int) -> list[Weather]:
-    """Iterations enough to measure, to plan and to replay."""
+    """Iterations enough to measure, to plan and to keep to it."""
     paces = st.tuples(*(st.floats(0.5, 2.0) for _ in range(ranks)))
     fixed = draw(paces)
     return [

@@ -193,7 +193,6 @@ def _settings(draw: random.Random, ranks: int, *, tuned: bool = True) -> dict[st
         "partition_bytes": partition_bytes,
         "credit_bytes": draw.choice((0, 1, 2, 8)) * (partition_bytes or 1 << 16),
         "policy": draw.choice(("priority", "fifo")),
-        "order": draw.choice(("auto", "leader", "replay")),
         "split": draw.choice(("off", "off", "auto", "on" if ranks == 2 else "auto")),
         "cross_barrier": draw.random() < 0.9,
     }

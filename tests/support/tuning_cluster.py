@@ -134,7 +134,7 @@ class Cluster:
             "cpu_load": 0.1,
             "untuned": Setting(*sizes),
             "knobs": frozenset(KNOBS),
-            "replayed": frozenset({"replay"}),
+            "plans": False,
         }
         return RunFacts(**(facts | changes))  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ class StoreBackend:
     wire = "kvstore"
     #: its pipes are opened once
     knobs: frozenset[str] = frozenset()
-    replayed: frozenset[str] = frozenset()
+    plans = False
 
     def __init__(self, store: Any, *, name: str, timeout_s: float) -> None:
         self.rank: int = store.rank

@@ -94,7 +94,7 @@ class StoreRunning:
             self._undo.append(hook.remove)
         gates = Gates(plan, plan.slots, first_use, self._synchronizing, _nothing)
         self._undo.append(gates.remove)
-        setting = Setting(config.partition_bytes, config.credit_bytes, config.policy, config.order)
+        setting = Setting(config.partition_bytes, config.credit_bytes, config.policy)
         self._meter.active(plan.nbytes, len(plan.chunks), setting)
         if optimizer() is not None and self._optimizer.state:
             self._move_state()

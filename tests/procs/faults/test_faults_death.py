@@ -182,7 +182,7 @@ def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
     died, survivor = ends if victim == LEADER else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
-    assert died.told["order"] == ("leader" if "measurement" in scenario.name else "planned")
+    assert died.told["order"] == "planned"
 
 
 @each(IN_SPLIT)

@@ -40,7 +40,6 @@ def test_however_a_script_accumulates(how: str, three_ranks: Ranks) -> None:
     "settings",
     [
         {"cross_barrier": False},
-        {"order": "replay"},
         {"policy": "fifo"},
         {"partition_bytes": 0, "credit_bytes": 0},
         {"hierarchy": "on"},

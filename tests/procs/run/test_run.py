@@ -277,7 +277,7 @@ def test_copies_that_the_script_starts_are_watched(tmp_path: Path, how: str) -> 
 
 def test_options_come_before_environment_and_file(tmp_path: Path) -> None:
     write(tmp_path, PRINT_SETTINGS)
-    write(tmp_path, 'policy = "priority"\norder = "leader"\ntimeout_s = 9', "bytesched.toml")
+    write(tmp_path, 'policy = "priority"\nsplit = "on"\ntimeout_s = 9', "bytesched.toml")
     options = ["--policy", "fifo", "--partition-bytes=1KiB", "--credit-bytes", "1MB"]
     options += ["--timeline", "runs", "--set", "timeout_s=8", "--set", "timeout_s=7"]
     got = settings(
@@ -285,7 +285,7 @@ def test_options_come_before_environment_and_file(tmp_path: Path) -> None:
             [*OURS, *options, "script.py"],
             tmp_path,
             BYTESCHED_POLICY="priority",
-            BYTESCHED_ORDER="replay",
+            BYTESCHED_SPLIT="off",
         )
     )
     assert got["policy"] == ("fifo", "command line")
@@ -293,7 +293,7 @@ def test_options_come_before_environment_and_file(tmp_path: Path) -> None:
     assert got["credit_bytes"] == ("1000000", "command line")
     assert got["timeline"] == (str(tmp_path / "runs"), "command line")
     assert got["timeout_s"] == ("7.0", "command line")
-    assert got["order"] == ("replay", "environment BYTESCHED_ORDER")
+    assert got["split"] == ("off", "environment BYTESCHED_SPLIT")
     assert got["compression"] == ("none", "default")
 
 

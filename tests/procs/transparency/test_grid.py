@@ -24,11 +24,10 @@ SCRIPTS: dict[str, tuple[Any, ...]] = {
 }
 #: by what carries gradients, and by the wire
 ORDERS = {
-    ("sharded", "messages"): {"exchange"},
-    ("sharded", "collectives"): {"rows"},
+    ("split", "messages"): "halves",
+    ("sharded", "messages"): "exchange",
+    ("sharded", "collectives"): "rows",
 }
-#: by a plan, on two ranks
-PLANNED = {Cell(): {"planned"}, Cell("split"): {"halves"}}
 #: a whole all-reduce is one collective on either wire
 SAME = [cell for cell in cells() if cell.carried == "whole" and cell.wire == "collectives"]
 WORKING = [cell for cell in cells() if not why_not(cell) and cell not in SAME]
@@ -56,8 +55,7 @@ def test_cell_trains_as_plain_ddp(request: pytest.FixtureRequest, cell: Cell, na
         assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
         assert stats["mode"] == "cross"
         assert stats["levels"] == (1 if is_flat else 2)
-        other = ORDERS.get((cell.carried, cell.wire), {"leader", "replay"})
-        assert stats["order"] in PLANNED.get(cell, other)
+        assert stats["order"] == ORDERS.get((cell.carried, cell.wire), "planned")
     assert len({stats["digest"] for _, stats in outcomes}) == 1
 
 

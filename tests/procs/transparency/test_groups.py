@@ -50,7 +50,6 @@ def test_a_plain_module(four_ranks: Ranks) -> None:
     [
         {"compression": "none", "cross_barrier": False},
         {"partition_bytes": 0, "credit_bytes": 0},
-        {"order": "replay"},
         {"policy": "fifo"},
     ],
     ids=str,

@@ -298,17 +298,11 @@ def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:
     job.record_state(model, optimizer)
 
 
-@pytest.mark.parametrize("order", ["leader", "replay", "auto"])
+@pytest.mark.parametrize("module_alone", [False, True])
 @pytest.mark.parametrize("policy", ["priority", "fifo", "prophet"])
-def test_every_policy_and_order(two_ranks: Ranks, policy: str, order: str) -> None:
-    check(two_ranks, plain_script, "sgd", policy=policy, order=order)
-
-
-def test_replayed_order(two_ranks: Ranks) -> None:
-    """Long enough for an order to be planned, replayed by all, and planned again."""
-    figures = check(two_ranks, plain_script, "sgd", 40, order="replay", module_alone=True)
-    assert [stats["order"] for stats in figures] == ["replay", "replay"]
-    check(two_ranks, models.unused, "differing_ranks", order="replay")
+def test_every_policy(two_ranks: Ranks, policy: str, module_alone: bool) -> None:
+    """Long enough for an order to be planned, kept to by all, and planned again."""
+    check(two_ranks, plain_script, "sgd", 40, policy=policy, module_alone=module_alone)
 
 
 @pytest.mark.parametrize("partition_bytes", [16, 100, 1 << 20, 0])

@@ -16,11 +16,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": MANY | {"split": "off"},
     "split": MANY | {"split": "on"},
     "sharded": MANY | {"shard": True},
-    "replayed": MANY | {"split": "off", "order": "replay"},
 }
-ways = pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=pytest.mark.nightly) if w == "replayed" else w for w in WAYS]
-)
+ways = pytest.mark.parametrize("way", WAYS)
 scripts = named(
     urgent.mixed_by_collectives,
     urgent.gates_inside_sections,

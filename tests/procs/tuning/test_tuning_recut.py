@@ -1,4 +1,4 @@
-"""What must be true after other sizes than before: gates, followers and a replayed order."""
+"""What must be true after other sizes than before: gates, and the order of chunks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def changing(job: Job, steps: int, clips: bool = False) -> None:
     sums = Sums()
     model = job.ddp(sums)
     optimizer = job.wrap(sgd(model, lr=2.0**-10), model)
-    held, orders, sizes = [], [], []
+    held, sizes = [], []
     for step in range(steps):
         held.append(any(is_held(parameter) for parameter in sums.parameters()))
         optimizer.zero_grad()
@@ -66,14 +66,12 @@ def changing(job: Job, steps: int, clips: bool = False) -> None:
         job.record(f"loss {step}", loss)
         if job.wrapped:
             stats = bytesched.stats(optimizer)
-            orders.append(str(stats["order"]) if stats["mode"] == "cross" else "off")
             sizes.append(str(stats["partition_bytes"]))
     job.record_state(model, optimizer)
     passed = [any(calls) for calls in zip(*(layer.pending for layer in sums.layers), strict=True)]
     figures: dict[str, Any] = {
         "held": "".join("-h"[now] for now in held),
         "passed": "".join("-p"[now] for now in passed),
-        "orders": " ".join(orders),
         "sizes": " ".join(sizes),
     }
     job.stats |= figures
@@ -91,10 +89,10 @@ def check(
     return [figures for _, figures in outcomes]
 
 
-def setting(layers: float, order: str = "leader") -> Setting:
+def setting(layers: float) -> Setting:
     """Partitions of so many layers, two of which may be in flight."""
     partition_bytes = int(layers * LAYER_BYTES)
-    return Setting(partition_bytes, 2 * partition_bytes, order=order)
+    return Setting(partition_bytes, 2 * partition_bytes)
 
 
 @pytest.mark.parametrize("then", [0.3, 2])
@@ -109,24 +107,19 @@ def test_gates_wait_for_the_bundles_of_the_new_cut(two_ranks: Ranks, then: float
 
 
 @pytest.mark.parametrize("sizes", [(0.3, 2, 0.7), (100, 0.3, 1)], ids=str)
-def test_followers_count_the_chunks_of_the_new_cut(
+def test_ranks_agree_on_the_chunks_of_the_new_cut(
     three_ranks: Ranks, sizes: tuple[float, ...]
 ) -> None:
-    """A follower that counts others would hear the end of an iteration too early, or never."""
     turns = [(setting(size), 3) for size in sizes]
     for figures in check(three_ranks, 12, *turns):
-        assert set(figures["orders"].split()) == {"leader"}
         assert len(set(figures["sizes"].split())) == len(sizes)
 
 
 @pytest.mark.parametrize("pool", ["two_ranks", "three_ranks"])
-def test_sizes_change_while_an_order_is_replayed(pool: str, request: pytest.FixtureRequest) -> None:
-    """Each cut is led until its own order is planned; then replaying ends with another cut."""
+def test_sizes_change_when_an_order_was_planned(pool: str, request: pytest.FixtureRequest) -> None:
+    """Each cut has backward's order until its own is planned."""
     ranks: Ranks = request.getfixturevalue(pool)
-    turns = [(setting(size, "replay"), 9) for size in (3, 100, 6)]
-    turns.append((setting(6, "leader"), 1))
+    turns = [(setting(size), 9) for size in (3, 100, 6)]
+    turns.append((setting(6), 1))
     for figures in check(ranks, 32, *turns):
-        led = [orders.split() for orders in figures["orders"].split("replay")]
-        assert sum(map(bool, led)) == 4, figures["orders"]
-        assert figures["orders"].split()[-1] == "leader"
         assert len(set(figures["sizes"].split())) == 3

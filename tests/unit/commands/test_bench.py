@@ -91,9 +91,9 @@ def test_a_wrong_rate_is_refused() -> None:
 
 
 def test_systems_and_their_options() -> None:
-    first, second = parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+order=leader")
+    first, second = parse_systems("ddp:bucket_mb=4, bytesched:policy=fifo+split=off")
     assert first == System("ddp:bucket_mb=4", "ddp", {"bucket_mb": "4"})
-    assert second.options == {"policy": "fifo", "order": "leader"}
+    assert second.options == {"policy": "fifo", "split": "off"}
 
 
 def test_options_of_ddp_are_arguments_of_it() -> None:

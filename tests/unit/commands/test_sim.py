@@ -27,7 +27,7 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--systems fsdp2:units=3", "fsdp2 has no options"),
         ("--systems bytesched:bucket_mb=1", "'bucket_mb'"),
         ("--systems bytesched:partition_bytes=big", "not a size"),
-        ("--systems bytesched:order=none", "order"),
+        ("--systems bytesched:order=replay", "'order'"),
         ("--systems bytesched:policy=none", "no policy"),
         ("--systems ddp:bucket_mb=0", "no size"),
         ("--jitter x", "a share"),
@@ -35,7 +35,6 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--ranks 4,8 --straggler 4:3%", "no such rank among 4"),
         ("--curve ranks --ranks 8 --straggler 4:3%", "no such rank among 2"),
         ("--ranks 8 --straggler 4:3% --png map.png", "no such rank among 2"),
-        ("--systems ddp:order=replay", "'order'"),
         ("--latency-us 0", "a positive number"),
         ("--cores-per-rank 0", "a positive number"),
         ("--cpu-load -1", "a positive number"),
@@ -59,18 +58,6 @@ def test_wrong_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_many_ranks_without_numpy_are_refused_before_anything_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as exit_info:
-        sim.main(["--ranks", "2,64"])
-    assert exit_info.value.code == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert "more than 8 ranks need numpy" in err
-
-
 def test_it_pays_where_communication_takes_as_long_as_compute(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +71,7 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
     assert "assumed: 0.95 Gbit/s" in text
     titles = next(line for line in text.splitlines() if line.lstrip().startswith("ranks  system"))
     explained = text.partition(titles)[2]
-    for title in ("size", "x T*", "vs best", "collectives", "words", "of rank 0", "KB", "replayed"):
+    for title in ("size", "x T*", "vs best", "collectives"):
         assert title in titles
         assert title in explained, title
     predictions = json.loads(file.read_text())["predictions"]
@@ -92,7 +79,6 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
     by_system = {one["system"]: one for one in predictions[:3]}
     assert by_system["ddp"]["iteration_s"] >= by_system["ddp-best"]["iteration_s"]
     assert all(one["to_optimum"] >= 1.0 for one in predictions)
-    assert by_system["bytesched"]["messages"] > 0
 
 
 def test_it_does_not_pay_where_communication_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_before_its_end_there_is_no_plan_and_nothing_to_wait_for(loopback: Loopb
     assert session.plan is None
     assert repr(session) == "<bytesched rank 0 of 1: warming up>"
     figures = session.stats()
-    assert (figures["order"], figures["chunks"]) == ("leader", 0)
+    assert (figures["order"], figures["chunks"]) == ("planned", 0)
     assert not session.rounds_finished
 
 

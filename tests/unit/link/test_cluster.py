@@ -1,4 +1,4 @@
-"""Clusters in virtual time: what is known in closed form, and two engines that agree."""
+"""Clusters in virtual time: what is known in closed form."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import controls, fabrics, weathers, works
+from simulated import fabrics, weathers, works
 
-from bytesched.link.cluster import Cluster
-from bytesched.link.control import Control, Weather
+from bytesched.course import PLANNED_AFTER
+from bytesched.link.cluster import Cluster, Weather
 from bytesched.link.fabric import Fabric
-from bytesched.link.vectors import VectorCluster
-from bytesched.link.work import Bundle, Job, Work
-
-KNOWN = Control(fanout=0, send_s=0.0, latency_s=0.0)
+from bytesched.link.work import Bundle, Gather, Job, Work
 
 
 def calm(ranks: int) -> Weather:
     return Weather((1.0,) * ranks)
 
 
-def two_layers(led: bool = True, credit_bytes: int = 1 << 40) -> Work:
+def two_layers() -> Work:
     return Work(
         name="two",
         forward_s=(1.0, 1.0),
@@ -30,69 +27,61 @@ def two_layers(led: bool = True, credit_bytes: int = 1 << 40) -> Work:
         jobs=(Job(100, 0, 0), Job(300, 1, 1)),
         bundles=(Bundle((0,), 0.0), Bundle((1,), 0.0)),
         bundle_of=(0, 1),
-        led=led,
-        credit_bytes=credit_bytes,
+        is_planned=True,
     )
+
+
+def test_an_iteration_by_hand() -> None:
+    """Backward 4 s; layer 1 is on the link from 2 s to 5 s, layer 0 from 5 s to 6 s."""
+    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0)
+    assert Cluster(two_layers(), fabric).iterate(calm(2)) == 6.0 + 1.0 + 1.0
+    # The last rank decides when a collective begins.
+    late_s = Cluster(two_layers(), fabric).iterate(Weather((1.0, 2.0)))
+    assert late_s == 8.0 + 1.0 + 2.0 * (1.0 + 1.0)
+
+
+def test_credit_keeps_what_is_next_from_starting() -> None:
+    """The link has nothing to do while the end of a job is on its way."""
+    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0, delay_s=10.0)
+    work = replace(two_layers(), backward_s=(0.0, 2.0))
+    assert Cluster(work, fabric).iterate(calm(2)) == 2.0 + 3.0 + 1.0 + 10.0 + 2.0
+    one_at_a_time = replace(work, credit_bytes=1)
+    assert Cluster(one_at_a_time, fabric).iterate(calm(2)) == 2.0 + 13.0 + 11.0 + 2.0
+
+
+def test_an_order_is_planned_of_the_slowest_rank() -> None:
+    """While the last layer is on the link, the others become ready: the front one goes next."""
+    work = Work(
+        name="three",
+        forward_s=(0.1, 0.1, 0.1),
+        backward_s=(1.0, 1.0, 1.0),
+        jobs=tuple(Job(500, layer, layer) for layer in range(3)),
+        bundles=tuple(Bundle((layer,), 0.0) for layer in range(3)),
+        bundle_of=(0, 1, 2),
+        is_planned=True,
+        credit_bytes=1,
+    )
+    cluster = Cluster(work, Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0))
+    orders = []
+    for _ in range(PLANNED_AFTER + 1):
+        orders.append(list(cluster.order))
+        cluster.iterate(Weather((1.0, 0.1)))
+    assert orders == [[2, 1, 0]] * PLANNED_AFTER + [[2, 0, 1]]
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_vectors_are_the_same_as_a_core_on_every_rank(data: st.DataObject) -> None:
-    """The same times, bit for bit, the same order and as many words, in every iteration."""
-    work, fabric, control = data.draw(works()), data.draw(fabrics()), data.draw(controls())
-    one, all_at_once = Cluster(work, fabric, control), VectorCluster(work, fabric, control)
+def test_no_iteration_beats_its_own_work(data: st.DataObject) -> None:
+    """Whatever the order: neither what a rank computes, nor what the links carry."""
+    work, fabric = data.draw(works()), data.draw(fabrics())
+    cluster, before_s = Cluster(work, fabric), 0.0
+    sent: list[Job | Gather] = [*work.jobs, *work.gathers]
     for weather in data.draw(weathers(fabric.ranks)):
-        assert one.iterate(weather) == all_at_once.iterate(weather)
-    if one.planning.replay:
-        assert one.largest() == all_at_once.largest()
-
-
-@pytest.mark.parametrize("engine", [Cluster, VectorCluster])
-def test_an_iteration_by_hand(engine: type[Cluster] | type[VectorCluster]) -> None:
-    """Backward 4 s; layer 1 is on the link from 2 s to 5 s, layer 0 from 5 s to 6 s."""
-    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0)
-    found = engine(two_layers(), fabric, KNOWN).iterate(calm(2))
-    assert found.ended_s == 6.0 + 1.0 + 1.0
-    # The last rank decides when a collective begins.
-    late = engine(two_layers(), fabric, KNOWN).iterate(Weather((1.0, 2.0)))
-    assert late.ended_s == 8.0 + 1.0 + 2.0 * (1.0 + 1.0)
-
-
-@pytest.mark.parametrize("engine", [Cluster, VectorCluster])
-@pytest.mark.parametrize(("fanout", "hops"), [(0, 0), (7, 1), (2, 3), (1, 7)])
-def test_a_word_takes_the_depth_of_its_tree(
-    engine: type[Cluster] | type[VectorCluster], fanout: int, hops: int
-) -> None:
-    """The last job is ready everywhere long before: what it waits for is the leader's word."""
-    work = two_layers(credit_bytes=1)
-    fabric = Fabric(ranks=8, bytes_per_s=1e9, latency_s=0.0)
-    control = Control(fanout=fanout, send_s=0.0, latency_s=0.25)
-    found = engine(work, fabric, control).iterate(Weather((1.0,) + (0.01,) * 7))
-    assert found.ended_s == pytest.approx(4.0 + 0.25 * hops + 2.0, abs=1e-5)
-    assert found.words == 2
-
-
-def test_work_in_an_order_is_the_same_work() -> None:
-    """In the order that a leader without messages has chosen, it takes as long, known to all."""
-    fabric = Fabric(ranks=2, bytes_per_s=100.0, latency_s=0.0)
-    led = Cluster(two_layers(), fabric, KNOWN).iterate(calm(2))
-    assert led.order == (1, 0)
-    known = Cluster(two_layers().in_order(led.order), fabric, KNOWN).iterate(calm(2))
-    assert known.ended_s == led.ended_s
-    assert known.words == 0
-
-
-@pytest.mark.parametrize("engine", [Cluster, VectorCluster])
-def test_an_order_is_planned_and_replayed_without_words(
-    engine: type[Cluster] | type[VectorCluster],
-) -> None:
-    fabric = Fabric(ranks=3, bytes_per_s=100.0, latency_s=0.0)
-    control = Control(fanout=2, send_s=0.0, latency_s=0.0, replay=True)
-    cluster = engine(two_layers(), fabric, control)
-    found = [cluster.iterate(calm(3)) for _ in range(9)]
-    assert [one.replayed for one in found] == [False] * 7 + [True] * 2
-    assert [one.words for one in found] == [2] * 7 + [0] * 2
-    assert len({one.order for one in found}) == 1
+        ended_s = cluster.iterate(weather)
+        assert sorted(cluster.order) == list(range(len(work.jobs)))
+        carried_s = weather.links * sum(fabric.occupied_s(one.nbytes, one.share) for one in sent)
+        assert ended_s - before_s >= carried_s - 1e-9
+        before_s = ended_s
 
 
 def test_start_up_hides_only_where_collectives_overlap() -> None:

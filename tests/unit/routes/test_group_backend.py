@@ -99,13 +99,6 @@ def test_a_timeout_shows_why_another_rank_stopped() -> None:
     assert (error.rank, error.story) == (0, ("a", "b"))
 
 
-def test_orders_are_replayed_among_many_ranks_alone() -> None:
-    few = C10dBackend(fake_group(FakeGloo(size=2)), fake_group(FakeGloo(size=2)))
-    many = C10dBackend(fake_group(FakeGloo(size=64)), fake_group(FakeGloo(size=64)))
-    assert few.replayed == {"replay"}
-    assert many.replayed == {"replay", "auto"}
-
-
 def test_the_last_sum_is_over_before_connections_end() -> None:
     """All ranks take part in it; where one does not, connections are broken first."""
     for is_joined in (True, False):

@@ -36,7 +36,7 @@ class Slow:
 class Alone:
     """An ordering of one rank (see scheduled.Ordering)."""
 
-    order = "leader"
+    order = "its own"
 
     def __init__(self, queue: ReadyQueue) -> None:
         self._queue = queue
@@ -47,16 +47,7 @@ class Alone:
     def window_bytes(self, credit_bytes: int) -> int:
         return credit_bytes
 
-    def admission(self) -> None:
-        return None
-
     def bind(self, scheduler: Scheduler) -> None:
-        pass
-
-    def ready(self) -> None:
-        pass
-
-    def announce(self, chunks: Sequence[CommTask]) -> None:
         pass
 
     def round_ends(self) -> None:

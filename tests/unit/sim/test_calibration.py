@@ -8,6 +8,7 @@ import pytest
 
 from bytesched.bench.profile import load_profile
 from bytesched.bench.systems import parse_systems
+from bytesched.course import PLANNED_AFTER
 from bytesched.link.bound import gradients, optimum_s
 from bytesched.link.cores import Cores
 from bytesched.link.fabric import Fabric
@@ -58,8 +59,8 @@ def predicted_ms(system: str, hosts: int, name: str, optimum_ms: float) -> float
         delay_s=START_UP_S[hosts],
     )
     [one] = parse_systems(system, SYSTEMS)
-    calm = list(Climate().weather(hosts, 2))
-    return 1e3 * predict(one, model, fabric, calm, send_s=1e-5).iteration_s
+    calm = list(Climate().weather(hosts, 2 * (PLANNED_AFTER + 1)))
+    return 1e3 * predict(one, model, fabric, calm).iteration_s
 
 
 @pytest.mark.parametrize("row", MEASURED_MS, ids=lambda row: f"{row[1]}-{row[0]}")

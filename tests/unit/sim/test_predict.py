@@ -1,4 +1,4 @@
-"""Predictions on few cores, and of orders that are repeated."""
+"""Predictions on few cores."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from hypothesis import strategies as st
 
 from bytesched.bench.profile import LayerProfile, Profile, load_profile
 from bytesched.bench.systems import parse_systems
-from bytesched.course import LED_ROUNDS, REPEATED_ROUNDS
 from bytesched.link.cluster import Cluster
-from bytesched.link.control import Control
 from bytesched.link.cores import Cores
 from bytesched.link.fabric import Fabric
 from bytesched.link.work import Work
-from bytesched.sim.curve import Case
 from bytesched.sim.predict import Prediction, on_cores, predict
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Model, buckets, scheduled, sharded
 from bytesched.sim.weather import Climate
 
 FABRIC = Fabric(ranks=4, bytes_per_s=1.2e8, latency_s=1e-4)
-KNOWN = Control(fanout=0, send_s=0.0, latency_s=0.0)
 
 
 def on(cores: float, load: float = 0.0, *, profile: Profile | None = None) -> Model:
@@ -32,9 +28,7 @@ def on(cores: float, load: float = 0.0, *, profile: Profile | None = None) -> Mo
 
 def predicted(model: Model, systems: str = "ddp,ddp-best,fsdp2,bytesched") -> list[Prediction]:
     weather = list(Climate().weather(FABRIC.ranks, 2))
-    return [
-        predict(one, model, FABRIC, weather, send_s=1e-5) for one in parse_systems(systems, SYSTEMS)
-    ]
+    return [predict(one, model, FABRIC, weather) for one in parse_systems(systems, SYSTEMS)]
 
 
 def test_cores_enough_are_as_good_as_any_number() -> None:
@@ -83,7 +77,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 def test_with_fewer_cores_no_iteration_is_shorter(
     profile: Profile, one: float, other: float, load: float, system: str
 ) -> None:
-    """In one order: with another one, which a leader may choose, a slower rank can be lucky."""
+    """In one order: with another one, a slower rank can be lucky."""
 
     def ended_s(cores: float) -> float:
         model = on(cores, load, profile=profile)
@@ -101,32 +95,11 @@ def test_with_fewer_cores_no_iteration_is_shorter(
             return sharded(model, 4) if system == "fsdp2" else scheduled(model, fabric, {})
 
         work = build(on_cores(model, build(model), fabric))
-        if work.led:
-            order = sorted(range(len(work.jobs)), key=lambda job: -work.jobs[job].layer)
-            work = work.in_order(order)
         [weather] = Climate().weather(4, 1)
-        return Cluster(work, fabric, KNOWN).iterate(weather).ended_s
+        return Cluster(work, fabric).iterate(weather)
 
     fewer, more = sorted((one, other))
     assert ended_s(fewer) >= ended_s(more) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("system", "share"),
-    [
-        ("bytesched", LED_ROUNDS / (LED_ROUNDS + REPEATED_ROUNDS)),
-        ("bytesched:order=leader", 1.0),
-        ("bytesched:order=replay", 0.0),
-    ],
-)
-def test_rounds_that_repeat_an_order_send_no_words(system: str, share: float) -> None:
-    case = Case(on(float("inf")), FABRIC, parse_systems(system, SYSTEMS), Climate(), 1)
-    led = Case(
-        on(float("inf")), FABRIC, parse_systems("bytesched:order=leader", SYSTEMS), Climate(), 1
-    )
-    [one], [always] = case.predictions(), led.predictions()
-    assert one.replayed == pytest.approx(1 - share)
-    assert one.messages == pytest.approx(share * always.messages)
 
 
 def test_gloo_has_no_reduce_scatter() -> None:
@@ -134,6 +107,6 @@ def test_gloo_has_no_reduce_scatter() -> None:
     gloo, native = sharded(model, 4, by_gloo=True), sharded(model, 4)
     assert gloo.nbytes == pytest.approx(1.75 * native.nbytes)
     [weather] = Climate().weather(4, 1)
-    ended_s = Cluster(gloo, FABRIC, KNOWN).iterate(weather).ended_s
+    ended_s = Cluster(gloo, FABRIC).iterate(weather)
     carried_s = 1.75 * model.profile.nbytes / FABRIC.gradient_bytes_per_s
     assert ended_s >= model.profile.compute_s + carried_s

@@ -138,7 +138,7 @@ def test_unused_parameters_may_be_left_open() -> None:
 
 @pytest.mark.parametrize(
     ("field", "written"),
-    [("order", "random"), ("compression", "int4"), ("log_level", "LOUD"), ("policy", " ")],
+    [("compression", "int4"), ("log_level", "LOUD"), ("policy", " ")],
 )
 def test_name_is_refused(field: str, written: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} = '{written}'"):
@@ -146,8 +146,8 @@ def test_name_is_refused(field: str, written: str) -> None:
 
 
 def test_names_are_taken_in_any_case() -> None:
-    config = Config.load(order="Leader", log_level="debug", compression="BF16")
-    assert (config.order, config.log_level, config.compression) == ("leader", "DEBUG", "bf16")
+    config = Config.load(split="On", log_level="debug", compression="BF16")
+    assert (config.split, config.log_level, config.compression) == ("on", "DEBUG", "bf16")
 
 
 def test_timeline_takes_a_path(tmp_path: Path) -> None:

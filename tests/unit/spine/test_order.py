@@ -1,4 +1,4 @@
-"""One order on all ranks: leading, following, and replaying."""
+"""One order on all ranks, and a policy's choice."""
 
 from __future__ import annotations
 
@@ -20,45 +20,32 @@ from bytesched.task import CommTask
 class Ranks:
     """Ranks of one job without processes: a collective ends once every rank has issued it."""
 
-    def __init__(self, sizes: Sequence[int], credits: Sequence[int], *, replay: bool) -> None:
+    def __init__(self, sizes: Sequence[int], credits: Sequence[int]) -> None:
         self.plans = [planned(sizes) for _ in credits]
         self.cores = [
-            SchedulerCore(
-                Leading(Priority()) if rank == 0 and not replay else Following(),
-                credit_bytes=credit_bytes,
-            )
-            for rank, credit_bytes in enumerate(credits)
+            SchedulerCore(Following(), credit_bytes=credit_bytes) for credit_bytes in credits
         ]
         #: indices that each rank has issued, in order, over all iterations
         self.issued: list[list[int]] = [[] for _ in credits]
         #: how many of them have ended on each rank; a group ends its collectives in order
         self.ended = [0] * len(credits)
-        #: messages of the leader that each rank has not read yet
-        self.unread: list[list[list[int]]] = [[] for _ in credits]
-        self.replay = replay
 
     def issue(self, rank: int, started: Sequence[CommTask]) -> None:
-        indices = [task.index for task in started]
-        self.issued[rank] += indices
-        if rank == 0 and indices and not self.replay:
-            for unread in self.unread[1:]:
-                unread.append(indices)
+        self.issued[rank] += [task.index for task in started]
 
     def possible(self, todo: Sequence[Sequence[CommTask]]) -> list[tuple[str, int]]:
-        """What may happen next: a task becomes ready, a message is read, a collective ends."""
+        """What may happen next: a task becomes ready, a collective ends."""
         everywhere = min(len(issued) for issued in self.issued)
-        return (
-            [("ready", rank) for rank, tasks in enumerate(todo) if tasks]
-            + [("read", rank) for rank, unread in enumerate(self.unread) if unread]
-            + [("end", rank) for rank, ended in enumerate(self.ended) if ended < everywhere]
-        )
+        ready = [("ready", rank) for rank, tasks in enumerate(todo) if tasks]
+        return ready + [
+            ("end", rank) for rank, ended in enumerate(self.ended) if ended < everywhere
+        ]
 
-    def iterate(self, chance: random.Random, order: Sequence[int] = ()) -> None:
+    def iterate(self, chance: random.Random, order: Sequence[int]) -> None:
         """One whole iteration, its events in an order drawn by `chance`."""
         todo = [chance.sample(tasks, len(tasks)) for tasks in self.plans]
-        if self.replay:
-            for rank, core in enumerate(self.cores):
-                self.issue(rank, core.ordered(order))
+        for rank, core in enumerate(self.cores):
+            self.issue(rank, core.ordered(order))
         while events := self.possible(todo):
             event, rank = chance.choice(events)
             core = self.cores[rank]
@@ -66,8 +53,6 @@ class Ranks:
                 task = todo[rank].pop()
                 task.notify_ready()
                 self.issue(rank, core.ready(task))
-            elif event == "read":
-                self.issue(rank, core.ordered(self.unread[rank].pop(0)))
             else:
                 task = self.plans[rank][self.issued[rank][self.ended[rank]]]
                 self.ended[rank] += 1
@@ -85,40 +70,13 @@ jobs = {
 
 @settings(max_examples=150)
 @given(**jobs)
-def test_followers_issue_what_the_leader_issues_and_all_drain(
-    sizes: list[int], credits: list[int], seed: int
-) -> None:
-    ranks, chance = Ranks(sizes, credits, replay=False), random.Random(seed)
-    for iteration in range(1, 4):
-        ranks.iterate(chance)
-        assert all(core.idle for core in ranks.cores), ranks.cores
-        assert len(ranks.issued[0]) == iteration * len(sizes)
-        assert all(issued == ranks.issued[0] for issued in ranks.issued)
-    assert sorted(ranks.issued[0]) == sorted(list(range(len(sizes))) * 3)
-
-
-@settings(max_examples=150)
-@given(**jobs)
-def test_a_replayed_order_needs_no_messages_and_drains(
-    sizes: list[int], credits: list[int], seed: int
-) -> None:
-    ranks, chance = Ranks(sizes, credits, replay=True), random.Random(seed)
+def test_an_order_is_kept_and_drains(sizes: list[int], credits: list[int], seed: int) -> None:
+    ranks, chance = Ranks(sizes, credits), random.Random(seed)
     order = chance.sample(range(len(sizes)), len(sizes))
     for _ in range(3):
         ranks.iterate(chance, order)
         assert all(core.idle for core in ranks.cores), ranks.cores
     assert all(issued == order * 3 for issued in ranks.issued)
-
-
-def test_the_leader_changes_to_replay_between_iterations() -> None:
-    ranks, chance = Ranks([5] * 6, [10, 10], replay=False), random.Random(1)
-    ranks.iterate(chance)
-    learned = list(ranks.issued[0])
-    for core in ranks.cores:
-        core.use_queue(Following())
-    ranks.replay = True
-    ranks.iterate(chance, learned)
-    assert ranks.issued == [learned * 2] * 2
 
 
 def test_a_follower_waits_for_the_head_of_the_order() -> None:

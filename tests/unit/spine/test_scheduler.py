@@ -82,7 +82,7 @@ def test_a_batch_is_one_announcement(build: Build) -> None:
     assert bench.announced == [[3], [0, 1, 2]]
 
 
-def test_a_follower_starts_what_the_leader_orders(build: Build) -> None:
+def test_what_is_ready_starts_in_the_order_that_was_given(build: Build) -> None:
     bench = build(credit_bytes=100, queue=Following())
     a, b, c = planned([10] * 3)
     bench.ready(a, b)

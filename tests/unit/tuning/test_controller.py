@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from tuning_cluster import Cluster, exact_step_s
@@ -48,6 +47,7 @@ def controller_on(
     known_step_s: float = math.nan,
     space: Space = SPACE,
     blind: bool = False,
+    plans: bool = False,
 ) -> tuple[Controller, Log]:
     log = Log()
 
@@ -58,6 +58,7 @@ def controller_on(
     controller = Controller(
         untuned,
         can_switch_off=off,
+        plans=plans,
         search=search,
         now_s=lambda: cluster.clock.now_s,
         pace=pace,
@@ -189,19 +190,15 @@ def test_what_is_adopted_is_never_worse_than_untuned_or_off(off_is_best: bool) -
     assert log.adopted[0].setting == (off if off_is_best else untuned)
 
 
-def test_an_order_is_measured_when_it_is_replayed() -> None:
-    """Until it has settled, rank 0 leads; what is dropped then is not dropped twice."""
-    limits = Limits(Range(MIB, MIB), Range(2 * MIB, 2 * MIB), orders=("leader", "replay"))
+@pytest.mark.parametrize(("plans", "first"), [(True, 8), (False, 2)])
+def test_nothing_is_measured_before_an_order_is_planned(plans: bool, first: int) -> None:
     cluster = Cluster()
-    controller, _ = controller_on(
-        cluster, untuned=Setting(MIB, 2 * MIB, order="leader"), space=Space(limits), off=False
-    )
-    dropped: dict[str, list[int]] = {"leader": [], "replay": []}
+    controller, _ = controller_on(cluster, plans=plans)
+    assert controller.turn.dropped == first
+    controller.observe(cluster.run(controller.turn))
     while controller.turn.phase != "guard":
-        if controller.turn.phase == "search":
-            dropped[controller.turn.setting.order].append(controller.turn.dropped)
+        assert controller.turn.dropped <= 2
         controller.observe(cluster.run(controller.turn))
-    assert dropped == {"leader": [], "replay": [8, 1]}
 
 
 def test_without_a_knob_scheduling_is_never_off() -> None:
@@ -244,18 +241,16 @@ def test_the_budget_holds(budget: int) -> None:
     assert len(adopted.steps_s) >= 3
 
 
-@pytest.mark.parametrize("order", ["auto", "replay"])
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("off", [False, True])
-def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool, order: str) -> None:
-    limits = replace(SPACE.limits, orders=(order,))
-    for budget in range(40, 200, 1 if order == "auto" else 7):
+def test_no_round_of_the_guard_goes_beyond_any_budget(off: bool, plans: bool) -> None:
+    for budget in range(40, 200, 7 if plans else 1):
         cluster = Cluster("resnet", noise=0.05, seed=budget)
         controller, log = controller_on(
             cluster,
-            untuned=replace(UNTUNED, order=order),
             pace=Pace(budget=budget),
-            space=Space(limits),
             off=off,
+            plans=plans,
             blind=True,
         )
         cluster.drive(controller, budget + 10)

@@ -186,16 +186,13 @@ def test_a_file_with_any_wrong_field_is_no_tuning(data: st.DataObject) -> None:
         TuningFile.of(json.loads(json.dumps(content)))
     except ValueError:
         return
-    taken = (isinstance(owner[name], str) and name != "order") or (name, owner[name]) == (
-        "trials",
-        [],
-    )
+    taken = isinstance(owner[name], str) or (name, owner[name]) == ("trials", [])
     assert taken, f"{name} = {owner[name]!r} was taken"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "named"),
-    [("order", "x", "leader"), ("policy", 1, "policy"), ("partition_bytes", 3, "partition_bytes")],
+    [("policy", 1, "policy"), ("partition_bytes", 3, "partition_bytes")],
 )
 def test_values_of_a_setting_are_checked_like_the_users(
     name: str, value: object, named: str
@@ -281,6 +278,6 @@ def test_the_line_to_paste() -> None:
     assert DONE.paste() == "BYTESCHED_PARTITION_BYTES=1048576 BYTESCHED_CREDIT_BYTES=3145728"
     off = replace(DONE, setting=replace(TUNED, enabled=False))
     assert off.paste() == "BYTESCHED_ENABLED=0"
-    other = replace(DONE, setting=replace(TUNED, policy="fifo", order="replay"))
-    assert other.paste().endswith("BYTESCHED_POLICY=fifo BYTESCHED_ORDER=replay")
+    other = replace(DONE, setting=replace(TUNED, policy="fifo"))
+    assert other.paste().endswith("BYTESCHED_POLICY=fifo")
     assert RUNNING.paste() == ""

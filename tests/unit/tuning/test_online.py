@@ -228,15 +228,14 @@ def test_it_draws_no_number_of_the_scripts(tmp_path: Path) -> None:
     assert drawn == [str(own.random()), str(numpy_s.random())]
 
 
-def test_an_automatic_order_that_is_replayed_has_time_to_settle(tmp_path: Path) -> None:
+def test_an_order_that_is_planned_has_time_to_settle(tmp_path: Path) -> None:
     cluster = Cluster()
     tuner = tuner_on(cluster, tmp_path)
-    led = tuner.begin(cluster.facts())
+    unplanned = tuner.begin(cluster.facts())
     tuner.close()
-    replayed = frozenset({"replay", "auto"})
-    settles = tuner_on(cluster, tmp_path).begin(cluster.facts(replayed=replayed))
-    assert settles.setting == led.setting
-    assert settles.next_in_steps > led.next_in_steps + 3
+    settles = tuner_on(cluster, tmp_path).begin(cluster.facts(plans=True))
+    assert settles.setting == unplanned.setting
+    assert settles.next_in_steps > unplanned.next_in_steps + 3
 
 
 @dataclass

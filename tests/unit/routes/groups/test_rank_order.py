@@ -1,9 +1,10 @@
-"""Three ranks that come to one order: led down the tree, then planned and replayed, over Gloo."""
+"""Three ranks that come to one order: backward's, then one that is planned, over Gloo."""
 
 from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from together import together
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from bytesched.course import LED_ROUNDS
+from bytesched.course import MEASURED_ROUNDS, PLANNED_AFTER
 from bytesched.observe import Observers
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.plugins.routes.groups.notes import Notes
-from bytesched.plugins.routes.groups.rank_order import FollowingOrder, LeadingOrder
+from bytesched.plugins.routes.groups.rank_order import PlannedOrder
 from bytesched.plugins.routes.scheduled import ScheduledCarrier
 from bytesched.scheduler import InTurn
 from bytesched.task import CommTask
@@ -80,17 +81,16 @@ class _Seat:
 
 
 class Rank:
-    def __init__(self, number: int, group: Group, meeting: Meeting, order: str) -> None:
+    def __init__(self, number: int, group: Group, meeting: Meeting) -> None:
         self.group = group
-        self._setting = Setting(CREDIT_BYTES, CREDIT_BYTES, order=order)
+        self._setting = Setting(CREDIT_BYTES, CREDIT_BYTES)
         self.chunks = chunks_of(CHUNKS)
         self._errors: list[BaseException] = []
         self._left = threading.Semaphore(0)
-        ordering = (FollowingOrder if number else LeadingOrder)(group, self.chunks, self._setting)
         self.carrier = ScheduledCarrier(
             self.chunks,
             meeting.at(number),
-            ordering,
+            PlannedOrder(group, self.chunks, self._setting),
             credit_bytes=CREDIT_BYTES,
             reduced=lambda _: self._left.release(),
             failed=self._errors.append,
@@ -98,22 +98,14 @@ class Rank:
             events=InTurn(),
         )
 
-    def round(self, seed: int) -> tuple[str, int]:
-        """One round, chunks ready in an order of its own: how it was ordered, messages in it."""
-        before, order = self.group.backend.counted, self.carrier.order
+    def round(self, seed: int) -> int:
+        """One round, chunks ready in an order of its own; how many messages were begun in it."""
+        before = self.group.backend.counted
         for chunk in random.Random(seed).sample(self.chunks, len(self.chunks)):
             self._submit(chunk)
         for _ in self.chunks:
             self._wait()
-        return order, self.group.backend.counted - before
-
-    def slow_round(self) -> tuple[str, int]:
-        """One round in which every chunk finds the link idle."""
-        before, order = self.group.backend.counted, self.carrier.order
-        for chunk in reversed(self.chunks):
-            self._submit(chunk)
-            self._wait()
-        return order, self.group.backend.counted - before
+        return int(self.group.backend.counted - before)
 
     def _submit(self, chunk: CommTask) -> None:
         chunk.notify_ready()
@@ -122,9 +114,9 @@ class Rank:
     def _wait(self) -> None:
         assert self._left.acquire(timeout=250.0), (self._errors, self.carrier.story())
 
-    def change(self, chunks: int) -> None:
+    def change(self, chunks: int, policy: str = "priority") -> None:
         self.chunks[:] = chunks_of(chunks)
-        self.carrier.change(self._setting)
+        self.carrier.change(replace(self._setting, policy=policy))
 
     def close(self) -> None:
         self.carrier.close()
@@ -141,7 +133,7 @@ def chunks_of(number: int) -> list[CommTask]:
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Any:
+def ranks() -> Any:
     store, meeting = HashStore(), Meeting()
 
     def connected(number: int) -> Rank:
@@ -150,61 +142,43 @@ def ranks(request: pytest.FixtureRequest) -> Any:
         notes = Notes(PrefixStore("notes", store), number)
         counting = Counting(backend)
         group = Group(counting, store, notes, name="s/control", timeout_s=100.0)
-        return Rank(number, group, meeting, request.param)
+        return Rank(number, group, meeting)
 
     found = together(connected, RANKS)
     yield found, meeting
     together(lambda number: found[number].close(), RANKS)
 
 
-@pytest.mark.parametrize("ranks", ["replay"], indirect=True)
-def test_a_replayed_round_has_no_message(ranks: tuple[list[Rank], Meeting]) -> None:
-    """Whatever becomes ready when, all start the same; also after another cut."""
+def test_all_start_the_same_and_rounds_have_no_message(
+    ranks: tuple[list[Rank], Meeting],
+) -> None:
+    """Whatever becomes ready when; also after another cut. Two of the rounds end with a sum."""
     found, meeting = ranks
 
-    def a_round(turn: int, number: int) -> tuple[str, int]:
+    def a_round(turn: int, number: int) -> int:
         return found[number].round(31 * turn + number)
 
     for chunks in (CHUNKS, 4):
-        for numbered, issued in enumerate(meeting.started):
+        for issued in meeting.started:
             issued.clear()
-            if chunks != CHUNKS:
-                found[numbered].change(chunks)
-        rounds = [together(partial(a_round, turn), RANKS) for turn in range(LED_ROUNDS + 2 + 16)]
-        led, replayed = rounds[: LED_ROUNDS + 2], rounds[LED_ROUNDS + 2 :]
-        assert {order for turn in led for order, _ in turn} == {"leader"}
-        # Rank 0 sends at least one word to each of the others; two of the rounds end with a sum.
-        assert all(messages >= RANKS - 1 for messages in (turn[0][1] for turn in led))
-        assert {order for turn in replayed for order, _ in turn} == {"replay"}
-        assert [turn[1] for turn in replayed] == [("replay", 0)] * 15 + [("replay", 1)]
+        if chunks != CHUNKS:
+            together(lambda number: found[number].change(4), RANKS)
+        rounds = [together(partial(a_round, turn), RANKS) for turn in range(PLANNED_AFTER + 16)]
+        said = [turn for turn, messages in enumerate(rounds) if any(messages)]
+        assert said == [MEASURED_ROUNDS - 1, MEASURED_ROUNDS, PLANNED_AFTER + 15]
         assert meeting.started[1] == meeting.started[0] == meeting.started[2]
         assert len(meeting.started[0]) == chunks * len(rounds)
+        if chunks == CHUNKS:
+            assert meeting.started[0][:chunks] == [*reversed(range(chunks))]
         last = meeting.started[0][-chunks:]
         assert last == meeting.started[0][-2 * chunks : -chunks]
 
 
-@pytest.mark.parametrize("ranks", ["auto"], indirect=True)
-def test_an_order_that_stays_is_repeated_without_messages(
-    ranks: tuple[list[Rank], Meeting],
-) -> None:
+def test_fifo_is_the_order_of_backward(ranks: tuple[list[Rank], Meeting]) -> None:
     found, meeting = ranks
-    rounds = [
-        together(lambda number: found[number].slow_round(), RANKS)
-        for _ in range(2 * LED_ROUNDS + 17)
-    ]
-    led = rounds[:LED_ROUNDS] + rounds[LED_ROUNDS + 16 : -1]
-    repeated = [*rounds[LED_ROUNDS : LED_ROUNDS + 16], rounds[-1]]
-    assert {order for turn in led for order, _ in turn} == {"leader"}
-    assert all(turn[0][1] >= RANKS - 1 for turn in led)
-    assert {each for turn in repeated for each in turn} == {("replay", 0)}
-    assert meeting.started == [[*reversed(range(CHUNKS))] * len(rounds)] * RANKS
-
-
-@pytest.mark.parametrize("ranks", ["auto"], indirect=True)
-def test_an_order_that_changes_is_led(ranks: tuple[list[Rank], Meeting]) -> None:
-    """Chunks become ready in other orders on each rank and in each round."""
-    found, meeting = ranks
-    for turn in range(40):
-        together(partial(lambda turn, number: found[number].round(31 * turn + number), turn), RANKS)
-    assert meeting.started[1] == meeting.started[0] == meeting.started[2]
-    assert len(meeting.started[0]) == CHUNKS * 40
+    for rank in found:
+        rank.change(CHUNKS, policy="fifo")
+    for turn in range(PLANNED_AFTER + 1):
+        said = together(partial(lambda turn, number: found[number].round(turn), turn), RANKS)
+        assert not any(said)
+    assert meeting.started == [[*reversed(range(CHUNKS))] * (PLANNED_AFTER + 1)] * RANKS
