@@ -20,9 +20,7 @@ from bytesched.values import parse_size, size_text
 __all__ = [
     "KNOBS",
     "Decision",
-    "Recording",
     "RunFacts",
-    "Send",
     "Setting",
     "Steps",
     "Tuner",
@@ -132,28 +130,6 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """One chunk on its way, in seconds of any one clock."""
-
-    nbytes: int
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One iteration as it was. The first three have one entry per layer, in forward order."""
-
-    sizes_bytes: tuple[int, ...]
-    #: from the start of backward until the gradient was computed
-    releases_s: tuple[float, ...]
-    #: how long the layer took in forward, without waiting
-    forward_s: tuple[float, ...]
-    #: in order of their start
-    sends: tuple[Send, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Steps:
     """The steps since the last decision, all under its setting."""
 
@@ -164,8 +140,6 @@ class Steps:
     #: bytes of gradients that were sent meanwhile, and in how many chunks
     sent_bytes: int = 0
     sent_chunks: int = 0
-    #: iterations that were recorded, if there are any
-    recordings: tuple[Recording, ...] = ()
 
 
 class Tuner(Protocol):

@@ -1,4 +1,4 @@
-"""The link as a line: a start-up time and a bandwidth, from sends that were measured.
+"""The link as a line: a start-up time and a bandwidth, from all-reduces that were measured.
 
 By Theil and Sen: the slope is the median of those between all pairs of sizes, which a quarter of
 wild values does not move.
@@ -13,16 +13,12 @@ from itertools import combinations
 from statistics import median
 
 from bytesched.link.sizes import Probe
-from bytesched.tunable import Send
 
-__all__ = ["Link", "fit_link", "fit_probes", "with_sends"]
+__all__ = ["Link", "fit_link", "fit_probes"]
 
-#: so many sizes at least, the largest so many times the smallest, make a line of sends
-_SIZES = 3
-_SPREAD = 4.0
 #: of the CPU time that a chunk costs, the process sees about half; the rest is the kernel's
 _UNSEEN = 2.0
-#: sends of about one size count as one point
+#: times of about one size count as one point
 _PER_OCTAVE = 8
 
 
@@ -32,8 +28,6 @@ class Link:
 
     overhead_s: float
     bytes_per_s: float
-    #: from then on until the chunk is across; the next one may be on the link meanwhile
-    latency_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
         """How long a chunk occupies it."""
@@ -69,37 +63,8 @@ def fit_probes(probes: Sequence[Probe]) -> Link:
     return replace(link, overhead_s=max(link.overhead_s, _UNSEEN * probes[0].cpu_s))
 
 
-def with_sends(link: Link, sends: Sequence[Send]) -> Link:
-    """The link as training sees it: `link`, corrected by real sends, in order of their start.
-
-    Sends of several sizes make a line of their own; those of one size only show how much longer
-    a chunk takes than by `link`.
-    """
-    alone: list[tuple[int, float]] = []
-    queued: list[tuple[int, float]] = []
-    free_s = -math.inf
-    for send in sends:
-        began_s = max(send.start_s, free_s)
-        (queued if began_s > send.start_s else alone).append((send.nbytes, send.end_s - began_s))
-        free_s = max(free_s, send.end_s)
-    occupied = queued or alone
-    points = _points(occupied)
-    own = len(points) >= _SIZES and points[-1][0] >= _SPREAD * points[0][0]
-    fitted = fit_link(occupied) if own else None
-    if fitted is None:
-        late_s = [seconds - link.seconds(nbytes) for nbytes, seconds in points]
-        more_s = median(late_s) if late_s else 0.0
-        fitted = replace(link, overhead_s=max(link.overhead_s + more_s, 0.0))
-    # Training has more to do than the warm-up had.
-    fitted = replace(fitted, overhead_s=max(fitted.overhead_s, link.overhead_s))
-    if not (queued and alone):
-        return fitted
-    latency_s = median(seconds - fitted.seconds(nbytes) for nbytes, seconds in alone)
-    return replace(fitted, latency_s=max(latency_s, 0.0))
-
-
 def _points(samples: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
-    """One point for each size, by growing size: the median of those sends."""
+    """One point for each size, by growing size: the median of its times."""
     by_size: dict[int, list[tuple[int, float]]] = {}
     for nbytes, seconds in samples:
         if nbytes > 0 and 0 < seconds < math.inf:

@@ -13,16 +13,16 @@ from typing import ClassVar
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.policy import policy_names
-from bytesched.tunable import Decision, Recording, RunFacts, Setting, Steps
+from bytesched.tunable import Decision, RunFacts, Setting, Steps
 from bytesched.version import __version__
 
 from .controller import Controller, Pace, Report
 from .file import Fingerprint, TuningFile
-from .fit import Link, fit_probes, with_sends
+from .fit import Link, fit_probes
 from .logbook import Logbook
 from .memory import Memory
-from .model import IterationModel, median_recording, seed_bytes, seeded_space
 from .search import BayesianSearch, Searcher
+from .seed import seed_bytes, seeded_space
 from .space import Limits
 from .unfinished import Unfinished
 
@@ -32,8 +32,6 @@ log = logging.getLogger("bytesched")
 
 _NEEDED = ("numpy", "skopt")
 _SEED = 0
-#: the most promising settings of the model, which are tried before those of the search
-_FIRST_TRIALS = 3
 #: what other models of this cluster have, of those that are most alike; each costs a trial
 _NEAR = 2
 #: a remembered setting that cuts a model into more would take hours for a step
@@ -83,7 +81,6 @@ class OnlineTuner:
         self._memory = memory
         self._pace = Pace(budget=steps)
         self._now_s = now_s
-        self._recordings: list[Recording] = []
         self._bytes_per_s = math.nan
         #: of the untuned setting, when it was measured first
         self._first_bytes_per_s = math.nan
@@ -123,7 +120,6 @@ class OnlineTuner:
 
     def decide(self, steps: Steps) -> Decision:
         """The next decision."""
-        self._recordings.extend(steps.recordings)
         self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
         if self._waits:
             return self._decision()
@@ -227,9 +223,8 @@ class OnlineTuner:
         return "enabled" in self._facts.knobs
 
     def _searcher(self, adopted: Setting | None) -> Searcher:
-        """The search, now that the baseline is measured and iterations are recorded."""
-        recording = median_recording(self._recordings)
-        link = with_sends(self._link, recording.sends if recording is not None else ())
+        """The search, now that the baseline is measured."""
+        link = self._link
         if adopted is None:
             self._first_bytes_per_s = self._bytes_per_s
         elif self._bytes_per_s > 0:
@@ -240,10 +235,6 @@ class OnlineTuner:
         seed = max(seed_bytes(self._facts, link), space.settings[0].partition_bytes)
         wanted = replace(space.settings[0], partition_bytes=seed, credit_bytes=2 * seed)
         first = [*([adopted] if adopted is not None else []), *self._near, space.nearest(wanted)]
-        if recording is not None:
-            model = IterationModel(recording, link)
-            space = model.promising(space, self._facts.untuned)
-            first.extend(model.first_trials(space, _FIRST_TRIALS))
         log.info("tuning: %r", space)
         return BayesianSearch(space, seed=_SEED, first=first)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -58,8 +58,6 @@ class Synchronizing:
         self._streams = streams
         self._meter = meter
         self._elsewhere = elsewhere
-        #: called with the bundles that the forward pass has come to, while iterations are recorded
-        self._passed: Callable[[Sequence[Bundle]], None] | None = None
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -68,10 +66,6 @@ class Synchronizing:
         """The plan has other bundles now."""
         for slot in self._plan.slots:
             slot.synchronize = partial(self.synchronize, slot.bundle, slot.name)
-
-    def record(self, passed: Callable[[Sequence[Bundle]], None] | None) -> None:
-        """``passed`` is called with the bundles that forward passes come to; None: nothing is."""
-        self._passed = passed
 
     def make_lazy(self, slot: Slot) -> None:
         """A new lazy gradient; the old one, if there is one, is not waited for any more."""
@@ -111,8 +105,6 @@ class Synchronizing:
         for bundle in bundles:
             if bundle.state is not BundleState.FREE:
                 self.synchronize(bundle, name)
-        if self._passed is not None:
-            self._passed(bundles)
         if not (torch.is_grad_enabled() or module.training):
             # Evaluation may take fast paths that look at the types of all parameters at once.
             self.synchronize_all()

@@ -108,7 +108,6 @@ class Session(HookedModel):
             folding=self._folding,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
-            recorded=self._drop_forward_hook,
             ended=self._warmed_up,
         )
         self._rounds = Rounds(

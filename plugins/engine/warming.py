@@ -47,7 +47,6 @@ class WarmingUp:
         folding: what brings gradients to where they are sent from, if anything does.
         find_unused: whether parameters may get no gradient; None if the first round is to show it.
         inside_compiled: called when a gate turns out to be inside compiled code.
-        recorded: called when no more iterations are recorded for a tuner.
         ended: called with the life that follows.
     """
 
@@ -68,7 +67,6 @@ class WarmingUp:
         folding: Folding | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
-        recorded: Callable[[], None],
         ended: Callable[[Running], None],
     ) -> None:
         #: where it is not known, what is missing at the end of backward is unused
@@ -84,7 +82,6 @@ class WarmingUp:
         self._folding = folding
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
-        self._recorded = recorded
         self._ended = ended
         self._deferred: list[Deferred] = []
         self._began_ns = self._began_cpu_ns = 0
@@ -190,12 +187,9 @@ class WarmingUp:
                 self._decisions,
                 warm.decision,
                 Changing(plan.slots, self._handover, cut, setting),
-                plan,
                 synchronizing,
                 traffic,
                 streams=streams,
-                observers=context.observers,
-                recorded=self._recorded,
             )
         return Running(
             parts,

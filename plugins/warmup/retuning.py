@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
-from bytesched.observe import Observers
 from bytesched.tunable import Decision, RunFacts, Setting, Steps, Tuner
 
 from ..dependency.synchronizing import Synchronizing
-from ..figures.recording import Recorder
-from ..layout.plan import Plan
 from ..routes.backend import Backend, from_leader
 from ..routes.carrier import Traffic
 from ..routes.streams import Streams
@@ -29,9 +26,6 @@ DECISION = "the decision of rank 0"
 
 #: steps until the next decision where none will be made, or not any more
 NEVER = 1 << 40
-
-#: iterations that are recorded: enough for medians, and few to look through
-_RECORDED = 8
 
 
 class Decisions:
@@ -82,13 +76,10 @@ class Decisions:
 class Retuning:
     """Counts steps between decisions, measures them on rank 0, and applies what is decided.
 
-    The first iterations are recorded.
-
     Args:
         first: the decision that the session begins with.
         traffic: what has been carried since the start.
         streams: know when what a step has queued is computed.
-        recorded: called when no more is recorded.
     """
 
     def __init__(
@@ -96,13 +87,10 @@ class Retuning:
         decisions: Decisions,
         first: Decision,
         changing: Changing,
-        plan: Plan,
         synchronizing: Synchronizing,
         traffic: Callable[[], Traffic],
         *,
         streams: Streams,
-        observers: Observers,
-        recorded: Callable[[], None],
     ) -> None:
         self._decisions = decisions
         self._decision = first
@@ -117,21 +105,6 @@ class Retuning:
         #: when each step since the last decision began, where they are made
         self._moments: list[Any] = []
         self._before = (0, 0, 0)
-        #: while iterations are recorded
-        self._stop_recording: Callable[[], None] | None = None
-        self._recorder: Recorder | None = None
-        # What a GPU computes is queued long before: the host's times are not those of layers.
-        if decisions.are_made_here and decisions.device.type == "cpu":
-            recorder = self._recorder = Recorder(plan)
-            observers.add(recorder)
-            synchronizing.record(recorder.passed)
-
-            def stop() -> None:
-                observers.remove(recorder)
-                synchronizing.record(None)
-                recorded()
-
-            self._stop_recording = stop
 
     def before_forward(self, steps: int) -> None:
         """A forward pass begins after so many calls of ``step()``.
@@ -160,18 +133,11 @@ class Retuning:
             self._left -= 1
         self._is_counting = True
         self._step_noted()
-        if len(self._moments) > _RECORDED:
-            self._record_no_more()
         return self._left <= 0
 
     def _step_noted(self) -> None:
         if self._decisions.are_made_here:
             self._moments.append(self._streams.moment())
-
-    def _record_no_more(self) -> None:
-        if self._stop_recording is not None:
-            self._stop_recording()
-            self._stop_recording = None
 
     def _measured(self) -> Steps:
         traffic = self._traffic()
@@ -181,7 +147,4 @@ class Retuning:
         )
         self._before = totals
         durations_s = tuple(self._streams.seconds(*step) for step in pairwise(self._moments))
-        self._record_no_more()
-        recordings = self._recorder.recordings() if self._recorder is not None else ()
-        self._recorder = None
-        return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks, recordings)
+        return Steps(durations_s, busy_ns / 1e9, sent_bytes, sent_chunks)

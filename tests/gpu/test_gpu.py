@@ -151,10 +151,8 @@ def test_barrier_is_crossed(two_ranks: Ranks) -> None:
 
 @named(optimizers.parameter_groups, gradients.clip_norm, gradients.no_sync, reading.state_dicts)
 def test_sizes_that_change_all_the_time(two_ranks: Ranks, script: Callable[..., None]) -> None:
-    """Tuned without recordings of iterations, which there are none of on a GPU."""
     leader, _ = check(two_ranks, script, compare=compare_restless, mode=None)
     assert int(leader["settings"]) >= 3
-    assert leader["recordings"] == 0
 
 
 def test_hosts_do_not_sum_first(four_ranks: Ranks) -> None:

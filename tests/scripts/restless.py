@@ -23,7 +23,6 @@ class Restless:
         self._random = random.Random(4)
         self._facts: RunFacts
         self.settings: list[Setting] = []
-        self.recordings = 0
         self.durations_s: list[float] = []
 
     def begin(self, facts: RunFacts) -> Decision:
@@ -34,7 +33,6 @@ class Restless:
 
     def decide(self, steps: Steps) -> Decision:
         assert len(steps.durations_s) == self._word.next_in_steps
-        self.recordings += len(steps.recordings)
         self.durations_s.extend(steps.durations_s)
         return self._next()
 
@@ -122,7 +120,6 @@ class RestlessJob(TunedJob):
     def close(self) -> None:
         super().close()
         self.stats["settings"] = sum(len(set(tuner.settings)) for tuner in self.tuners)
-        self.stats["recordings"] = sum(tuner.recordings for tuner in self.tuners)
 
 
 def _replace(checked: Callable[[Config], object], made: Callable[[Config], object]) -> None:

@@ -13,9 +13,9 @@ from bytesched.link.bound import gradients
 from bytesched.link.simulation import ManualClock, simulate
 from bytesched.link.sizes import Probe, chosen_sizes, probe_sizes
 from bytesched.policy import Fifo, named_policy
-from bytesched.tunable import KNOBS, Decision, Recording, RunFacts, Send, Setting, Steps, Tuner
+from bytesched.tunable import KNOBS, Decision, RunFacts, Setting, Steps, Tuner
+from bytesched.tuning import fit
 from bytesched.tuning.controller import Controller, Turn
-from bytesched.tuning.fit import Link
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner
 from bytesched.tuning.space import Limits
@@ -29,6 +29,13 @@ def profile(name: str) -> Profile:
 
 
 @lru_cache(maxsize=20000)
+@dataclass(frozen=True)
+class Link(fit.Link):
+    """What carries chunks here: each is across so much later than the next one may begin."""
+
+    latency_s: float = 0.0
+
+
 def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     """A step without noise; with scheduling off, one as DDP has it, in buckets of 25 MB."""
     layers = profile(name).chain()
@@ -99,10 +106,9 @@ class Cluster:
         """The words of a tuner, each after its steps."""
         while True:
             durations_s = tuple(self.step_s(word.setting) for _ in range(word.next_in_steps))
-            recordings = (self.recording(word.setting),)
             sent_bytes = len(durations_s) * profile(self.model).nbytes
             busy_s = sent_bytes / self.link.bytes_per_s
-            word = tuner.decide(Steps(durations_s, busy_s, sent_bytes, recordings=recordings))
+            word = tuner.decide(Steps(durations_s, busy_s, sent_bytes))
             yield word
 
     def best_step_s(self, settings: tuple[Setting, ...]) -> float:
@@ -137,29 +143,6 @@ class Cluster:
             "plans": False,
         }
         return RunFacts(**(facts | changes))  # type: ignore[arg-type]
-
-    def recording(self, setting: Setting) -> Recording:
-        layers = profile(self.model).chain()
-        work = gradients(layers)
-        one = simulate(
-            [gradient.release_s for gradient in work],
-            [int(layer.nbytes) for layer in layers],
-            [layer.forward_s for layer in layers],
-            bytes_per_s=self.link.bytes_per_s,
-            overhead_s=self.link.overhead_s,
-            latency_s=self.link.latency_s,
-            partition_bytes=setting.partition_bytes,
-            credit_bytes=setting.credit_bytes,
-            policy=named_policy(setting.policy),
-            merge=True,
-        )
-        ends = {id(task): at_s for at_s, task in one.finishes}
-        return Recording(
-            tuple(int(layer.nbytes) for layer in layers),
-            tuple(gradient.release_s for gradient in work),
-            tuple(layer.forward_s for layer in layers),
-            tuple(Send(task.nbytes, at_s, ends[id(task)]) for at_s, task in one.starts),
-        )
 
 
 def tuner_on(cluster: Cluster, folder: Path, limits: Limits | None = None) -> OnlineTuner:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from tuning_cluster import Cluster, exact_step_s
+from tuning_cluster import Cluster, Link, exact_step_s
 
 from bytesched.tunable import Setting
 from bytesched.tuning.controller import Adopted, Controller, Drifted, Pace, Report, Tried, Turn
-from bytesched.tuning.fit import Link
 from bytesched.tuning.samples import spread, typical_s
 from bytesched.tuning.search import BayesianSearch, RandomSearch, Searcher
 from bytesched.tuning.space import Limits, Range, Space

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy
 import pytest
 from paths import SUPPORT
-from tuning_cluster import Cluster, exact_step_s, train, tuner_on
+from tuning_cluster import Cluster, Link, exact_step_s, train, tuner_on
 
 from bytesched.config import Config
 from bytesched.errors import ConfigError
 from bytesched.tunable import Decision, Setting, Steps, find_tuner
-from bytesched.tuning.fit import Link
 from bytesched.tuning.memory import Memory
 from bytesched.tuning.online import OnlineTuner, tuner_of
 from bytesched.tuning.space import Limits, Range

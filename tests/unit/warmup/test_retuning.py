@@ -1,4 +1,4 @@
-"""What rank 0 measures between two words, without other ranks: times, and a few recordings."""
+"""What rank 0 measures between two words, without other ranks: times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_cuda import WORK_S, fake_cuda
 
-from bytesched.observe import Observers
 from bytesched.plugins.routes.carrier import Traffic
 from bytesched.plugins.routes.streams import CudaStreams, Streams
 from bytesched.plugins.warmup.retuning import Decisions, Retuning
@@ -35,7 +34,7 @@ class Asked:
         pass
 
 
-def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
+def retuning(tuner: Asked, streams: Streams) -> Retuning:
     """One that is alone in its world, after the warm-up."""
     changing = mock.Mock(is_applied=lambda setting: True)
     decisions = Decisions(tuner, mock.Mock(rank=0), torch.device("cpu"))
@@ -43,12 +42,9 @@ def retuning(tuner: Asked, streams: Streams, observers: Observers) -> Retuning:
         decisions,
         decisions.first(mock.Mock(), UNTUNED),
         changing,
-        mock.Mock(chunks=[]),
         mock.Mock(),
         Traffic,
         streams=streams,
-        observers=observers,
-        recorded=lambda: None,
     )
 
 
@@ -57,7 +53,7 @@ def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:
     with fake_cuda() as device:
         streams = CudaStreams(torch.device("cuda", 0), lambda error: pytest.fail(str(error)))
         tuner = Asked(3)
-        measured = retuning(tuner, streams, Observers())
+        measured = retuning(tuner, streams)
         for step, work in enumerate((5, 2, 40, 1)):
             measured.before_forward(step + 1)
             for _ in range(work):
@@ -65,15 +61,3 @@ def test_a_step_on_a_gpu_takes_what_the_gpu_computes() -> None:
         streams.close()
     (steps,) = tuner.told
     assert steps.durations_s == pytest.approx([5 * WORK_S, 2 * WORK_S, 40 * WORK_S])
-
-
-def test_a_few_iterations_are_recorded_however_late_the_word() -> None:
-    tuner, observers = Asked(100), Observers()
-    measured = retuning(tuner, Streams(), observers)
-    seen = []
-    for step in range(101):
-        measured.before_forward(step + 1)
-        seen.append(bool(observers))
-    assert seen.index(False) < 10, "it listens to every chunk of a hundred steps"
-    (steps,) = tuner.told
-    assert len(steps.durations_s) == 100
