@@ -126,7 +126,7 @@ ADVICE: Final = (
         r"communication is hidden|had arrived before step",
         "`communication is hidden behind backward already`",
         "gradients are there when `step()` is called",
-        "nothing: there is little to gain on this link",
+        "no gain here: nothing waits for this link, and plain DDP is as fast",
     ),
     Advice(
         r"a backward pass begins",

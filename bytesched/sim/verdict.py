@@ -50,13 +50,13 @@ def verdict(case: Case, found: Sequence[Prediction]) -> str:
     times = gain(found)
     if possible < _HARDLY:
         return head + (
-            f"no, {peer.system} takes {_ms(peer)}, within {100 * (possible - 1):.1f} % of what any "
+            f"no gain here, {peer.system} takes {_ms(peer)}, within {100 * (possible - 1):.1f} % of what any "
             f"schedule can reach ({_why(case.ratio)})."
         )
     if times < _HARDLY:
         compared = "as long as" if times > 1 / _HARDLY else f"{1 / times:.2f} times as long as"
         return head + (
-            f"no, {ours.system} takes {_ms(ours)}, {compared} {peer.system} ({_ms(peer)})"
+            f"no gain here, {ours.system} takes {_ms(ours)}, {compared} {peer.system} ({_ms(peer)})"
             f"{_lost(case, ours)}."
         )
     answer = "yes" if times >= _YES else "hardly"

@@ -83,7 +83,7 @@ def test_it_pays_where_communication_takes_as_long_as_compute(
 
 def test_it_does_not_pay_where_communication_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     text = said("--profile resnet --ranks 2 --bandwidth 1000gbit --latency-us 1", capsys)
-    assert "2 ranks: no, " in text
+    assert "2 ranks: no gain here, " in text
     assert "hides behind backward" in text
 
 

@@ -56,13 +56,21 @@ def found(system: str, ms: float, *, optimum_ms: float = 80.0) -> Prediction:
             100.0,
             "2 ranks: hardly, bytesched takes 100.0 ms and is 1.01 times as fast as ddp",
         ),
-        (100.0, 100.0, "2 ranks: no, bytesched takes 100.0 ms, as long as ddp (100.0 ms)"),
+        (
+            100.0,
+            100.0,
+            "2 ranks: no gain here, bytesched takes 100.0 ms, as long as ddp (100.0 ms)",
+        ),
         (
             100.0,
             110.0,
-            "2 ranks: no, bytesched takes 110.0 ms, 1.10 times as long as ddp (100.0 ms)",
+            "2 ranks: no gain here, bytesched takes 110.0 ms, 1.10 times as long as ddp (100.0 ms)",
         ),
-        (80.1, 80.1, "2 ranks: no, ddp takes 80.1 ms, within 0.1 % of what any schedule can reach"),
+        (
+            80.1,
+            80.1,
+            "2 ranks: no gain here, ddp takes 80.1 ms, within 0.1 % of what any schedule can reach",
+        ),
     ],
 )
 def test_thresholds(ddp_ms: float, ours_ms: float, sentence: str) -> None:
