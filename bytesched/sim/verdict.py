@@ -50,8 +50,8 @@ def verdict(case: Case, found: Sequence[Prediction]) -> str:
     times = gain(found)
     if possible < _HARDLY:
         return head + (
-            f"no gain here, {peer.system} takes {_ms(peer)}, within {100 * (possible - 1):.1f} % of what any "
-            f"schedule can reach ({_why(case.ratio)})."
+            f"no gain here, {peer.system} takes {_ms(peer)}, within {100 * (possible - 1):.1f} % "
+            f"of what any schedule can reach ({_why(case.ratio)})."
         )
     if times < _HARDLY:
         compared = "as long as" if times > 1 / _HARDLY else f"{1 / times:.2f} times as long as"
