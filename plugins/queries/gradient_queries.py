@@ -87,9 +87,8 @@ class GradientQueries:
         #: other ranks gave no answer in time
         self._gave_up = False
         self._began_s = monotonic()
-        #: what this rank alone sums, and what all ranks sum
+        #: what this rank alone sums
         self._mine = [slot for slot in plan.slots if plan.owner(slot) == rank]
-        self._shared = [slot for slot in plan.slots if not plan.shares(slot)]
         #: with what ranks own of each
         self._cut = {s: shares for s in plan.slots if len(shares := plan.shares(s)) > 1}
         self._most_parts = max(map(len, self._cut.values()), default=0)
@@ -225,13 +224,7 @@ class GradientQueries:
         total = self._total(number, signature, own)
         if total is None:
             return None
-        numbers = self._places.combined(total, rule)
-        chunks = {chunk for slot in self._shared for chunk in slot.chunks}
-        under_way = self._progress.round.under_way
-        self._wait(lambda: not under_way.sums(chunks), "gradients that all ranks sum")
-        at = [self._index[slot] for slot in self._shared]
-        self._measure(numbers, at, [slot.changed() for slot in self._shared], measure)
-        return numbers
+        return self._places.combined(total, rule)
 
     def _total(self, number: int, signature: int, own: torch.Tensor) -> torch.Tensor | None:
         """The answers of all ranks, added up; None if one gives none, or may not before long."""
