@@ -39,7 +39,6 @@ COMMANDS = {
         "bytesched.commands.bench", "measure DDP, FSDP2 and bytesched in turn on the same work"
     ),
     "sim": Command("bytesched.commands.sim", "predict the gain on a cluster that is not here"),
-    "wave": Command("bytesched.plugins.bench.wave_command", "measure training in waves"),
     "tune": Command("bytesched.commands.tune", "find the fastest sizes for this cluster"),
     "trace": Command(
         "bytesched.commands.trace", "merge the timelines of all ranks, or sum them up"

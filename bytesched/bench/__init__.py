@@ -11,7 +11,7 @@ from bytesched.bench.profile import (
     read_profile,
     shipped_profiles,
 )
-from bytesched.bench.specification import Specification, WaveSpecification
+from bytesched.bench.specification import Specification
 from bytesched.bench.systems import System
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Profile",
     "Specification",
     "System",
-    "WaveSpecification",
     "load_profile",
     "parse_profile",
     "profiles_in",

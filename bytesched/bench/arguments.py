@@ -19,9 +19,8 @@ CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
 #: what `same_again` leaves out
 _OUTPUTS: Final = frozenset({"--json", "--png", "--record", "--compare"})
 EPILOG: Final = """\
-Further systems: ddp-finalize (torch 2.15), zero1, deepspeed, horovod, horovod-best (swept),
-horovod-autotune, bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3,
-bytesched-kv.
+Further systems: ddp-finalize (torch 2.15), zero1, horovod, horovod-best (swept),
+bytesched-horovod; through parameter servers over MPI: kv-plain, kv-p3, bytesched-kv.
 A system may have options: ddp:bucket_mb=4, ddp:static_graph=1+bucket_view=1 (also of
 ddp-finalize), bytesched:partition_bytes=512KiB+credit_bytes=1MiB,
 horovod:fusion_mb=4+cycle_ms=1, horovod-best:fusion_mb=4 (the cycle time alone is swept),
@@ -36,7 +35,6 @@ function loss(module, seed) that runs forward on the batch of that seed and retu
   bytesched bench --lab 2 --servers 1 --emulate vgg --systems kv-plain,kv-p3,bytesched-kv
   bytesched bench --lab 2 --rate 500mbit --emulate moe --comm-ratio 1
   bytesched bench --lab 2 --rate 250mbit --emulate gpt --comm-ratio 1 --share
-  bytesched bench --lab 4 --rate 250mbit --emulate gpt --comm-ratio 0.5 --pipeline 2
   bytesched bench --gpu-ranks 2 --batch 16 --clip 1
   bytesched bench --compare gpt.json --json now.json
   torchrun --nproc-per-node 1 --nnodes 2 ... -m bytesched bench --model gpt --json gpt.json
@@ -152,13 +150,6 @@ def bench_parser() -> argparse.ArgumentParser:
         help=f"controller of Horovod (default {DEFAULT_CONTROLLER})",
     )
     add(
-        "--autotune-iterations",
-        type=int,
-        default=100,
-        metavar="N",
-        help="iterations in which Horovod's autotuner may converge (%(default)s)",
-    )
-    add(
         "--batch",
         type=_batches,
         default=[0],
@@ -180,7 +171,6 @@ def bench_parser() -> argparse.ArgumentParser:
     add(
         "--timeout-s", type=float, default=300.0, metavar="S", help="longest time of one collective"
     )
-    add("--cpu", action="store_true", help="print what each thread of rank 0 used")
     add("--json", metavar="FILE", help="write every figure")
     add("--png", metavar="FILE", help="write a chart")
     add(
@@ -197,26 +187,6 @@ def bench_parser() -> argparse.ArgumentParser:
         metavar="PROFILES",
         help="measure jobs that share devices and links: alone, side by side and in turns; beside "
         "that of --emulate one like it, or one of each of these profiles",
-    )
-    add(
-        "--pipeline",
-        type=int,
-        metavar="RANKS",
-        help="measure pipelines of so many ranks, replicated on all hosts: schedules of torch and "
-        "a searched order, each with gradients reduced at the end, by DDP, and by bytesched",
-    )
-    add(
-        "--micro-batches",
-        type=int,
-        metavar="N",
-        help="of an iteration of a pipeline (default 4 for each of its ranks)",
-    )
-    add(
-        "--boundary-bytes",
-        type=int,
-        default=65536,
-        metavar="BYTES",
-        help="of a micro-batch between stages of a pipeline (%(default)s)",
     )
     add(
         "--gpu-ranks",

@@ -38,7 +38,7 @@ MODELS: Final = ("gpt", "conv", "small")
 SYSTEMS: Final = "ddp:bucket_mb=4,ddp:bucket_mb=25,ddp:bucket_mb=100,fsdp2,bytesched"
 _OTHERS: Final = (
     *("lab", "workers", "rate", "emulate", "servers", "controller", "comm_ratio", "share"),
-    *("pipeline", "compare", "record", "png", "cpu"),
+    *("compare", "record", "png"),
 )
 #: fields of a specification that are options of the command
 _SAME: Final = (

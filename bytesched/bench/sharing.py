@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from bytesched.bench.own_ranks import OwnRanks, common, emulated, measure
 from bytesched.bench.paces import LEAST_ITERATIONS
-from bytesched.bench.profile import load_profile
-from bytesched.bench.setting import DEFAULT_WORKERS
+from bytesched.bench.profile import load_profile, parse_profile
+from bytesched.bench.provenance import command_of, provenance
+from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.specification import Specification
+from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
+from bytesched.files import write_text
+from bytesched.lab.ranks import Start, run_all
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
@@ -28,18 +34,36 @@ _MOST_JOBS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareSpecification(OwnRanks):
+class ShareSpecification:
     """What `bytesched bench --share` measures."""
 
     #: the profile of each job, emulated on a device of which each host has one
     profiles: tuple[object, ...]
+    #: of bytesched
+    options: dict[str, str]
     #: norm of all gradients; 0: not clipped
     clip: float
+    iterations: int
+    rounds: int
+    warmup: int
+    optimizer: str
+    compute_scale: float
+    comm_ratio: float | None
+    threads: int
+    timeout_s: float
 
 
 def _specification(spec: Specification, options: Namespace) -> ShareSpecification:
     """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
-    emulated(spec, options, "emulates the device that jobs share")
+    if spec.kind != "emulate":
+        raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
+    if rank_view().launcher != "none":
+        raise ConfigError("--share starts the ranks itself: leave the launcher out")
+    for name in ("png", "record", "compare"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not for --share")
+    if spec.ranks_per_host > 1:
+        raise ConfigError("--share places its ranks itself: leave --ranks-per-host out")
     names = [name for name in options.share.split(",") if name] or [options.emulate]
     others = [load_profile(name) for name in names]
     if 1 + len(others) > _MOST_JOBS:
@@ -48,12 +72,24 @@ def _specification(spec: Specification, options: Namespace) -> ShareSpecificatio
         raise ConfigError(
             f"--iterations {spec.iterations}: with --share at least {LEAST_ITERATIONS}"
         )
-    if any(profile.exchanged_bytes for profile in others):
+    profiles = [parse_profile(spec.content, "of the bench"), *others]
+    if any(profile.exchanged_bytes for profile in profiles):
         raise ConfigError("--share is not for a profile with layers of experts")
+    systems = spec.systems if options.systems else ()
+    if [system.kind for system in systems] not in ([], ["bytesched"]):
+        raise ConfigError("--share measures bytesched: --systems bytesched, with options if any")
     return ShareSpecification(
-        profiles=(spec.content, *(profile.to_json() for profile in others)),
+        profiles=tuple(profile.to_json() for profile in profiles),
+        options=systems[0].options if systems else {},
         clip=spec.clip,
-        **common(spec, options),
+        iterations=spec.iterations,
+        rounds=spec.rounds,
+        warmup=spec.warmup,
+        optimizer=spec.optimizer,
+        compute_scale=spec.compute_scale,
+        comm_ratio=spec.comm_ratio,
+        threads=spec.threads,
+        timeout_s=spec.timeout_s,
     )
 
 
@@ -63,7 +99,21 @@ def measure_sharing(
     """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
     spec = _specification(bench, options)
     hosts = options.lab or options.workers or DEFAULT_WORKERS
-    found, network = measure(WORKER, spec, hosts, options, arguments, len(spec.profiles))
+    rate = (options.rate or DEFAULT_RATE) if options.lab else None
+    # Before anything is measured: files may change meanwhile.
+    origin = provenance(command_of(arguments))
+    with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
+        start = Start(
+            WORKER,
+            result=str(Path(folder, "result.json")),
+            threads=spec.threads,
+            ranks_per_host=len(spec.profiles),
+        )
+        network = run_all(spec, start, hosts, rate, Path(folder))
+        found = json.loads(Path(start.result).read_text())
+    if options.json:
+        result = {**origin, "network": network, "specification": asdict(spec), **found}
+        write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
     return [_headline(found, hosts, network), "", *table(found)]
 
 

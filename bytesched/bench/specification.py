@@ -30,7 +30,6 @@ __all__ = [
     "MODELS",
     "OPTIMIZERS",
     "Specification",
-    "WaveSpecification",
     "specification",
 ]
 
@@ -38,7 +37,6 @@ MODELS = ("gpt", "vgg", "resnet")
 OPTIMIZERS = ("adamw", "sgd")
 DEFAULT_CONTROLLER = "gloo"
 DEFAULT_SERVERS = 1
-LEAST_AUTOTUNE_ITERATIONS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,6 @@ class Specification:
     rounds: int
     warmup: int
     sweep_iterations: int
-    autotune_iterations: int
     #: of Horovod
     controller: str
     #: ranks that serve, 0: all do; None: there is no store
@@ -74,32 +71,6 @@ class Specification:
     ranks_per_host: int
     #: for one collective
     timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaveSpecification:
-    """What `bytesched wave` measures."""
-
-    systems: tuple[str, ...]
-    #: the system that the others are compared with
-    reference: str
-    #: "ticktock" or "model"
-    kind: str
-    model: str
-    #: the profile that is emulated, if one is
-    emulate: object
-    #: of a wave
-    batch: int
-    iterations: int
-    rounds: int
-    warmup: int
-    threads: int
-    timeout_s: float
-    #: of "ticktock": waves of a step, and layers that the emulated device computes at a time
-    waves: int = 0
-    slots: int = 0
-    #: of "model": bytes of a batch between emulated layers
-    activation_bytes: int = 0
 
 
 def specification(options: Namespace, view: RankView) -> Specification:
@@ -131,9 +102,8 @@ def specification(options: Namespace, view: RankView) -> Specification:
             raise ConfigError(f"--{name} is not for a profile with layers of experts")
     check_horovod(systems, options.controller, view.launcher)
     check_kvstore(systems, options.servers, view.launcher)
-    unclipped = (*KVSTORE_SYSTEMS, "deepspeed")
-    if options.clip and any(system.kind in unclipped for system in systems):
-        raise ConfigError(f"--clip is not for {', '.join(unclipped)}")
+    if options.clip and any(system.kind in KVSTORE_SYSTEMS for system in systems):
+        raise ConfigError(f"--clip is not for {', '.join(KVSTORE_SYSTEMS)}")
     own = {*HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS}
     if options.ranks_per_host > 1 and any(system.kind in own for system in systems):
         raise ConfigError("--ranks-per-host is for systems over torch.distributed")
@@ -149,7 +119,6 @@ def specification(options: Namespace, view: RankView) -> Specification:
         rounds=options.rounds,
         warmup=options.warmup,
         sweep_iterations=options.sweep_iterations,
-        autotune_iterations=options.autotune_iterations,
         controller=options.controller or DEFAULT_CONTROLLER,
         servers=servers,
         optimizer=options.optimizer,
@@ -197,7 +166,6 @@ def _check_numbers(options: Namespace) -> None:
         "rounds": 1,
         "warmup": 2,
         "sweep_iterations": 1,
-        "autotune_iterations": LEAST_AUTOTUNE_ITERATIONS,
         "threads": 0,
     }
     for name, lowest in least.items():

@@ -15,8 +15,8 @@ from bytesched.values import nearest, parse_flag, shown
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
 #: not measured unless they are named
-FURTHER_SYSTEMS = ("ddp-finalize", "zero1", "deepspeed")
-HOROVOD_SYSTEMS = ("horovod", "horovod-best", "horovod-autotune", "bytesched-horovod")
+FURTHER_SYSTEMS = ("ddp-finalize", "zero1")
+HOROVOD_SYSTEMS = ("horovod", "horovod-best", "bytesched-horovod")
 #: of a profile with layers of experts: those that are measured unless others are named
 EXCHANGE_SYSTEMS = (
     *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),

@@ -171,8 +171,6 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
 IDLE = "idle"
 #: of the cores' busy time; more is told
 MOST_STOLEN = 0.02
-#: threads that use less are not listed
-LEAST_CPU_MS = 0.1
 BUS = "bus MB/s"
 DUPLEX = "duplex"
 TITLES = (
@@ -215,36 +213,6 @@ def table(result: dict[str, Any]) -> str:
 def chosen(system: dict[str, Any]) -> str:
     """The settings that the bench found for a system, as text."""
     return f"{system['bucket_mb']:g} MB" if "bucket_mb" in system else system.get("settings", "")
-
-
-def thread_table(result: dict[str, Any]) -> str:
-    """What each thread of rank 0 used per iteration, as text; empty where that is not known."""
-    systems = result["systems"]
-    used = {name: _thread_medians(system) for name, system in systems.items()}
-    names = dict.fromkeys(name for threads in used.values() for name in threads)
-    if not names:
-        return ""
-    rows = [["thread", *used]]
-    for name in names:
-        cells = [
-            f"{threads[name][0]:.1f} ({threads[name][1]:.0f})" if name in threads else "-"
-            for threads in used.values()
-        ]
-        rows.append([name, *cells])
-    lines = aligned(rows, "<" + len(used) * ">")
-    return "\n".join([*lines, "CPU ms of rank 0 per iteration, and how often the thread waited."])
-
-
-def _thread_medians(system: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Of threads that did something: CPU time and waits, medians over the rounds."""
-    rounds = [turn.get("threads", {}) for turn in system["rounds"]]
-    found = {}
-    for name in dict.fromkeys(name for threads in rounds for name in threads):
-        of_thread = [threads[name] for threads in rounds if name in threads]
-        cpu_ms = statistics.median(its["cpu_ms"] for its in of_thread)
-        if cpu_ms >= LEAST_CPU_MS:
-            found[name] = cpu_ms, statistics.median(its["waits"] for its in of_thread)
-    return found
 
 
 def _legend(systems: dict[str, Any]) -> list[str]:
@@ -326,9 +294,6 @@ def notes(result: dict[str, Any]) -> list[str]:
 def _own(system: dict[str, Any]) -> str:
     """What a system reports of itself, in the last round; empty if it reports nothing."""
     stats = system["rounds"][-1]["stats"]
-    if "autotune_finished" in system:
-        finished = "was finished" if system["autotune_finished"] else "was not finished"
-        return f"Horovod's autotuner {finished} before; measured with what it had found"
     if "mode" not in stats:
         return ""
     if "partition_bytes" not in stats:

@@ -20,14 +20,13 @@ from bytesched.bench.arguments import CONTROLLERS, bench_parser, same_again
 from bytesched.bench.compare import check_same, check_systems, load_result, report
 from bytesched.bench.gpu_ranks import measure_gpu_ranks
 from bytesched.bench.picture import draw_bench
-from bytesched.bench.pipelining import measure_pipelines
 from bytesched.bench.profile import parse_profile, save_all
 from bytesched.bench.provenance import command_of, provenance
 from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS, setting
 from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import Specification, specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
-from bytesched.bench.table import add_figures, table, thread_table
+from bytesched.bench.table import add_figures, table
 from bytesched.environment import RankView, rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
@@ -64,9 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = specification(options, view)
         if options.share is not None:
             print("\n".join(["", *measure_sharing(spec, options, arguments)]))
-            return 0
-        if options.pipeline is not None:
-            print("\n".join(["", *measure_pipelines(spec, options, arguments)]))
             return 0
         its_setting = setting(options, spec, view)
         if old is not None:
@@ -182,8 +178,6 @@ def _report(
         save_all([parse_profile(content, "recorded") for content in recorded], options.record)
     add_figures(result)
     print(f"\n{table(result)}")
-    if options.cpu:
-        print(f"\n{thread_table(result)}")
     figures = options.json or found
     write_text(Path(figures), json.dumps(result, indent=1) + "\n")
     if options.png:

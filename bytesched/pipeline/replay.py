@@ -13,7 +13,7 @@ from bytesched.errors import ConfigError
 from bytesched.pipeline.order import Action, Kind, Order, in_turn
 from bytesched.pipeline.stages import Pipeline
 
-__all__ = ["Reduction", "Span", "Timeline", "Transfer", "completed_s", "follow", "replay"]
+__all__ = ["Reduction", "Span", "Timeline", "Transfer", "replay"]
 
 
 class Span(NamedTuple):
@@ -88,34 +88,24 @@ def replay(order: Order, pipeline: Pipeline) -> Timeline:
             f"{order.origin} has its stages on ranks {list(order.stage_ranks)}, the pipeline on "
             f"{list(pipeline.stage_ranks)}"
         )
-    nothing_s = [0.0] * max(order.ranks, order.stages)
-    spans, transfers = follow(order, pipeline, nothing_s, nothing_s)
+    spans, transfers = _follow(order, pipeline)
     rows = [[action for action in row if action is not None] for row in order.rows]
     return Timeline(
         tuple(spans[action] for row in rows for action in row),
         tuple(transfers),
-        _reductions(completed_s(spans.values(), order.stages), pipeline),
+        _reductions(_completed_s(spans.values(), order.stages), pipeline),
         tuple(_peak_bytes(row, pipeline) for row in rows),
     )
 
 
-def follow(
-    order: Order, pipeline: Pipeline, free_s: Sequence[float], ready_s: Sequence[float]
-) -> tuple[dict[Action, Span], list[Transfer]]:
-    """One iteration: what every rank does when, as soon as it can, and what travels between them.
-
-    Args:
-        free_s: when each rank may begin.
-        ready_s: when each stage has the weights of this iteration.
-    """
+def _follow(order: Order, pipeline: Pipeline) -> tuple[dict[Action, Span], list[Transfer]]:
+    """What every rank does when, as soon as it can, and what travels between them."""
     spans: dict[Action, Span] = {}
     transfers: list[Transfer] = []
-    at_s = list(free_s)
+    at_s = [0.0] * order.ranks
     for action, needed in in_turn(order.rows, order.stages):
         rank = order.stage_ranks[action.stage]
         start_s = at_s[rank]
-        if action.kind is Kind.FORWARD:
-            start_s = max(start_s, ready_s[action.stage])
         for need in needed:
             made = spans[need]
             arrival_s = made.end_s + pipeline.crossing_s(need.stage, action.stage)
@@ -127,7 +117,7 @@ def follow(
     return spans, transfers
 
 
-def completed_s(spans: Iterable[Span], stages: int) -> list[float]:
+def _completed_s(spans: Iterable[Span], stages: int) -> list[float]:
     """When each stage has all its gradients; 0 where it never gets any."""
     found_s = [0.0] * stages
     for span in spans:

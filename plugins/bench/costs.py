@@ -85,9 +85,8 @@ def _used(kind: str, shape: _Shape) -> _Used:
     )
     del workload, running
     gc.collect()
-    main_ms = found["threads"].get("MainThread", {}).get("cpu_ms", found["cpu_ms"])
     collectives = int(found["stats"].get("chunks", shape.pieces))
-    return _Used(found["cpu_ms"] / 1e3, main_ms / 1e3, collectives)
+    return _Used(found["cpu_ms"] / 1e3, found["main_cpu_ms"] / 1e3, collectives)
 
 
 def _profile(shape: _Shape) -> Profile:

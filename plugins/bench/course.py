@@ -12,8 +12,8 @@ SWEPT_BUCKETS_MB = (1, 2, 4, 8, 16, 25)
 SWEEP_WARMUP = 2
 #: what others are compared with, as it is
 _PLAIN = ("ddp", "horovod", "kv-plain")
-#: what is swept, or tunes itself, before it is measured
-_SWEPT = ("ddp-best", "horovod-best", "horovod-autotune")
+#: what is swept before it is measured
+_SWEPT = ("ddp-best", "horovod-best")
 
 
 def first_round(kinds: Sequence[str]) -> list[int]:
@@ -44,7 +44,6 @@ def estimate(spec: Specification, iteration_s: float) -> str:
     iterations = len(kinds) * spec.rounds * (spec.warmup + spec.iterations + 1)
     block = SWEEP_WARMUP + spec.sweep_iterations + 1
     iterations += kinds.count("ddp-best") * 2 * len(SWEPT_BUCKETS_MB) * block
-    iterations += kinds.count("horovod-autotune") * spec.autotune_iterations
     beyond = ", and the sweep of horovod-best" if "horovod-best" in kinds else ""
     return (
         f"estimate: {max(iterations * iteration_s / 60, 0.1):.1f} min, for {iterations} iterations "

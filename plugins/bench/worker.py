@@ -159,30 +159,20 @@ class Bench:
             best_mb = min(buckets, key=lambda bucket: buckets[bucket])
             options = {"bucket_mb": best_mb, "bucket_view": "1"}
             return replace(system, kind="ddp", options=options), {"bucket_mb": float(best_mb)}
-        if system.kind in {"horovod-best", "horovod-autotune"}:
+        if system.kind == "horovod-best":
             return self.choose_horovod(system)
         return system, {}
 
     def choose_horovod(self, system: System) -> tuple[System, dict[str, Any]]:
-        """The same for Horovod: swept, or left to its own autotuner."""
+        """The same for Horovod."""
         from .systems.horovod import split_options, sweep
 
-        chosen: dict[str, Any] = {}
-        if system.kind == "horovod-best":
-            given, _ = split_options(system.options)
-            swept = sweep(self.horovod_ms, given)
-            self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
-            settings = min(swept, key=lambda tried: swept[tried])
-        else:
-            iterations = self.spec.autotune_iterations
-            settings, finished = self.horovod.autotuned(iterations)
-            chosen["autotune_finished"] = finished
-            self.say(
-                f"autotune: {settings} after {iterations} iterations"
-                f"{'' if finished else ', not finished'}"
-            )
+        given, _ = split_options(system.options)
+        swept = sweep(self.horovod_ms, given)
+        self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
+        settings = min(swept, key=lambda tried: swept[tried])
         system = replace(system, kind="horovod", options=settings.options())
-        return system, chosen | {"settings": str(settings)}
+        return system, {"settings": str(settings)}
 
     def horovod_ms(self, settings: Settings) -> float:
         """Milliseconds of plain Horovod with these settings, as every rank knows them."""

@@ -83,7 +83,6 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_child_processes": 3,
         "test_ends_the_same": 3,
     },
-    "procs/bench/test_bench_pipeline.py": {"test_all_have_the_bits_of_a_reduction_at_the_end": 0},
     "procs/bench/test_bench_experts.py": {
         "test_all_systems_train_the_same_and_time_all_to_alls": 0
     },
@@ -95,7 +94,6 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
     "procs/wave/test_wave_model.py": {
         "test_a_rank_that_dies_in_the_middle_of_the_last_message_is_missed": 0
     },
-    "procs/wave/test_wave_bench.py": {"test_ticktock_on_an_emulated_device": 0},
     "procs/mpi/test_kvstore_mpi.py": {"test_faults_are_named_on_every_survivor": 2},
     "unit/horovod/test_retrying.py": {"test_no_thread_is_left_at_exit": 2},
     "unit/tuning/test_controller.py": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +59,6 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
     if kind == "fsdp2":
         _shard(model)
         return Running(model, make_optimizer(optimizer_name, model.parameters()))
-    if kind == "deepspeed":
-        return _deepspeed(model, optimizer_name)
     if kind in DDP_WITH_OPTIONS:
         wrapped = DistributedDataParallel(model, **ddp_arguments(options))
         optimizer = make_optimizer(optimizer_name, model.parameters())
@@ -82,47 +79,6 @@ def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_na
     optimizer = make_optimizer(optimizer_name, model.parameters())
     # What is measured here is compared here.
     return scheduled(optimizer, wrapped, {"guard": "off", **options})
-
-
-class _Engine:
-    """What stands for an optimizer where DeepSpeed's engine does everything."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        #: with the state
-        self.optim = engine.optimizer.optimizer
-
-    def zero_grad(self) -> None:
-        """Nothing: its step did."""
-
-    def step(self) -> None:
-        """Updates this rank's part, and sends it to all."""
-        self._engine.step()
-
-
-def _deepspeed(model: nn.Module, optimizer_name: str) -> Running:
-    """DeepSpeed's ZeRO, stage 1, as it comes."""
-    try:
-        deepspeed = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise PluginError(f"the system deepspeed needs that package: {error}") from error
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=make_optimizer(optimizer_name, model.parameters()),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        },
-        dist_init_required=False,
-    )
-
-    def close() -> dict[str, int | float | str]:
-        engine.destroy()
-        return {}
-
-    return Running(engine, _Engine(engine), close)
 
 
 def _horovod(kind: str, options: Mapping[str, str], model: nn.Module, name: str) -> Running:

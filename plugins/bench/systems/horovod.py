@@ -1,13 +1,12 @@
-"""Horovod in `bytesched bench`: its blocks, the sweep of its settings, and its autotuner.
+"""Horovod in `bytesched bench`: its blocks, and the sweep of its settings.
 
-Horovod reads fusion threshold, cycle time and autotuning when it starts, and a process cannot
+Horovod reads fusion threshold and cycle time when it starts, and a process cannot
 start it again with other ones: what was set once stays set, and setting both crashes. So every
 block has processes of its own. The ranks that start them wait meanwhile and use no core.
 """
 
 from __future__ import annotations
 
-import csv
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,6 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 
 from bytesched.bench.specification import Specification
 from bytesched.bench.systems import System
-from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
 
 from .data_parallel import MIB
@@ -32,9 +30,6 @@ RANK = "bytesched.plugins.bench.systems.rank"
 SWEPT_FUSION_MB = (1, 2, 4, 8, 16, 128)
 #: the first is Horovod's own
 SWEPT_CYCLES_MS = (1, 0.5, 5)
-#: The autotuner judges a setting by the median of five samples, here of one iteration each, and
-#: begins to count one iteration late.
-ITERATIONS_PER_SETTING = 6
 #: Settings of the user's that a block does not inherit.
 NOT_INHERITED = (
     "HOROVOD_FUSION_THRESHOLD",
@@ -112,14 +107,8 @@ class HorovodBlocks:
             self._server.shutdown()
             self._server.server_close()
 
-    def block(
-        self,
-        system: System,
-        warmup: int,
-        iterations: int,
-        variables: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """What `train` found on this rank, with `variables` in Horovod's environment."""
+    def block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
+        """What `train` found on this rank."""
         settings, options = split_options(system.options)
         if self._server is not None:
             self._server.init([])
@@ -127,29 +116,8 @@ class HorovodBlocks:
             replace(system, options=options),
             warmup,
             iterations,
-            self._network | settings.environment() | dict(variables or {}),
+            self._network | settings.environment(),
         )
-
-    def autotuned(self, iterations: int) -> tuple[Settings, bool]:
-        """What Horovod's autotuner found in so many iterations, and whether it was finished.
-
-        It takes few and short samples here: with its own defaults it would need thousands of
-        iterations. It tries a number of settings with the response cache off and again with it on.
-        """
-        tried = (iterations // ITERATIONS_PER_SETTING - 2) // 2
-        log = self._processes.folder / "autotune.csv"
-        variables = {
-            "HOROVOD_AUTOTUNE": "1",
-            "HOROVOD_AUTOTUNE_LOG": str(log),
-            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
-            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": str(tried - 1),
-            "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-        }
-        self.block(System("horovod", "horovod", {}), 0, iterations, variables)
-        text = [log.read_text() if self._processes.rank == 0 else ""]
-        dist.broadcast_object_list(text)
-        return read_autotune_log(text[0], 2 * tried)
 
     def _gloo_network(self) -> dict[str, str]:
         """What Horovod's own launcher would set for this rank; rank 0 begins to listen for all."""
@@ -167,24 +135,6 @@ class HorovodBlocks:
         found = create_slot_env_vars(slot)
         found |= create_run_env_vars(address, [self._place.interface], port[0])
         return {name: str(value) for name, value in found.items() if value != ""}
-
-
-def read_autotune_log(text: str, tried: int) -> tuple[Settings, bool]:
-    """The settings that the autotuner of this log decided for, or the best of those it tried.
-
-    The last row is the decision once all settings to be tried are there, `tried` of them.
-    """
-    rows = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
-    if not rows:
-        raise PluginError("Horovod's autotuner tried nothing: raise --autotune-iterations")
-    finished = len(rows) > tried
-    best = rows[-1] if finished else max(rows, key=lambda row: float(row["score"]))
-    settings = Settings(
-        round(float(best["tensor_fusion_threshold"]), 2),
-        round(float(best["cycle_time_ms"]), 2),
-        best["cache_enabled"] == "1",
-    )
-    return settings, finished
 
 
 def sweep(

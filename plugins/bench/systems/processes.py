@@ -71,7 +71,7 @@ class OwnProcesses:
         self._content = content
         self._by_mpi = by_mpi
         self._unset = (*NOT_INHERITED, *unset)
-        self.folder = Path(place.result).parent
+        self._folder = Path(place.result).parent
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -90,13 +90,13 @@ class OwnProcesses:
             warmup=warmup,
             iterations=iterations,
             world_size=self.world_size,
-            folder=str(self.folder),
+            folder=str(self._folder),
         )
         dist.barrier()
         if not self._by_mpi or self.rank == 0:
             self._run(variables or {}, block)
         dist.barrier()
-        found: dict[str, Any] = json.loads((self.folder / f"rank{self.rank}.json").read_text())
+        found: dict[str, Any] = json.loads((self._folder / f"rank{self.rank}.json").read_text())
         return found
 
     def _run(self, variables: Mapping[str, str], block: Block) -> None:

@@ -26,14 +26,9 @@ class Pace:
     A sleep ends late, and work between two sleeps takes time as well; the next sleep is that much
     shorter. Time in which the thread was blocked elsewhere, waiting for a gradient, is no part of
     the compute: an accelerator would have caught up meanwhile, so lateness is forgotten there.
-
-    Args:
-        host_is_beside: whether what the thread works between two layers (sums of gradients, the
-            Python of a schedule) is beside the accelerator too, or takes time of its own.
     """
 
-    def __init__(self, *, host_is_beside: bool = False) -> None:
-        self._host_is_beside = host_is_beside
+    def __init__(self) -> None:
         self._late_s = 0.0
         self._start_s = 0.0
         self._end_s = time.perf_counter()
@@ -44,8 +39,6 @@ class Pace:
         self._start_s = time.perf_counter()
         busy_s = time.thread_time() - self._end_cpu_s
         blocked_s = max(0.0, self._start_s - self._end_s - busy_s)
-        if self._host_is_beside:
-            self._late_s += busy_s
         self._late_s = max(0.0, self._late_s - blocked_s)
 
     def finish(self, duration_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ def tiny(tmp_path: Path) -> str:
     return str(path)
 
 
-def run_bench(folder: Path, *arguments: str, python: str | None = None) -> dict[str, Any]:
+def run_bench(folder: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [
-            python or warm_python(*HOROVOD),
+            warm_python(*HOROVOD),
             "-m",
             "bytesched",
             "bench",
@@ -84,23 +83,6 @@ def test_over_gloo_on_loopback(tiny: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert ours["mode"] == "cross"
     assert ours["partition_bytes"] == 256 << 10
     assert not (tmp_path / "unwanted.json").exists()
-
-
-@pytest.mark.nightly
-@needs_gloo
-@pytest.mark.slow
-def test_the_autotuner_is_left_to_it(tiny: str, tmp_path: Path) -> None:
-    result = run_bench(
-        tmp_path,
-        *("--emulate", tiny, "--systems", "horovod-autotune", *QUICK),
-        *("--autotune-iterations", "60", "--rounds", "1"),
-        # Horovod reads the autotuner's variables when it is imported.
-        python=sys.executable,
-    )
-    system = result["systems"]["horovod-autotune"]
-    assert system["losses"] == "identical"
-    assert system["autotune_finished"]
-    assert "autotune: " in result["stdout"]
 
 
 @pytest.mark.nightly

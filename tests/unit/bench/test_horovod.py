@@ -1,4 +1,4 @@
-"""Horovod in the bench: settings, sweep, autotuner's log, figures."""
+"""Horovod in the bench: settings, sweep, figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import pytest
 
 from bytesched.bench.table import add_figures, opponents, table
 from bytesched.commands import bench as bench
-from bytesched.errors import ConfigError, PluginError
+from bytesched.errors import ConfigError
 from bytesched.lab import mpi as lab_mpi
 
 needs_horovod = pytest.mark.needs("horovod")
-LOG_HEAD = (
-    "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
-    "cycle_time_ms,tensor_fusion_threshold,score\n"
-)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +21,8 @@ LOG_HEAD = (
     [
         ("--systems ddp --controller mpi", "--controller is for horovod"),
         ("--systems horovod-best:cache=0", "sweeps fusion_mb and cycle_ms, or takes them"),
-        ("--systems horovod-autotune:fusion_mb=1", "horovod-autotune has no options"),
         ("--systems horovot", "did you mean horovod"),
         ("--systems horovod --controller ucx", "invalid choice"),
-        ("--autotune-iterations 59", "at least 60"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -129,19 +123,6 @@ def test_what_is_given_is_not_swept() -> None:
     assert tried(Settings(4, 2)) == {(4, 2)}
 
 
-@needs_horovod
-def test_the_autotuners_log() -> None:
-    from bytesched.plugins.bench.systems.horovod import Settings, read_autotune_log
-
-    tried = "0,0,0, 0,5,4,90.5\n0,0,0, 1,50,32,120.25\n"
-    decided = "0,0,0, 1,7.123,13.456,110\n"
-    assert read_autotune_log(LOG_HEAD + tried + decided, 2) == (Settings(13.46, 7.12), True)
-    assert read_autotune_log(LOG_HEAD + tried + decided, 3) == (Settings(32, 50), False)
-    assert read_autotune_log(LOG_HEAD + tried.splitlines()[0], 3)[0] == Settings(4, 5, cache=False)
-    with pytest.raises(PluginError, match="raise --autotune-iterations"):
-        read_autotune_log(LOG_HEAD, 2)
-
-
 def a_result(**medians: tuple[float, float]) -> dict[str, Any]:
     def rounds(*medians: float) -> dict[str, Any]:
         turn = {"cpu_ms": 30.0, "losses": [[3.0], [3.5]], "weights": ["a", "a"], "stats": {}}
@@ -180,15 +161,14 @@ def test_horovods_are_compared_with_the_fastest_plain_one() -> None:
         bytesched=(150, 150),
         horovod=(200, 240),
         horovod_best=(180, 170),
-        horovod_autotune=(160, 168),
         bytesched_horovod=(120, 112),
+        **{"horovod:fusion-mb=9": (160, 168)},
     )
     systems = result["systems"]
     systems["horovod-best"]["settings"] = "4 MB, 0.5 ms"
-    systems["horovod-autotune"] |= {"settings": "9 MB, 3 ms", "autotune_finished": False}
     add_figures(result)
     ours = systems["bytesched-horovod"]["figures"]
-    assert opponents("bytesched-horovod", systems) == ("horovod", "horovod-autotune")
+    assert opponents("bytesched-horovod", systems) == ("horovod", "horovod:fusion-mb=9")
     assert ours["speedup_over_plain"] == pytest.approx((200 / 120 + 240 / 112) / 2)
     assert ours["speedup_over_best"] == pytest.approx((160 / 120 + 168 / 112) / 2)
     assert ours["share_of_possible_gain"] == pytest.approx(48 / 64)
@@ -198,6 +178,5 @@ def test_horovods_are_compared_with_the_fastest_plain_one() -> None:
     assert "speedup_over_best" not in a_result_of("ddp", "bytesched")["bytesched"]["figures"]
     text = table(result)
     assert "horovod-best (4 MB, 0.5 ms)" in text
-    assert "horovod-autotune: Horovod's autotuner was not finished" in text
-    assert "vs best: the same for ddp-best or horovod-autotune" in text
+    assert "vs best: the same for ddp-best or horovod:fusion-mb=9" in text
     assert max(map(len, text.splitlines())) <= 160

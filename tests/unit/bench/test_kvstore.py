@@ -44,6 +44,13 @@ def test_wrong_arguments_are_refused(
 
 
 @needs_mpi
+def test_clipping_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--systems", "kv-plain", "--clip", "1"])
+    assert "--clip is not for kv-plain" in capsys.readouterr().err
+
+
+@needs_mpi
 def test_mpirun_starts_the_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
