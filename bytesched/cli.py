@@ -57,6 +57,9 @@ COMMANDS = {
     ),
 }
 
+#: commands that there were, and where what they found is
+_GONE = {"wave": "what it measured is in docs/how-to/waves.md"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 well, 1 failed, 2 misused."""
@@ -68,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     if name.startswith("-"):
         parser.parse_args([name])
+    if name in _GONE:
+        parser.error(f"the command {name!r} is gone: {_GONE[name]}")
     if name not in COMMANDS:
         parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
     log.show("WARNING", rank_view().rank)

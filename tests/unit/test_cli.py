@@ -42,7 +42,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"), [(["docter"], "did you mean doctor?"), (["--loud"], "--loud")]
+    ("argv", "said"),
+    [
+        (["docter"], "did you mean doctor?"),
+        (["wave"], "is gone: what it measured"),
+        (["--loud"], "--loud"),
+    ],
 )
 def test_misuse_is_code_2(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
