@@ -86,28 +86,22 @@ class SchedulerCore:
         """Nothing is started any more; what is in flight may still finish."""
         self._stopped = True
 
-    def hold(self) -> list[CommTask]:
-        """Until as many calls of `release`, no lane starts a hop behind its front.
-
-        What is in flight goes on. A hop in front of it may have waited for one that is held now.
-        """
+    def hold(self) -> None:
+        """Until as many calls of `release`, nothing starts; what is in flight goes on."""
         self._held += 1
-        return self._set_held(True) if self._held == 1 else []
+        for lane in self.lanes:
+            lane.is_held = True
 
     def release(self) -> list[CommTask]:
         """One `hold` is over; with the last one, what waited starts."""
         if not self._held:
             raise InvalidTransition(f"{self!r} is not held")
         self._held -= 1
-        return [] if self._held else self._set_held(False)
-
-    def set_front(self, front: float, lane: int = 0) -> list[CommTask]:
-        """Another largest priority of the hops that start while the core is held."""
-        self.lanes[lane].front = front
-        if not self._held:
+        if self._held:
             return []
-        # A lane that yields to this one may start as well, if this one cannot.
-        return [task for each in self.lanes for task in self._start_next(each)]
+        for lane in self.lanes:
+            lane.is_held = False
+        return [task for lane in self.lanes for task in self._start_next(lane)]
 
     def ordered(self, indices: Sequence[int], lane: int = 0) -> list[CommTask]:
         """The next hops of a lane whose order is given, by index."""
@@ -157,7 +151,7 @@ class SchedulerCore:
     def held_back(self) -> list[CommTask]:
         """The ready hops that do not start for a `hold`; none without one."""
         lanes = self.lanes if self.is_held else []
-        return [task for lane in lanes for task in lane.held_back()]
+        return [task for lane in lanes for task in lane.queue.tasks()]
 
     @property
     def idle(self) -> bool:
@@ -187,7 +181,7 @@ class SchedulerCore:
         if self._stopped:
             return []
         started = lane.start_next()
-        if lane.followers and (lane.queue.peek() is None or (self._held and not lane.has_next)):
+        if lane.followers and lane.queue.peek() is None:
             # Its last hop has begun: what goes after it may.
             for follower in lane.followers:
                 if len(follower.queue):
@@ -195,11 +189,6 @@ class SchedulerCore:
         for task in started:
             self._note("start", task)
         return started
-
-    def _set_held(self, is_held: bool) -> list[CommTask]:
-        for lane in self.lanes:
-            lane.is_held = is_held
-        return [task for lane in self.lanes for task in self._start_next(lane)]
 
     def _landed(self, task: CommTask) -> Lane:
         lane = self.lanes[task.lane]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from bytesched.admission import Admission
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask
@@ -21,8 +19,6 @@ class Lane:
     Args:
         queue: which of the ready hops is next.
         name: in ``repr`` and errors.
-        front: the largest priority of a hop that starts while the core is held: another rank may
-            need it to come as far as this one.
     """
 
     def __init__(
@@ -32,14 +28,12 @@ class Lane:
         credit_bytes: int,
         admission: Admission | None = None,
         name: str = "0",
-        front: float = -inf,
     ) -> None:
         self.name = name
         self.queue = queue
         self.admission = admission
         self.credit_bytes = _checked(credit_bytes)
-        self.front = front
-        #: the core is held: what lies behind the front does not start
+        #: the core is held: nothing starts
         self.is_held = False
         self.in_flight: dict[int, CommTask] = {}
         self.in_flight_bytes = 0
@@ -77,15 +71,13 @@ class Lane:
         """The hops that start now, in this order; they are in flight from here on."""
         started: list[CommTask] = []
         window_bytes = self.credit_bytes
-        if self.in_flight_bytes >= window_bytes:
+        if self.is_held or self.in_flight_bytes >= window_bytes:
             return started
         if self._yields_to and self._must_yield():
             return started
         if self.admission is not None:
             window_bytes = max(window_bytes, self.admission.block_bytes(window_bytes))
         while self.in_flight_bytes < window_bytes:
-            if self.is_held and not self.has_next:
-                break
             task = self.queue.pop()
             if task is None:
                 break
@@ -99,32 +91,12 @@ class Lane:
         return started
 
     def _must_yield(self) -> bool:
-        # Without a call for each lane: this is asked at every hop.
-        for lane in self._yields_to:
-            task = lane.queue.peek()
-            if task is not None and (not lane.is_held or task.priority <= lane.front):
-                return True
-        return False
-
-    @property
-    def has_next(self) -> bool:
-        """Whether a hop waits for nothing but credit, and the lanes that this one yields to."""
-        task = self.queue.peek()
-        return task is not None and (not self.is_held or task.priority <= self.front)
+        return any(lane.queue.peek() is not None for lane in self._yields_to)
 
     @property
     def is_held_back(self) -> bool:
         """Whether a hop would start now, were the core not held. Where it is."""
-        task = self.queue.peek()
-        return (
-            task is not None
-            and task.priority > self.front
-            and self.in_flight_bytes < self.credit_bytes
-        )
-
-    def held_back(self) -> list[CommTask]:
-        """The ready hops behind the front."""
-        return [task for task in self.queue.tasks() if task.priority > self.front]
+        return self.queue.peek() is not None and self.in_flight_bytes < self.credit_bytes
 
     def landed(self, task: CommTask) -> bool:
         """``task`` is over, well or not; false if it was not in flight."""

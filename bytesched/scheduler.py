@@ -200,23 +200,19 @@ class Scheduler:
 
         self._put(swap)
 
-    def hold(self, move_fronts: _Event = tuple) -> None:
-        """Until `release`, what lies behind the fronts of the lanes does not start.
+    def hold(self) -> None:
+        """Until `release`, nothing starts.
 
         That is so when this returns, unless another thread is in the middle of a slow event: then
         from the end of that on.
-
-        Args:
-            move_fronts: called just before, in the scheduler's turn.
         """
         in_force = threading.Event()
 
         def hold() -> Sequence[CommTask]:
             self._is_held = True
-            try:
-                return [*move_fronts(), *self.core.hold()]
-            finally:
-                in_force.set()
+            self.core.hold()
+            in_force.set()
+            return ()
 
         self._put(hold)
         if not self._closed:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from time import monotonic, perf_counter_ns
 from typing import Final
 
 from bytesched.scheduler import Scheduler
 from bytesched.share.turn import HELD, released
-from bytesched.task import CommTask
 
 __all__ = ["URGENCY", "Section", "Urgency", "begin", "urgent"]
 
@@ -31,9 +30,6 @@ log = logging.getLogger("bytesched")
 _LIMIT_LENGTHS: Final = 4.0
 _LIMITS_S: Final = (0.05, 1.0)
 _LAST_SECTIONS: Final = 16
-
-#: Moves the fronts of lanes, in the turn of their scheduler; returns the hops that start for it.
-MoveFronts = Callable[[], Sequence[CommTask]]
 
 
 class Section:
@@ -64,7 +60,7 @@ class Urgency:
         # Events that begin here may end a session, which takes its schedulers out again.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._members: dict[Scheduler, MoveFronts] = {}
+        self._members: dict[Scheduler, None] = {}
         self._sections: dict[Section, None] = {}
         #: threads that wait for something of ours
         self._waits = 0
@@ -81,24 +77,21 @@ class Urgency:
 
     # -- schedulers --------------------------------------------------------------------
 
-    def join(self, scheduler: Scheduler, move_fronts: MoveFronts = tuple) -> None:
-        """``scheduler`` is held while a section is open, from now on.
-
-        Args:
-            move_fronts: called in its turn when a hold begins, and when this rank comes further.
-        """
+    def join(self, scheduler: Scheduler) -> None:
+        """``scheduler`` is held while a section is open, from now on."""
         with self._lock:
-            self._members[scheduler] = move_fronts
+            self._members[scheduler] = None
             if self.is_held:
-                scheduler.hold(move_fronts)
+                scheduler.hold()
             else:
                 self._apply()
 
     def leave(self, scheduler: Scheduler) -> None:
         """``scheduler`` is not held any more: it ends. Idempotent."""
         with self._lock:
-            if self._members.pop(scheduler, None) is None:
+            if scheduler not in self._members:
                 return
+            del self._members[scheduler]
             self._held_ns += scheduler.held_ns
             if self.is_held:
                 scheduler.release()
@@ -148,14 +141,6 @@ class Urgency:
                 self._waits -= 1
                 self._apply()
 
-    def passed(self) -> None:
-        """This rank has come further inside a section: others may need more of it."""
-        with self._lock:
-            if self.is_held:
-                for scheduler, move_fronts in tuple(self._members.items()):
-                    if move_fronts is not tuple:
-                        scheduler.act(move_fronts)
-
     def figures(self) -> dict[str, int | float]:
         """Totals of this process, for ``stats()``."""
         with self._lock:
@@ -185,8 +170,8 @@ class Urgency:
         if is_held:
             self._until_s = monotonic() + self._limit_s
             self._look_after()
-            for scheduler, move_fronts in tuple(self._members.items()):
-                scheduler.hold(move_fronts)
+            for scheduler in tuple(self._members):
+                scheduler.hold()
         else:
             for scheduler in tuple(self._members):
                 scheduler.release()

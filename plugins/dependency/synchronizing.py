@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, GradientState, Memory
-from bytesched.urgency import URGENCY
 
 from ..figures.meter import Meter
 from ..layout.memory import lies_over
@@ -79,8 +78,6 @@ class Synchronizing:
             self._streams.read()
             with self._progress.lock:
                 self._round.use(bundle)
-            if URGENCY.is_held:
-                URGENCY.passed()
             for slot in bundle.slots:
                 if slot.changes:
                     self._change_one(slot)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import inf
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -25,7 +24,6 @@ from bytesched.scheduler import EventThread, InTurn, Scheduler
 from bytesched.task import CommTask
 from bytesched.transport import Done
 from bytesched.tunable import Setting
-from bytesched.urgency import URGENCY
 
 from ...layout.packing import Packer
 from ...layout.plan import Plan
@@ -108,8 +106,6 @@ class Exchange:
         self._submitted = len(plan.chunks)
         #: of this round: chunks whose sums are not here, and those whose routes have not ended
         self._unsummed = self._left = 0
-        #: called when an urgent section begins: moves fronts of lanes that were added
-        self.move_fronts: Callable[[], list[CommTask]] = list
         #: of each chunk, the hops to or from this rank that have not ended
         self._hops_left: list[int] = []
         self._started_ns: dict[int, int] = {}
@@ -124,8 +120,6 @@ class Exchange:
         self._waiters = Waiters(self.messages, "bytesched-sends")
         self._submits = EventThread()
         core = SchedulerCore(Following(), credit_bytes=_NO_LIMIT)
-        # Adding up uses no link.
-        core.lanes[_SUMS].front = inf
         #: by lane, what begins its hops
         self._carriers: list[Callable[[CommTask, Done], None]] = [self._sums.start]
         #: by rank, the lanes of the first phase
@@ -140,24 +134,17 @@ class Exchange:
         )
         self._lanes = self._add_lanes()
         self.routes.lay(self._lanes, self._end_hop)
-        URGENCY.join(self.scheduler, self._move_fronts)
 
     def _add_lanes(self) -> Lanes:
         """Those to every other rank."""
         leaves, shares = {}, {}
         for peer in self.peers:
             leave = Lane(Following(), credit_bytes=self.credit_bytes, name=f"to {peer}")
-            # Another rank may need these to come as far as this one.
-            share = Lane(
-                Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"sums to {peer}", front=inf
-            )
+            share = Lane(Leading(Fifo()), credit_bytes=self.credit_bytes, name=f"sums to {peer}")
             self.first_to[peer] = leave, share
             leaves[peer] = self.add_lane(leave, self._send_gradients)
             shares[peer] = self.add_lane(share, self._send_sum)
         return Lanes(_SUMS, leaves, shares)
-
-    def _move_fronts(self) -> list[CommTask]:
-        return self.move_fronts()
 
     def add_lane(self, lane: Lane, begin: Callable[[CommTask, Done], None]) -> int:
         """One more lane, whose hops ``begin`` starts; returns its number."""
@@ -251,7 +238,6 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        URGENCY.leave(self.scheduler)
         is_idle = is_idle and self.is_idle
         self._submits.close()
         self._waiters.stop()

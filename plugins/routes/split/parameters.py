@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import inf
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,7 +15,6 @@ from bytesched.errors import SchedulerClosed
 from bytesched.lane import Lane
 from bytesched.order import Leading
 from bytesched.policy import Priority
-from bytesched.round import BundleState
 from bytesched.task import CommTask
 from bytesched.transport import Done
 
@@ -97,7 +95,6 @@ class ParameterSpread:
         #: of each, what comes after the first time, and which elements of it are put in place
         self._late_parts: dict[int, list[tuple[torch.Tensor, Sequence[slice]]]] = {}
         self._closed = False
-        exchange.move_fronts = self._move_fronts
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +164,7 @@ class ParameterSpread:
 
     def _hasten(self, turn: int) -> list[CommTask]:
         self._late = turn
-        return [*self._give_way(), *self._move_fronts_if_held()]
+        return self._give_way()
 
     def _begin_spread(self, chunk: CommTask, number: int, now_ns: int) -> list[CommTask]:
         started: list[CommTask] = []
@@ -175,7 +172,6 @@ class ParameterSpread:
         if turn is None:
             turn = self._new_turn(number)
             started += self._give_way()
-            started += self._move_fronts_if_held()
         exchange = self._exchange
         exchange.busy.begins(now_ns)
         self._unsent[chunk.index] = len(exchange.peers), turn
@@ -212,25 +208,6 @@ class ParameterSpread:
                 first = () if turn.number <= self._late else self._exchange.first_to[peer]
                 lanes = (*first, *(other.lanes[peer] for other in before))
                 started += self._exchange.scheduler.core.yield_to(number, lanes)
-        return started
-
-    def _move_fronts_if_held(self) -> list[CommTask]:
-        return self._move_fronts() if self._exchange.scheduler.core.is_held else []
-
-    def _move_fronts(self) -> list[CommTask]:
-        """In an urgent section, what other ranks may need to come as far as this one still leaves.
-
-        That is what they have to have by now of earlier rounds, and what lies in front of the
-        furthest parameter that is free here.
-        """
-        free = (bundle for bundle in self._plan.bundles if bundle.state is BundleState.FREE)
-        front = max((chunk.priority for bundle in free for chunk in bundle.chunks), default=-inf)
-        started: list[CommTask] = []
-        for turn in self._turns:
-            for number in turn.lane_numbers.values():
-                started += self._exchange.scheduler.core.set_front(
-                    inf if turn.number <= self._late else front, number
-                )
         return started
 
     def _has_left(self, chunk: CommTask) -> None:

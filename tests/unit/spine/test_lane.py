@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -50,7 +48,6 @@ class AnyEvents(RuleBasedStateMachine):
     )
     def build(self, sizes: list[int], credit_bytes: int, ordered: bool) -> None:
         self.core = machine(credit_bytes, ordered=ordered)
-        self.fronts = [-inf] * len(self.core.lanes)
         self.waiting = routes(sizes, self.core)
         self.all = list(self.waiting)
         self.order = [chunk.index for chunk in reversed(self.all)]
@@ -63,11 +60,9 @@ class AnyEvents(RuleBasedStateMachine):
 
     def note(self, started: list[CommTask]) -> None:
         for hop in started:
-            assert not self.held or hop.priority <= self.fronts[hop.lane], "what is held started"
+            assert not self.held, "what is held started"
             if hop.lane == SPREADS:
-                first = self.core.lanes[SUMS].queue.peek()
-                is_held = self.held and first and first.priority > self.fronts[SUMS]
-                assert first is None or is_held, "a sum was passed"
+                assert self.core.lanes[SUMS].queue.peek() is None, "a sum was passed"
         self.in_flight += started
         self.started += started
 
@@ -89,7 +84,7 @@ class AnyEvents(RuleBasedStateMachine):
     @rule()
     def hold(self) -> None:
         self.held += 1
-        self.note(self.core.hold())
+        self.core.hold()
 
     @precondition(lambda self: self.held)
     @rule()
@@ -97,31 +92,22 @@ class AnyEvents(RuleBasedStateMachine):
         self.held -= 1
         self.note(self.core.release())
 
-    @rule(front=st.sampled_from([-inf, 0, 3, inf]), lane=st.sampled_from([SUMS, SPREADS]))
-    def move_front(self, front: float, lane: int) -> None:
-        self.fronts[lane] = front
-        self.note(self.core.set_front(front, lane))
-
     @rule(credit_bytes=st.integers(1, 80), lane=st.sampled_from([SUMS, SPREADS, ELSEWHERE]))
     def change_credit(self, credit_bytes: int, lane: int) -> None:
         self.note(self.core.set_credit(credit_bytes, lane))
 
     @invariant()
     def what_may_start_does(self) -> None:
-        """No hop waits for one that is held."""
-        for lane in self.core.lanes if hasattr(self, "core") else ():
-            hop = lane.queue.peek()
-            if hop is None or (self.held and hop.priority > lane.front) or lane.in_flight_bytes:
+        for lane in self.core.lanes if hasattr(self, "core") and not self.held else ():
+            if lane.queue.peek() is None or lane.in_flight_bytes:
                 continue
-            waits = lane.name == "spreads" and self.core.lanes[SUMS].has_next
+            waits = lane.name == "spreads" and self.core.lanes[SUMS].queue.peek() is not None
             assert waits, f"{lane} stalls"
 
     @invariant()
     def what_is_held_back_is_known(self) -> None:
         if hasattr(self, "core"):
-            held_back = self.core.held_back()
-            assert all(hop.priority > self.fronts[hop.lane] for hop in held_back)
-            assert self.held or not (held_back or self.core.is_held_back)
+            assert self.held or not (self.core.held_back() or self.core.is_held_back)
 
     @invariant()
     def holds(self) -> None:
@@ -166,24 +152,19 @@ def test_a_lane_yields_to_what_can_start_and_to_nothing_else() -> None:
     assert core.finish(second) == [spread], "no sum waits for its turn"
 
 
-def test_what_is_held_holds_up_nothing_in_front_of_it() -> None:
+def test_what_is_held_back_would_start_were_nothing_held() -> None:
     core = machine(10, ordered=False)
-    core.set_front(inf, SPREADS)
     large, behind = routes([10, 10], core)
-    hop = CommTask("front", start_at=0, stop_at=4)
-    hop.lane = SPREADS
-    for task in (large, behind, hop):
+    for task in (large, behind):
         task.notify_ready()
     assert core.ready(large) == [large]
+    core.hold()
     assert core.ready(behind) == []
-    assert core.ready(hop) == [], "a sum waits for its turn"
-    assert core.hold() == [hop], "that sum is held"
     assert core.is_held_back is False, "it would have waited for credit as well"
     core.finish(large)
     assert core.is_held_back
     assert core.held_back() == [behind, *large.followers]
-    assert core.set_front(behind.priority, SUMS) == [behind]
-    core.release()
+    assert behind in core.release()
 
 
 def test_a_new_lane_is_held_as_the_others_are() -> None:

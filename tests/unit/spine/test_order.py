@@ -102,6 +102,6 @@ def test_an_index_belongs_to_one_ready_task() -> None:
     assert list(queue.tasks()) == [a]
 
 
-def test_a_leader_is_not_led() -> None:
-    with pytest.raises(TypeError, match="leader"):
+def test_a_policy_follows_no_order() -> None:
+    with pytest.raises(TypeError, match="policy"):
         Leading(Priority()).extend([0])
