@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import bytesched
@@ -27,8 +28,6 @@ class Command(NamedTuple):
     line: str
     #: what it raises is the user's own affair, and goes on to the interpreter
     runs_user_code: bool = False
-    #: modules that add to it when they are imported
-    extensions: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -40,18 +39,11 @@ COMMANDS = {
     ),
     "sim": Command("bytesched.commands.sim", "predict the gain on a cluster that is not here"),
     "tune": Command("bytesched.commands.tune", "find the fastest sizes for this cluster"),
-    "trace": Command(
-        "bytesched.commands.trace", "merge the timelines of all ranks, or sum them up"
-    ),
     "burst": Command("bytesched.commands.burst", "plan how many devices each layer gets"),
     "pipeline": Command(
         "bytesched.commands.pipeline", "find an order of work for pipeline parallelism"
     ),
-    "report": Command(
-        "bytesched.commands.report",
-        "draw timelines and measurements",
-        extensions=("bytesched.bench.picture", "bytesched.tuning.picture"),
-    ),
+    "report": Command("bytesched.commands.report", "print, merge or draw timelines and results"),
     "doctor": Command(
         "bytesched.commands.doctor", "check versions, backends, ranks and the network"
     ),
@@ -59,6 +51,18 @@ COMMANDS = {
 
 #: commands that there were, and where what they found is
 _GONE = {"wave": "what it measured is in docs/how-to/waves.md"}
+#: Names of earlier versions, and what replaced them.
+REPLACED = {
+    "trace": "report",
+    "trace merge": "report DIR|FILE... -o OUT.json",
+    "trace summary": "report DIR|FILE...",
+    "report bench": "report RESULT.json... -o OUT.png",
+    "report graph": "report TRACE.json...",
+    "report iteration": "report BEFORE AFTER -o OUT.png",
+    "report timeline": "report DIR|FILE -o OUT.png",
+    "report tuning": "report TUNING.json",
+    "burst timeline": "report DIR|FILE -o OUT.png",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args([name])
     if name in _GONE:
         parser.error(f"the command {name!r} is gone: {_GONE[name]}")
+    verb = [word for word in rest[:1] if not Path(word).exists()]
+    for old in (" ".join([name, *verb]), name):
+        if old in REPLACED:
+            parser.error(f"{old} is now: bytesched {REPLACED[old]}")
     if name not in COMMANDS:
         parser.error(f"there is no command {name!r}{nearest(name, COMMANDS)}")
     log.show("WARNING", rank_view().rank)
     command = importlib.import_module(COMMANDS[name].module).main
-    for extension in COMMANDS[name].extensions:
-        importlib.import_module(extension)
     if COMMANDS[name].runs_user_code:
         return int(command(rest))
     try:

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 examples/gcn_halo.py --inside 0.9
 torchrun --nproc-per-node 2 examples/gcn_halo.py --plain    # without wrap: the same losses
 BYTESCHED_TIMELINE=runs torchrun --nproc-per-node 2 examples/gcn_halo.py
-bytesched report graph runs/rank0.trace.json -o graph.png   # where the time of an epoch goes
+bytesched report runs    # where the time of an epoch goes
 """
 
 import argparse

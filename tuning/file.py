@@ -1,7 +1,7 @@
 """The file that remembers a tuning: for which cluster and model, what was tried, what was adopted.
 
-Written by `bytesched.tuning`, drawn by `bytesched report`. Every field is checked on reading, for a
-file may be from anyone.
+Written by `bytesched.tuning`, printed by `bytesched report`. Every field is checked on reading, for
+a file may be from anyone.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ class Fingerprint:
     #: the link as it was fitted, rounded
     bytes_per_s: float
     overhead_s: float
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return sum(self.ranks_per_host)
 
     @property
     def name(self) -> str:
@@ -105,7 +100,7 @@ class Trial:
     """A setting, and the steps that were measured under it."""
 
     setting: Setting
-    #: "baseline", "search", "guard" or "watch"
+    #: "baseline", "search" or "guard"
     phase: str
     step_ms: float
     durations_ms: tuple[float, ...]

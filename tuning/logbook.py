@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from bytesched.tunable import Setting
@@ -16,9 +15,6 @@ from .memory import Memory
 __all__ = ["Logbook"]
 
 log = logging.getLogger("bytesched")
-
-#: the step times after the tuning end in the file after so many steps
-_WATCHED_STEPS = 20_000
 
 
 class Logbook:
@@ -40,7 +36,6 @@ class Logbook:
     ) -> None:
         self._memory = memory
         self._begun = TuningFile(fingerprint, untuned, None, "running", (), 0)
-        self._done: TuningFile | None = None
         self._begin()
         if unfinished is not None:
             self._trials.extend(unfinished.trials)
@@ -51,7 +46,7 @@ class Logbook:
 
     def _begin(self) -> None:
         self._trials: list[Trial] = []
-        self._watched_steps = self._tried = 0
+        self._tried = 0
         self._best: tuple[Setting, float] | None = None
         self._untuned_s = math.nan
 
@@ -64,27 +59,10 @@ class Logbook:
         else:
             self._note_drift(report)
 
-    def watched(self, setting: Setting, durations_s: Sequence[float]) -> None:
-        """Steps after the tuning; kept with the file when it is closed."""
-        if self._done is not None and self._watched_steps < _WATCHED_STEPS:
-            self._watched_steps += len(durations_s)
-            self._trials.append(Trial(setting, "watch", math.nan, _ms(durations_s)))
-
-    def close(self) -> None:
-        """The run is over."""
-        if self._done is not None and self._watched_steps:
-            self._memory.save(replace(self._done, trials=tuple(self._trials)))
-
     def _note_trial(self, tried: Tried, steps: int, more_trials: int) -> None:
-        self._trials.append(
-            Trial(
-                tried.setting,
-                tried.phase,
-                1e3 * tried.step_s,
-                _ms(tried.durations_s),
-                tried.cut,
-            )
-        )
+        durations_ms = tuple(1e3 * one_s for one_s in tried.durations_s if 0 < one_s < math.inf)
+        trial = Trial(tried.setting, tried.phase, 1e3 * tried.step_s, durations_ms, tried.cut)
+        self._trials.append(trial)
         if tried.phase == "guard":
             more_trials = 0
         else:
@@ -115,7 +93,7 @@ class Logbook:
         untuned = self._begun.untuned
         times_ms = {s: 1e3 * step_s for s, step_s in adopted.steps_s.items()}
         off_ms = [step_ms for s, step_ms in times_ms.items() if not s.enabled]
-        self._done = replace(
+        done = replace(
             self._begun,
             setting=adopted.setting,
             state="done",
@@ -125,11 +103,11 @@ class Logbook:
             untuned_ms=times_ms.get(untuned, math.nan),
             off_ms=off_ms[0] if off_ms else math.nan,
         )
-        path = self._memory.save(self._done)
-        gain = f"{self._done.gain_pct:+.1f} % gained" if adopted.setting != untuned else "untuned"
+        path = self._memory.save(done)
+        gain = f"{done.gain_pct:+.1f} % gained" if adopted.setting != untuned else "untuned"
         saved = f"; saved in {path}" if path is not None else ""
         log.info("tuning: done in %d steps: %s, %s%s", adopted.steps, adopted.setting, gain, saved)
-        log.info("tuning: to fix it: %s", self._done.paste())
+        log.info("tuning: to fix it: %s", done.paste())
 
     def _note_drift(self, drifted: Drifted) -> None:
         if drifted.retunes:
@@ -137,7 +115,3 @@ class Logbook:
             log.info("tuning: %s: tuning again", drifted.what)
         else:
             log.info("tuning: %s; it was tuned shortly before, so not again yet", drifted.what)
-
-
-def _ms(durations_s: Sequence[float]) -> tuple[float, ...]:
-    return tuple(1e3 * duration_s for duration_s in durations_s if 0 < duration_s < math.inf)

@@ -123,16 +123,12 @@ class OnlineTuner:
         self._bytes_per_s = steps.sent_bytes / steps.busy_s if steps.busy_s > 0 else math.nan
         if self._waits:
             return self._decision()
-        turn = self._controller.turn
         self._controller.observe(steps.durations_s, self._bytes_per_s)
-        if turn.phase == "watch":
-            self._logbook.watched(turn.setting, steps.durations_s[turn.dropped :])
         return self._decision()
 
     def close(self) -> None:
         """Training is over."""
         self._let_go()
-        self._logbook.close()
 
     def _decision(self) -> Decision:
         turn = self._controller.turn

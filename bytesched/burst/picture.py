@@ -10,13 +10,10 @@ from bytesched.burst.compare import Point
 from bytesched.burst.cost import Task
 from bytesched.burst.search import Found
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.trace.intervals import Interval, clip, subtract
-from bytesched.trace.reading import Trace
 
-__all__ = ["draw_plan", "draw_run"]
+__all__ = ["draw_plan"]
 
 _COLOURS = {"forward": AFTER, "backward": "#2c6e8f", "move": "#d9a441"}
-_BACKGROUND = "#b565a7"
 _WIDTH_IN = 12.0
 _HEIGHT_IN = 4.2
 
@@ -34,46 +31,6 @@ def draw_plan(
         left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
         _draw_timeline(left, task, found)
         _draw_curve(right, task, points, curve)
-
-
-def draw_run(traces: Sequence[Trace], path: Path) -> None:
-    """Draw the last two iterations of a run with a background job, a row for each rank, as PNG.
-
-    Raises ``ValueError`` if there are none, ``PluginError`` without matplotlib and ``OSError`` if
-    the file cannot be written.
-    """
-    iterations = traces[0].iterations()[-2:] if traces else []
-    if not iterations:
-        raise ValueError("holds no whole iteration")
-    start_ms, end_ms = iterations[0].start_ms, iterations[-1].end_ms
-    with canvas(_WIDTH_IN, 1.2 + 0.42 * len(traces), path) as figure:
-        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-        axes = figure.subplots()
-        for row, trace in enumerate(traces):
-            waits = trace.intervals("wait", start_ms, end_ms)
-            bars = {
-                kind: subtract(trace.intervals(kind, start_ms, end_ms), waits)
-                for kind in ("forward", "backward")
-            }
-            _bars(axes, row, bars["forward"], _COLOURS["forward"], start_ms)
-            _bars(axes, row, bars["backward"], _COLOURS["backward"], start_ms)
-            steps = clip(trace.intervals("background", start_ms, end_ms), start_ms, end_ms)
-            _bars(axes, row, steps, _BACKGROUND, start_ms)
-        for label, colour in (*list(_COLOURS.items())[:2], ("background", _BACKGROUND)):
-            axes.plot([], [], color=colour, linewidth=6, label=label)
-        strip(axes)
-        axes.set_xlim(0, end_ms - start_ms)
-        axes.set_ylim(len(traces) - 0.4, -0.6)
-        axes.set_yticks(range(len(traces)), [f"rank {trace.rank}" for trace in traces])
-        axes.set_xlabel("ms of two iterations; white: waiting", color=QUIET, size=9)
-        _legend(axes)
-        title = "What each rank did"
-        axes.set_title(title, loc="left", size=12, weight="bold", color=INK)
-
-
-def _bars(axes: Any, row: int, intervals: Sequence[Interval], colour: str, start_ms: float) -> None:
-    bars = [(start - start_ms, end - start) for start, end in intervals]
-    axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
 
 
 def _legend(axes: Any) -> None:

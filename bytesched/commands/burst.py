@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from bytesched.burst.compare import (
 )
 from bytesched.burst.cost import Cluster, Place, Plan, Task
 from bytesched.burst.graph import Chain, Layer, layers_of, load_graph, shipped_graphs
-from bytesched.burst.picture import draw_plan, draw_run
+from bytesched.burst.picture import draw_plan
 from bytesched.burst.planfile import plan_to_json
 from bytesched.burst.search import Found, fastest_plan
 from bytesched.errors import ConfigError
@@ -26,7 +25,6 @@ from bytesched.files import write_text
 from bytesched.lab.hosts import parse_rate
 from bytesched.parser import CommandParser
 from bytesched.table import aligned
-from bytesched.trace.reading import read_traces
 
 __all__ = ["main"]
 
@@ -39,27 +37,15 @@ EPILOG = """\
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when that went well, 1 if a file cannot be used."""
+    """Run the command; 0 when that went well."""
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.verb == "timeline":
-        return _timeline(options)
     try:
         _check(options)
         task = _task(options)
     except ConfigError as error:
         parser.error(str(error))
     return _plan(options, task)
-
-
-def _timeline(options: argparse.Namespace) -> int:
-    try:
-        draw_run(read_traces(options.path), options.output)
-    except (OSError, ValueError) as error:
-        print(f"bytesched burst: {options.path}: {error}", file=sys.stderr)
-        return 1
-    print(options.output)
-    return 0
 
 
 def _plan(options: argparse.Namespace, task: Task) -> int:
@@ -245,7 +231,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--curve", action="store_true", help="plan for other amplifications as well")
     add("--json", metavar="FILE", help="write the plan, for the runtime")
     add("--png", metavar="FILE", help="write a picture of the plan")
-    timeline = verbs.add_parser("timeline", help="draw a run with a background job, rank by rank")
-    timeline.add_argument("path", type=Path, metavar="RUN.json", help="from bytesched trace merge")
-    timeline.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.png")
     return parser

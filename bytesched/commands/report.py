@@ -1,116 +1,196 @@
-"""`bytesched report`: pictures of traces, and those that other packages add."""
+"""`bytesched report`: what is in files of a timeline, the bench or the tuner."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
+from bytesched.bench.picture import draw_bench
+from bytesched.files import write_text
 from bytesched.parser import CommandParser
 from bytesched.report.iteration import draw_iteration
-from bytesched.report.pictures import PICTURES, Picture
-from bytesched.report.shares import KINDS, draw_shares, read_shares
-from bytesched.report.timeline import draw_timeline
+from bytesched.report.ranks import draw_ranks
+from bytesched.report.shares import KINDS, shares_of
 from bytesched.table import aligned
+from bytesched.trace.file import Event
+from bytesched.trace.reading import Iteration, Trace, merge_traces, read_traces, traces_of
+from bytesched.trace.timeline import trace_name
+from bytesched.tuning.file import TuningFile
 
 __all__ = ["main"]
 
+_EPILOG = """\
+of timelines, the folder or files that BYTESCHED_TIMELINE names:
+  report RUN                       means of each rank, and the slowest steps
+  report RUN -o OUT.json           all ranks on one clock, for ui.perfetto.dev
+  report RUN -o OUT.png            what each rank did in the last two iterations
+  report BEFORE AFTER -o OUT.png   one iteration of two runs of the same rank
+of others:
+  report RESULT... -o OUT.png      files of bench --json: iteration times, beside T*
+  report TUNING                    a file of the tuner: the settings that were tried
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a picture; return 0, or 1 if a file cannot be used."""
-    parser = CommandParser(prog="bytesched report", description="Draw what was measured.")
-    pictures = parser.add_subparsers(dest="picture", required=True, metavar="PICTURE")
-    for name, picture in PICTURES.items():
-        one = pictures.add_parser(
-            name,
-            help=picture.line,
-            epilog=picture.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        picture.add_arguments(one)
-        one.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.png")
-    options = parser.parse_args(argv)
-    try:
-        PICTURES[options.picture].draw(options)
-    except (OSError, ValueError) as error:
-        print(f"bytesched report: {error}", file=sys.stderr)
-        if PICTURES[options.picture].epilog:
-            how = f"bytesched report {options.picture} --help says how to get its files"
-            print(f"bytesched report: {how}", file=sys.stderr)
-        return 1
-    print(options.output)
-    return 0
-
-
-_TWO_TRACES = """\
-How to get the two traces of a script: run it twice under bytesched, first so that it sends in the
-order of backward and updates everything at once, as DDP does, and then as it is.
-
+The two runs of a script: once so that it sends in the order of backward and
+updates everything at once, as DDP does, and once as it is.
   BYTESCHED_TIMELINE=runs/before BYTESCHED_POLICY=fifo BYTESCHED_CROSS_BARRIER=0 \\
       torchrun --nproc-per-node 2 -m bytesched run train.py
   BYTESCHED_TIMELINE=runs/after torchrun --nproc-per-node 2 -m bytesched run train.py
-  bytesched report iteration runs/before/rank0.trace.json runs/after/rank0.trace.json -o both.png
+  bytesched report runs/before runs/after -o both.png
 """
+_TITLES = ("rank", "step", "step ms", "link busy ms", "exposed wait ms", "crossed ms")
+_LEGEND = """
+link busy: something was being sent. exposed wait: training waited for the link.
+crossed: the link was busy before backward began, with gradients of the step before."""
 
 
-def _iteration_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, metavar="BEFORE.json", help="trace of a run as DDP's")
-    parser.add_argument("after", type=Path, metavar="AFTER.json", help="trace of bytesched")
-    parser.add_argument("--title", default="An iteration and the forward pass after it")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print, merge or draw what the files hold; return 0, or 1 if one cannot be used."""
+    parser = CommandParser(
+        prog="bytesched report",
+        description="Print, merge or draw what files hold.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|DIR")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT")
+    parser.add_argument(
+        "--slowest", type=_count, default=5, metavar="N", help="how many steps (%(default)s)"
+    )
+    parser.add_argument("--all", action="store_true", help="print every step of every rank")
+    options = parser.parse_args(argv)
+    try:
+        _report(options)
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return 1
+    if options.output:
+        print(options.output)
+    return 0
 
 
-def _draw_iteration(options: Namespace) -> None:
-    draw_iteration(options.before, options.after, options.output, title=options.title)
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 0 or more")
+    return int(text)
 
 
-def _timeline_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="TRACE.json", help="of one rank, or merged")
-    parser.add_argument("--step", type=int, metavar="N", help="default: one of median length")
-    parser.add_argument("--title", default="One iteration")
+def _report(options: argparse.Namespace) -> None:
+    paths, output = options.paths, options.output
+    fields = _fields(paths[0])
+    if "trials" in fields:
+        if output:
+            raise ValueError("a tuning is printed: leave out -o")
+        for path in paths:
+            _print_tuning(path)
+    elif "systems" in fields:
+        if not output:
+            raise ValueError("results of the bench are drawn: -o OUT.png")
+        draw_bench(paths, output)
+    else:
+        _report_traces([_files(path) for path in paths], options)
 
 
-def _draw_timeline(options: Namespace) -> None:
-    draw_timeline(options.trace, options.output, title=options.title, step=options.step)
+def _report_traces(runs: Sequence[Sequence[Path]], options: argparse.Namespace) -> None:
+    files, output = [file for run in runs for file in run], options.output
+    if output and output.suffix == ".json":
+        _merge(files, output)
+    elif output and len(runs) == 2 and len({read_traces(run[0])[0].rank for run in runs}) == 1:
+        draw_iteration(runs[0][0], runs[1][0], output)
+    else:
+        traces = read_traces(files[0]) if len(files) == 1 else traces_of(_merged(files))
+        if output:
+            draw_ranks(traces, output)
+        else:
+            _print_traces(traces, options)
 
 
-_GRAPH = """\
-How to get the traces: train with layers of bytesched.plugins.graphs and bytesched.wrap.
-
-  BYTESCHED_TIMELINE=runs torchrun --nproc-per-node 2 examples/gcn_halo.py
-  bytesched report graph runs/rank*.trace.json -o graph.png
-
-The printed table has the mean of all epochs. Halo and weights are what training waited for, and
-what it took to hand rows over; "on its way" is how long halos were, whatever was computed then.
-"""
+def _fields(path: Path) -> dict[str, object]:
+    """What stands in a file at the top; nothing for timelines, whose reader says what is wrong."""
+    try:
+        text = path.read_bytes()
+        return dict(json.loads(text)) if text.startswith(b"{") else {}
+    except (OSError, ValueError):
+        return {}
 
 
-def _graph_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="of some ranks")
-    parser.add_argument("--title", default="What an epoch goes to")
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    # By length first: rank 10 comes after rank 9.
+    inside = sorted(path.glob(trace_name("*")), key=lambda file: (len(file.name), file.name))
+    if not inside:
+        raise ValueError(f"{path}: holds no {trace_name('*')}")
+    return inside
 
 
-def _draw_graph(options: Namespace) -> None:
-    ranks = read_shares(options.traces)
-    draw_shares([(f"rank {one.rank}", one) for one in ranks], options.output, title=options.title)
-    rows: list[tuple[str, ...]] = [("rank", "epochs", "ms", *KINDS, "on its way")]
-    for one in ranks:
-        shares = (f"{share:.1%}" for share in (*one.of.values(), one.under_way))
-        rows.append((str(one.rank), str(one.epochs), f"{one.epoch_ms:.1f}", *shares))
-    print(*aligned(rows, ">" * len(rows[0])), sep="\n")
+def _merged(files: Sequence[Path]) -> list[Event]:
+    events, complaints = merge_traces(files)
+    for complaint in complaints:
+        _complain(complaint)
+    if not events:
+        raise ValueError("nothing to merge")
+    return events
 
 
-PICTURES["graph"] = Picture(
-    "what epochs of full-graph training go to, and the shares as a table",
-    _graph_arguments,
-    _draw_graph,
-    _GRAPH,
-)
-PICTURES["iteration"] = Picture(
-    "one iteration of two runs, above each other",
-    _iteration_arguments,
-    _draw_iteration,
-    _TWO_TRACES,
-)
-PICTURES["timeline"] = Picture("one iteration of all ranks", _timeline_arguments, _draw_timeline)
+def _merge(files: Sequence[Path], output: Path) -> None:
+    events = _merged(files)
+    write_text(output, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    ranks = len({event.get("pid") for event in events})
+    print(f"{ranks} ranks, {len(events)} events; open it in ui.perfetto.dev")
+
+
+def _print_traces(traces: Sequence[Trace], options: argparse.Namespace) -> None:
+    found = [(trace.rank, one) for trace in traces for one in trace.iterations()]
+    if not found:
+        raise ValueError("the trace holds no whole iteration, which takes two steps")
+    if options.all:
+        _print_steps("every step", found)
+        return
+    means = [(trace.rank, trace.iterations()) for trace in traces]
+    rows = [(str(rank), f"{len(ones)} steps", *_means(ones)) for rank, ones in means]
+    _print_table("means of each rank", _TITLES, rows)
+    shares = [shares_of(trace) for trace in traces if trace.track("graph")]
+    if shares:
+        parts = [[f"{part:.1%}" for part in (*one.of.values(), one.under_way)] for one in shares]
+        rows = [(str(one.rank), *part) for one, part in zip(shares, parts, strict=True)]
+        _print_table("\nwhat an epoch goes to", ("rank", *KINDS, "on its way"), rows)
+    slowest = sorted(found, key=lambda step: -step[1].step_ms)[: options.slowest]
+    if slowest:
+        _print_steps("\nthe slowest steps", slowest)
+    print(_LEGEND)
+
+
+def _print_steps(title: str, steps: Sequence[tuple[int, Iteration]]) -> None:
+    rows = [(str(rank), str(one.step), *_means([one])) for rank, one in steps]
+    _print_table(title, _TITLES, rows)
+
+
+def _means(ones: Sequence[Iteration]) -> list[str]:
+    """Means of the times of some iterations, as text; nothing if there are none."""
+    times = [(one.step_ms, one.link_busy_ms, one.exposed_wait_ms, one.crossed_ms) for one in ones]
+    return [f"{fmean(column):.2f}" for column in zip(*times, strict=True)] or [""] * 4
+
+
+def _print_tuning(path: Path) -> None:
+    try:
+        trials = TuningFile.read(path).trials
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    rows = [
+        (one.phase, str(one.setting), f"{one.step_ms:.1f}", str(len(one.durations_ms)), cut)
+        for one, cut in ((one, "cut short" if one.cut else "") for one in trials)
+    ]
+    _print_table(str(path), ("phase", "setting", "step ms", "steps", ""), rows, "<<>><")
+
+
+def _print_table(
+    title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], sides: str = ""
+) -> None:
+    print(title, *aligned([titles, *rows], sides or ">" * len(titles)), sep="\n")
+
+
+def _complain(line: str) -> None:
+    print(f"bytesched report: {line}", file=sys.stderr)

@@ -1,106 +1,88 @@
-"""Trace files: written so that they are valid JSON at every moment, read even when they are not."""
+"""Trace files: events of the Chrome trace format, a line each, written and read again."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from bytesched.files import replacing
 
-__all__ = ["Event", "TraceFile", "load_events"]
+__all__ = ["Event", "TraceFile", "event_line", "load_events"]
 
 #: One entry of a Chrome trace.
 Event = dict[str, Any]
 
-#: A SIGKILL can end a write between two pages, never inside one. Larger pages are multiples.
-PAGE_BYTES = 4096
-FIRST_CAPACITY_BYTES = 256 << 10
-COPY_BYTES = 1 << 20
 TAIL = b"\n]\n"
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def event_line(
+    phase: str,
+    pid: int,
+    tid: int,
+    name: str,
+    at_ns: int | None = None,
+    *,
+    args: dict[str, Any] | None = None,
+    **fields: object,
+) -> str:
+    """Return an event as JSON in ASCII; arguments that JSON does not know are written as text."""
+    event: Event = {"ph": phase, "name": name, "pid": pid, "tid": tid, **fields}
+    if at_ns is not None:
+        event["ts"] = at_ns / 1000
+    if args is not None:
+        event["args"] = args
+    try:
+        return _encode(event)
+    except (TypeError, ValueError):
+        event["args"] = {str(key): str(value) for key, value in (args or {}).items()}
+        return _encode(event)
 
 
 class TraceFile:
-    """A JSON array of events on disk that a kill at any moment leaves valid.
+    """A JSON array of events on disk, to which records are added by one write each time.
 
-    The file ends in blanks and a closing bracket. A batch of records is one write over the
-    blanks, laid out so that no record crosses a page: whatever part of the write survives, the
-    array holds whole records only. When the blanks run out a copy of twice the size takes the
-    file's place by a rename. One thread at a time.
+    A write goes over the closing bracket and ends in a new one, so what a kill leaves is whole,
+    or breaks off within the last write. One thread at a time.
     """
 
     def __init__(self, path: Path, first: str, *, max_bytes: int) -> None:
         """Replace ``path`` by an array of the one record ``first``; raise ``OSError`` if denied."""
         self.path = path
-        #: records that found no room: longer than a page, or beyond ``max_bytes``
-        self.left_out = 0
+        #: some records found no room within ``max_bytes``
+        self.is_full = False
         self._max_bytes = max_bytes
-        self._file: BinaryIO | None = None
         head = b"[\n" + first.encode("ascii")
         self._used_bytes = len(head)
-        self._move([head], FIRST_CAPACITY_BYTES)
+        with replacing(path) as file:
+            file.write(head + TAIL)
+            self._file = os.fdopen(os.dup(file.fileno()), "r+b")
 
     def append(self, records: Iterable[str]) -> None:
         """Write records, each one JSON value in ASCII, by one write."""
-        if self._file is None:
-            return
         batch = bytearray()
-        at = self._used_bytes
         for record in records:
             entry = b",\n" + record.encode("ascii")
-            room = PAGE_BYTES - at % PAGE_BYTES
-            padding = room if len(entry) > room else 0
-            following = at + padding + len(entry)
-            if len(entry) > PAGE_BYTES or following + len(TAIL) > self._max_bytes:
-                self.left_out += 1
-                continue
-            batch += b" " * padding + entry
-            at = following
-        if not batch:
+            if self._used_bytes + len(batch) + len(entry) + len(TAIL) > self._max_bytes:
+                self.is_full = True
+                break
+            batch += entry
+        if not batch or self._file.closed:
             return
-        if at + len(TAIL) > self._capacity_bytes:
-            capacity = self._capacity_bytes
-            while at + len(TAIL) > capacity:
-                capacity *= 2
-            self._move(self._content(), capacity)
-        view = memoryview(batch)
+        view, at = memoryview(batch + TAIL), self._used_bytes
+        self._used_bytes += len(batch)
         while view:
-            written = os.pwrite(self._file.fileno(), view, self._used_bytes)
-            self._used_bytes += written
+            written = os.pwrite(self._file.fileno(), view, at)
+            at += written
             view = view[written:]
 
     def close(self) -> None:
-        """Drop the blanks and let go of the file. Idempotent."""
-        if self._file is not None:
-            self._move(self._content(), self._used_bytes + len(TAIL))
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Let go of the file as it is. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _content(self) -> Iterator[bytes]:
-        assert self._file is not None
-        for at in range(0, self._used_bytes, COPY_BYTES):
-            yield os.pread(self._file.fileno(), min(COPY_BYTES, self._used_bytes - at), at)
-
-    def _move(self, content: Iterable[bytes], capacity_bytes: int) -> None:
-        """Put ``content``, blanks and the closing bracket in the file's place by one rename."""
-        with replacing(self.path) as file:
-            for block in content:
-                file.write(block)
-            blanks = capacity_bytes - self._used_bytes - len(TAIL)
-            for at in range(0, blanks, COPY_BYTES):
-                file.write(b" " * min(COPY_BYTES, blanks - at))
-            file.write(TAIL)
-            descriptor = os.dup(file.fileno())
-        self.abandon()
-        self._file = os.fdopen(descriptor, "r+b")
-        self._capacity_bytes = capacity_bytes
+        """Let go of the file. Idempotent."""
+        self._file.close()
 
 
 def load_events(path: Path) -> tuple[list[Event], bool]:

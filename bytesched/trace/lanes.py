@@ -30,32 +30,26 @@ class Track:
     """
 
     def __init__(self) -> None:
-        #: per lane, the ends of the spans now open around the newest, outermost first
-        self._open: list[list[int]] = []
-        #: per lane, the time up to which it is taken by spans that are closed
-        self._taken_to: list[int] = []
+        #: per lane, the time up to which closed spans take it, and the ends of those now open
+        #: around the newest, outermost first
+        self._lanes: list[list[int]] = []
         self._newest: deque[Placed] = deque(maxlen=REMEMBERED_SPANS)
         self._by_task: dict[int, deque[Placed]] = {}
 
-    @property
-    def lanes(self) -> int:
-        """How many lanes there are so far."""
-        return len(self._open)
-
     def begin_batch(self) -> None:
         """The spans that follow may start before those placed so far."""
-        for lane, ends in enumerate(self._open):
-            if ends:
-                self._taken_to[lane] = ends[0]
-                ends.clear()
+        for ends in self._lanes:
+            ends[:] = ends[1:2] or ends
 
     def place(self, start_ns: int, end_ns: int, task: int | None = None) -> int:
         """Return the lane of a span; within a batch, call by start, the longest first."""
-        lane = next((i for i in range(self.lanes) if self._fits(i, start_ns, end_ns)), self.lanes)
-        if lane == self.lanes:
-            self._open.append([])
-            self._taken_to.append(start_ns)
-        self._open[lane].append(end_ns)
+        lane = next(
+            (i for i, ends in enumerate(self._lanes) if _fits(ends, start_ns, end_ns)),
+            len(self._lanes),
+        )
+        if lane == len(self._lanes):
+            self._lanes.append([start_ns])
+        self._lanes[lane].append(end_ns)
         placed = Placed(start_ns, end_ns, lane)
         self._newest.append(placed)
         if task is not None:
@@ -71,8 +65,9 @@ class Track:
                 return placed
         return None
 
-    def _fits(self, lane: int, start_ns: int, end_ns: int) -> bool:
-        ends = self._open[lane]
-        while ends and ends[-1] <= start_ns:
-            self._taken_to[lane] = ends.pop()
-        return ends[-1] >= end_ns if ends else self._taken_to[lane] <= start_ns
+
+def _fits(ends: list[int], start_ns: int, end_ns: int) -> bool:
+    """Whether a span is apart from those of a lane, or inside the innermost that is open."""
+    while len(ends) > 1 and ends[-1] <= start_ns:
+        ends[0] = ends.pop()
+    return ends[-1] >= end_ns if len(ends) > 1 else ends[0] <= start_ns

@@ -10,7 +10,7 @@ from typing import Any
 from bytesched.trace.file import Event, load_events
 from bytesched.trace.intervals import Interval, clip, covered, subtract
 
-__all__ = ["ANCHOR", "Iteration", "Span", "Trace", "merge_traces", "read_traces"]
+__all__ = ["ANCHOR", "Iteration", "Span", "Trace", "merge_traces", "read_traces", "traces_of"]
 
 #: Name of the metadata event that ties a file's clock to the world's.
 ANCHOR = "bytesched_clock"
@@ -107,13 +107,14 @@ def read_traces(path: Path) -> list[Trace]:
         events, _ = load_events(path)
         if not any(event.get("name") == ANCHOR for event in events):
             raise ValueError("not a trace written by bytesched")
-        return _traces_of(events)
+        return traces_of(events)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = error if isinstance(error, ValueError) else "not a trace written by bytesched"
         raise ValueError(f"{path}: {why}") from error
 
 
-def _traces_of(events: Iterable[Event]) -> list[Trace]:
+def traces_of(events: Iterable[Event]) -> list[Trace]:
+    """Return the ranks of events, in their order."""
     traces: dict[int, Trace] = {}
     for event in events:
         rank = int(event.get("pid", 0))

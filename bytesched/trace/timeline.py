@@ -9,16 +9,16 @@ import time
 from collections import deque
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+from bytesched.config import Config
 from bytesched.errors import ConfigError
-from bytesched.observe import Observer
-from bytesched.trace.events import flow_event, mark_event, metadata_event, slice_event
-from bytesched.trace.file import PAGE_BYTES, TraceFile
+from bytesched.observe import Observer, Observers
+from bytesched.trace.file import TraceFile, event_line
 from bytesched.trace.lanes import REMEMBERED_TASKS, Track
 from bytesched.trace.reading import ANCHOR
 
-__all__ = ["TRACKS", "Timeline", "trace_name"]
+__all__ = ["Timeline", "observers_here", "observers_of", "trace_name"]
 
 log = logging.getLogger("bytesched")
 
@@ -31,6 +31,28 @@ FLOW_PATIENCE_STEPS = 2
 MARK_NS = 1000
 LANES_PER_TRACK = 1000
 TIDS_PER_RANK = 100 * LANES_PER_TRACK
+#: The first record, which tells our files from others, ends before.
+HEAD_BYTES = 4096
+
+
+class _Clocked(Protocol):
+    rank: int
+
+    def clock_offset_ns(self) -> int: ...
+
+
+def observers_of(ranks: _Clocked, config: Config) -> Observers:
+    """The observers of one session; collective."""
+    if not config.timeline:
+        return Observers()
+    return observers_here(ranks.rank, config, clock_offset_ns=ranks.clock_offset_ns())
+
+
+def observers_here(rank: int, config: Config, *, clock_offset_ns: int = 0) -> Observers:
+    """The observers of one session; by this host's own clock, unless its offset is known."""
+    if not config.timeline:
+        return Observers()
+    return Observers([Timeline(config.timeline, rank=rank, clock_offset_ns=clock_offset_ns)])
 
 
 class _Span(NamedTuple):
@@ -102,7 +124,7 @@ class Timeline(Observer):
                     f"timeline: {self.path} is there and is no trace of bytesched: "
                     "name another folder, or move the file"
                 )
-            first = metadata_event(rank, self._first_tid, ANCHOR, anchor)
+            first = event_line("M", rank, self._first_tid, ANCHOR, args=anchor)
             self._file = TraceFile(self.path, first, max_bytes=max_file_bytes)
             facts: dict[str, dict[str, Any]] = {
                 "process_name": {"name": f"rank {rank}"},
@@ -110,7 +132,8 @@ class Timeline(Observer):
                 "process_sort_index": {"sort_index": rank},
             }
             self._file.append(
-                metadata_event(rank, self._first_tid, name, args) for name, args in facts.items()
+                event_line("M", rank, self._first_tid, name, args=args)
+                for name, args in facts.items()
             )
         except OSError as error:
             raise ConfigError(
@@ -159,17 +182,15 @@ class Timeline(Observer):
                 return
             try:
                 self._file.append(self._records(last=last))
-                if last:
-                    self._file.close()
-                elif not self._file.left_out:
-                    return
-                else:
+                if self._file.is_full:
                     log.warning("timeline: %s is full; tracing ends here", self.path)
+                elif not last:
+                    return
             except OSError as error:
                 log.warning("timeline: cannot write %s (%s); tracing ends here", self.path, error)
             self._room = 0
             self._pending.clear()
-            self._file.abandon()
+            self._file.close()
 
     def _records(self, *, last: bool) -> list[str]:
         """Take what has gathered and return it as JSON, spans before the flows tied to them."""
@@ -220,7 +241,8 @@ class Timeline(Observer):
         # A slice no longer covers its own last moment.
         at_ns = max(placed.start_ns, min(flow.at_ns, placed.end_ns - 1)) - self._origin_ns
         flow_id = (self.rank << 40) + flow.serial
-        return [flow_event(self.rank, tid, flow.phase, flow_id, at_ns)]
+        where = (self.rank, tid, "task", at_ns)
+        return [event_line(flow.phase, *where, cat="task", bp="e", id=f"{flow_id:#x}")]
 
     def _slice(self, span: _Span, *, task: int | None = None) -> list[str]:
         args = span.args or {}
@@ -231,9 +253,9 @@ class Timeline(Observer):
         tid = self._tids.get((span.track, lane))
         if tid is None:
             tid = self._new_thread(span.track, lane, records)
-        at_ns = span.start_ns - self._origin_ns
-        duration_ns = end_ns - span.start_ns
-        records.append(slice_event(self.rank, tid, span.track, span.name, at_ns, duration_ns, args))
+        at_ns, took_us = span.start_ns - self._origin_ns, (end_ns - span.start_ns) / 1000
+        where = (self.rank, tid, span.name, at_ns)
+        records.append(event_line("X", *where, args=args, cat=span.track, dur=took_us))
         return records
 
     def _new_thread(self, track: str, lane: int, records: list[str]) -> int:
@@ -244,12 +266,14 @@ class Timeline(Observer):
         tid = self._first_tid + in_rank
         self._tids[track, lane] = tid
         name = track if lane == 0 else f"{track} {lane + 1}"
-        records.append(metadata_event(self.rank, tid, "thread_name", {"name": name}))
-        records.append(metadata_event(self.rank, tid, "thread_sort_index", {"sort_index": in_rank}))
+        sort = {"sort_index": in_rank}
+        records.append(event_line("M", self.rank, tid, "thread_name", args={"name": name}))
+        records.append(event_line("M", self.rank, tid, "thread_sort_index", args=sort))
         return tid
 
     def _mark(self, name: str, at_ns: int, args: dict[str, int]) -> str:
-        return mark_event(self.rank, self._first_tid, name, at_ns - self._origin_ns, args)
+        where = (self.rank, self._first_tid, name, at_ns - self._origin_ns)
+        return event_line("i", *where, args=args, cat="mark", s="p")
 
 
 def _is_foreign(path: Path) -> bool:
@@ -257,5 +281,5 @@ def _is_foreign(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(PAGE_BYTES)
+        head = file.read(HEAD_BYTES)
     return bool(head) and ANCHOR.encode() not in head

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bytesched.config import Config
 from bytesched.observe import Observers
-from bytesched.trace.observers import observers_of
+from bytesched.trace.timeline import observers_of
 
 from ..routes.groups.group import Group
 from ..routes.groups.opening import closed_on_error, open_group

@@ -19,7 +19,7 @@ from bytesched.config import Config
 from bytesched.environment import horovod_autotunes, is_horovod_elastic
 from bytesched.errors import BytesschedError, PluginError, in_one_line
 from bytesched.log import show
-from bytesched.trace.observers import observers_of
+from bytesched.trace.timeline import observers_of
 
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, stays_plain

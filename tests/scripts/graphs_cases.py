@@ -20,7 +20,8 @@ from bytesched.plugins import graphs
 from bytesched.plugins.exchanges.peers import Peers
 from bytesched.plugins.graphs.laps import laps
 from bytesched.plugins.graphs.matrices import by_rows, product
-from bytesched.report.shares import read_shares
+from bytesched.report.shares import shares_of
+from bytesched.trace.reading import read_traces
 from bytesched.trace.timeline import trace_name
 
 VERTICES, WIDTH, CLASSES = 60, 5, 3
@@ -253,7 +254,8 @@ def traced(folder: str) -> tuple[dict[str, float], float, bool]:
         loss_of(model(features[part.vertices]), classes[part.vertices]).backward()
         optimizer.step()
     bytesched.unwrap(optimizer)
-    (found,) = read_shares([Path(folder) / trace_name(dist.get_rank())])
+    (trace,) = read_traces(Path(folder) / trace_name(dist.get_rank()))
+    found = shares_of(trace)
     return found.of, found.under_way, bool(laps()._observers)
 
 

@@ -13,7 +13,7 @@ from bytesched.config import Config
 from bytesched.environment import mxnet_engine
 from bytesched.errors import PluginError
 from bytesched.log import show
-from bytesched.trace.observers import observers_here
+from bytesched.trace.timeline import observers_here
 
 from ...ending import at_exit, died_of, make_exit_fail
 from .store import ScheduledMXNetStore

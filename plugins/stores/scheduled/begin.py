@@ -7,7 +7,7 @@ import logging
 from bytesched.config import Config
 from bytesched.kvstore.protocol import KVStore
 from bytesched.log import show
-from bytesched.trace.observers import observers_here
+from bytesched.trace.timeline import observers_here
 
 from .store import ScheduledKVStore
 

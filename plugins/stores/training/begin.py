@@ -17,7 +17,7 @@ from bytesched.kvstore.pipes import chunks_on_their_way
 from bytesched.link.bound import partition_seed_bytes
 from bytesched.link.sizes import RULES
 from bytesched.log import show
-from bytesched.trace.observers import observers_of
+from bytesched.trace.timeline import observers_of
 
 from ...engine.beginning import add_optimizer, slots_of, stays_plain, why_whole
 from ...engine.session import Session

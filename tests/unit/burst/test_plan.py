@@ -32,12 +32,10 @@ from bytesched.burst.graph import (
     load_graph,
 )
 from bytesched.burst.lanes import capacities, lanes_of
-from bytesched.burst.picture import draw_run
 from bytesched.burst.planfile import load_plan
 from bytesched.burst.search import fastest_plan
 from bytesched.commands import burst
 from bytesched.errors import ConfigError
-from bytesched.trace.reading import Span, Trace
 
 BATCH = 4
 
@@ -257,29 +255,6 @@ def test_command_writes_a_plan_that_can_be_read(
     totals = [point["total_devices"] for point in written["curve"]]
     assert len(totals) > 5
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_is_drawn_rank_by_rank(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    spans = {
-        "forward": [Span(0, 6, "forward", {}), Span(11, 16, "forward", {})],
-        "backward": [Span(6, 10, "backward", {}), Span(16, 20, "backward", {})],
-        "wait": [Span(3, 5, "to 1", {})],
-        "background": [Span(3.2, 4.4, "step 1", {})],
-    }
-    traces = [Trace(rank, spans, [(1, 0.0), (2, 10.5), (3, 20.5)]) for rank in range(2)]
-    draw_run(traces, tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no whole iteration"):
-        draw_run([Trace(0)], tmp_path / "none.png")
-
-
-def test_a_file_that_is_no_trace_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    assert burst.main(["timeline", f"{tmp_path}/run.json", "-o", f"{tmp_path}/run.png"]) == 1
-    assert "run.json" in capsys.readouterr().err
 
 
 def recorded(batch: int, **fields: object) -> dict[str, object]:

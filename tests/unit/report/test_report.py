@@ -15,11 +15,10 @@ import pytest
 from bytesched import cli
 from bytesched.bench.picture import draw_bench
 from bytesched.errors import PluginError
-from bytesched.report import timeline as timeline_picture
 from bytesched.report.iteration import draw_iteration
 from bytesched.report.iteration_view import IterationView, view_iteration
-from bytesched.report.timeline import draw_timeline
-from bytesched.trace.reading import Trace, read_traces
+from bytesched.report.ranks import draw_ranks
+from bytesched.trace.reading import Span, Trace, read_traces
 from bytesched.trace.timeline import Timeline
 
 MS = 1_000_000
@@ -258,20 +257,41 @@ def test_command(
     tmp_path: Path, runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    out = str(tmp_path / "out.png")
-    assert (
-        cli.main(["report", "iteration", *map(str, runs), "-o", out, "--title", "Six layers"]) == 0
-    )
+    out, both = str(tmp_path / "out.png"), tmp_path / "both.png"
+    assert cli.main(["report", *map(str, runs), "-o", out]) == 0
     assert capsys.readouterr().out == f"{out}\n"
+    draw_iteration(*runs, both)
+    assert Path(out).read_bytes() == both.read_bytes()
+    assert cli.main(["report", *(str(run.parent) for run in runs), "-o", out]) == 0
+    assert Path(out).read_bytes() == both.read_bytes(), "of folders as of files"
     result = tmp_path / "case.json"
     result.write_text(json.dumps(bench_result()))
-    assert cli.main(["report", "bench", str(result), str(result), "-o", out]) == 0
+    assert cli.main(["report", str(result), str(result), "-o", out]) == 0
     assert is_png(Path(out))
-    assert cli.main(["report", "iteration", str(result), str(runs[0]), "-o", out]) == 1
-    assert "report iteration --help says how to get its files" in capsys.readouterr().err
-    assert cli.main(["report", "bench", str(tmp_path / "no.json"), "-o", out]) == 1
-    assert cli.main(["report", "bench", str(result), "-o", str(tmp_path / "no" / "out.png")]) == 1
-    assert capsys.readouterr().err.count("bytesched report: ") == 2
+    capsys.readouterr()
+    assert cli.main(["report", str(result)]) == 1
+    assert cli.main(["report", str(runs[0]), str(result), "-o", out]) == 1
+    assert cli.main(["report", str(tmp_path / "no.json"), "-o", out]) == 1
+    assert cli.main(["report", str(result), "-o", str(tmp_path / "no" / "out.png")]) == 1
+    assert capsys.readouterr().err.count("bytesched report: ") == 4
+
+
+@pytest.mark.parametrize("old", [*cli.REPLACED])
+def test_an_older_name_is_told_the_new_one(
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main([*old.split(), "x.json"])
+    assert f"{old} is now: bytesched {cli.REPLACED[old]}" in capsys.readouterr().err
+
+
+def test_a_folder_may_have_an_older_name(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs[0].parent.rename(tmp_path / "timeline")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "timeline"]) == 0
 
 
 def test_waits_that_were_recorded_are_believed() -> None:
@@ -280,41 +300,27 @@ def test_waits_that_were_recorded_are_believed() -> None:
     assert trace.iterations() == []
 
 
-def test_timeline_of_all_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_is_drawn_rank_by_rank(runs: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "timeline.png"
-    assert cli.main(["report", "timeline", str(runs[1]), "--step", "2", "-o", str(picture)]) == 0
-    assert is_png(picture)
-    with pytest.raises(ValueError, match="no whole iteration of step 99"):
-        draw_timeline(runs[0], tmp_path / "none.png", step=99)
-    assert not (tmp_path / "none.png").exists()
-
-
-def test_timeline_has_a_row_for_every_wave(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path)
-    for step in range(3):
-        at_ns = 10**9 + step * 40 * MS
-        for wave in range(2):
-            begin_ns = at_ns + wave * 10 * MS
-            timeline.on_span(f"wave {wave}", f"forward {wave}", begin_ns, begin_ns + 10 * MS)
-            timeline.on_span(
-                f"wave {wave}", f"backward {wave}", begin_ns + 10 * MS, at_ns + 40 * MS
-            )
-        timeline.on_step(step, at_ns + 40 * MS)
-    timeline.close()
-    (trace,) = read_traces(timeline.path)
-    iteration = trace.iterations()[0]
-    rows = list(timeline_picture._rows(trace, iteration.start_ms, iteration.end_ms))
-    assert [row.title for row in rows] == ["rank 0: wave 0", "rank 0: wave 1"]
-    kinds = {(span.name, kind) for row in rows for span, kind in row.bars}
-    assert kinds == {
-        (f"{kind} {wave}", kind) for kind in ("forward", "backward") for wave in (0, 1)
+    spans = {
+        "forward": [Span(0, 6, "forward", {}), Span(11, 16, "forward", {})],
+        "backward": [Span(6, 10, "backward", {}), Span(16, 20, "backward", {})],
+        "wait": [Span(3, 5, "to 1", {})],
+        "background": [Span(3.2, 4.4, "step 1", {})],
     }
+    traces = [Trace(rank, spans, [(1, 0.0), (2, 10.5), (3, 20.5)]) for rank in range(2)]
+    draw_ranks(traces, tmp_path / "run.png")
+    assert is_png(tmp_path / "run.png")
+    with pytest.raises(ValueError, match="no whole iteration"):
+        draw_ranks([Trace(0)], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    assert cli.main(["report", str(runs[1]), "-o", str(tmp_path / "one.png")]) == 0
+    assert is_png(tmp_path / "one.png")
 
 
 def test_help_says_how_to_get_the_two_traces(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["report", "iteration", "--help"])
+        cli.main(["report", "--help"])
     shown = capsys.readouterr().out
     assert "BYTESCHED_TIMELINE=runs/before" in shown
     assert "torchrun --nproc-per-node 2 -m bytesched run train.py" in shown

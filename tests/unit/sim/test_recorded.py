@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bytesched.commands.report import main as report
 from bytesched.commands.sim import main
-from bytesched.commands.trace import main as trace
 from bytesched.sim.recorded import recorded_jitter
 from bytesched.trace.timeline import Timeline
 
@@ -31,7 +31,7 @@ def test_the_jitter_of_ranks_of_different_pace(tmp_path: Path) -> None:
         paces = [9.0, 5.0, *(pace * chance.lognormvariate(0.0, 0.1) for _ in range(400))]
         recorded(tmp_path, rank, paces)
     merged = tmp_path / "run.json"
-    assert trace(["merge", str(tmp_path), "-o", str(merged)]) == 0
+    assert report([str(tmp_path), "-o", str(merged)]) == 0
     assert recorded_jitter(merged) == pytest.approx(0.1, rel=0.1)
 
 
