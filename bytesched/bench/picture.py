@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bytesched.bench.table import chosen
 from bytesched.report.canvas import AFTER, BEFORE, GRID, INK, QUIET, canvas, strip
-from bytesched.report.pictures import PICTURES, Picture
 
 __all__ = ["draw_bench"]
 
@@ -138,14 +136,3 @@ def _circumstances(case: dict[str, Any]) -> str:
     if "world_size" in case:
         facts.append(f"{case['world_size']} ranks")
     return ", ".join([*facts, str(case.get("network", ""))])
-
-
-def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
-
-
-PICTURES["bench"] = Picture(
-    "iteration times of every system, beside T*",
-    _arguments,
-    lambda options: draw_bench(options.results, options.output),
-)

@@ -55,9 +55,9 @@ def registered_last_first(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def sends(policy: str, folder: str) -> list[tuple[int, str]]:
-    """What the leader sent in a step whose peer came late: (chunk, first parameter), in order."""
-    job = Job(wrapped=True, module_alone=True, policy=policy, partition_bytes=256, credit_bytes=256)
+def sends(folder: str) -> list[tuple[int, str]]:
+    """What rank 0 sent by fifo, its peer coming late: (chunk, first parameter), in order."""
+    job = Job(wrapped=True, module_alone=True, policy="fifo", partition_bytes=256, credit_bytes=256)
     peer = Peer(job, reader=0)
     model = job.ddp(LastFirst())
     optimizer = job.wrap(sgd(model), model, timeline=folder)
@@ -76,7 +76,7 @@ def sends(policy: str, folder: str) -> list[tuple[int, str]]:
 
 
 def trace(folder: str) -> list[dict[str, Any]]:
-    """The spans that the leader wrote."""
+    """The spans that rank 0 wrote."""
     events = json.loads(Path(folder, "rank0.trace.json").read_text())
     return [event for event in events if event["ph"] == "X"]
 

@@ -48,18 +48,8 @@ def test_steps_are_counted(two_ranks: Ranks) -> None:
     assert [stats["steps"] for stats in figures] == [7, 7]
 
 
-def test_priority_orders_what_is_sent(two_ranks: Ranks, tmp_path: Path) -> None:
-    """The priority was computed and never passed on; forward order was registration order."""
-    sent = two_ranks.run(peers.sends, "priority", str(tmp_path))[0]
-    # The first was on its way before the front layer was ready, which then overtook the others.
-    first, *waiting = sent
-    assert first[0] == len(waiting)
-    assert waiting == sorted(waiting)
-    assert "front" in waiting[0][1]
-
-
 def test_fifo_sends_as_ready(two_ranks: Ranks, tmp_path: Path) -> None:
-    sent = two_ranks.run(peers.sends, "fifo", str(tmp_path))[0]
+    sent = two_ranks.run(peers.sends, str(tmp_path))[0]
     assert sent != sorted(sent)
     assert "front" in sent[-1][1]
 
