@@ -274,25 +274,32 @@ class Source:
         """Around a call of DDP's ``finalize_backward``."""
         buckets, self._unfinalized = self._unfinalized, []
         is_early = self._is_unfinalized_early
-        if is_early:
+        is_landed = is_early or self._are_copied(buckets)
+        if is_landed:
             self._land(buckets)
         versions = self._versions(buckets) if self._may_be_left else {}
         yield
         if buckets:
-            self._after_finalize(buckets, versions, is_early=is_early)
+            self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
 
     def _before_finalize(self, buckets: list[Bucket], *, is_early: bool) -> None:
-        if is_early:
+        is_landed = is_early or self._are_copied(buckets)
+        if is_landed:
             self._land(buckets)
         versions = self._versions(buckets) if self._may_be_left else {}
         Variable._execution_engine.queue_callback(
-            lambda: self._after_finalize(buckets, versions, is_early=is_early)
+            lambda: self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
         )
 
     def _after_finalize(
-        self, buckets: list[Bucket], versions: Mapping[int, int], *, is_early: bool
+        self,
+        buckets: list[Bucket],
+        versions: Mapping[int, int],
+        *,
+        is_early: bool,
+        is_landed: bool,
     ) -> None:
-        if not is_early:
+        if not is_landed:
             for bucket in buckets:
                 if not self._hand_out(bucket, versions):
                     self._listener.land(bucket)
@@ -322,6 +329,17 @@ class Source:
                 can_wait = False
             member.hand_out(grad)
         return can_wait
+
+    def _are_copied(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether DDP copies gradients out of buckets where they cannot lie any more.
+
+        Their parameters have other strides than when its reducer was made.
+        """
+        return self._holds_gradients and any(
+            member.parameter.stride() != member.view.stride()
+            for bucket in buckets
+            for member in bucket.members
+        )
 
     def _land(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

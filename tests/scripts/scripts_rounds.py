@@ -1184,3 +1184,21 @@ def compiled(job: Job, views: bool, when: str) -> None:
         looped(job, called, optimizer)
     job.record("is compiled", counters["stats"]["unique_graphs"] > 0)
     job.record_state(model, optimizer)
+
+
+def strides_change(views: bool) -> list[float]:
+    """The weights after training in which the module changes its memory format."""
+    job = Job(wrapped=True)
+    model = ddp(job, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), views)
+    optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    for step in range(8):
+        if step == 5:
+            model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        inputs = torch.randn(
+            2, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + job.rank)
+        )
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    job.close()
+    return [float(x) for parameter in model.parameters() for x in parameter.detach().flatten()]

@@ -271,3 +271,10 @@ IN_BUCKETS_OF_DDP = [case for case in CROSSING if case[0] is not scripts.unwrapp
 def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views: bool) -> None:
     """Buckets of DDP's own size have sums with its bits, where these depend on the cut, too."""
     equal(three_ranks, script, views, args, hold=True, sizes=WHOLE)
+
+
+@views
+def test_ranks_stay_alike_when_strides_change(two_ranks: Ranks, views: bool) -> None:
+    """Plain DDP permutes such gradients, alike on all ranks."""
+    one, other = two_ranks.run(scripts.strides_change, views)
+    assert one == other
