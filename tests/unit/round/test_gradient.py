@@ -92,7 +92,7 @@ def test_what_a_step_has_taken_is_neither_asked_about_nor_changed(state: Gradien
     assert not (state in ALLOWED[Use.ASK] and state in ALLOWED[Use.ZERO_APART])
 
 
-PAGE = ROOT / "docs/explanation/round.md"
+PAGE = ROOT / "docs/explanation/gates.md"
 
 
 @pytest.mark.parametrize(
