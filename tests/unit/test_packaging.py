@@ -89,7 +89,7 @@ def test_links_of_the_readme_lead_somewhere_from_an_index(
 ) -> None:
     [metadata] = built[kind].glob("bytesched-*.dist-info/METADATA")
     text = metadata.read_text()
-    place = f"bytesched/bytesched/blob/v{bytesched.__version__}/docs/how-to/install.md"
+    place = f"bytesched/bytesched/blob/v{bytesched.__version__}/docs/how-to/ddp.md"
     assert f"](https://github.com/{place})" in text
     assert [target for target in LINK.findall(text) if not target.startswith("https://")] == []
 
