@@ -84,7 +84,7 @@ class Config:
     policy: str = "priority"
     """Which ready chunk goes first. `priority`: what the next forward pass needs first. `fifo`: the
     order of backward. `prophet`, with DDP: as `priority`, and several chunks at once where earlier
-    iterations show that nothing more urgent can come meanwhile; that saves messages, no time."""
+    iterations show that nothing more urgent can come meanwhile."""
     partition_bytes: int = AUTOMATIC
     """Size of the chunks, such as `512KiB` or `1MB`; 0: chosen for the measured link."""
     credit_bytes: int = AUTOMATIC
