@@ -105,7 +105,6 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_from_the_first_step_to_a_file_that_is_used": 4,
         "test_another_model_on_the_same_cluster_begins_near": 0,
     },
-    "unit/tuning/test_model.py": {"test_the_best_setting_is_among_the_first_trials": 4},
     "unit/pipeline/test_search.py": {
         "test_without_orders_of_torch_it_is_no_worse_than_their_best_and_repeats_itself": 2
     },

@@ -6,9 +6,7 @@ import ast
 import inspect
 import re
 import subprocess
-from pathlib import Path
 
-import pytest
 from paths import ROOT
 from public import PUBLIC
 
@@ -17,7 +15,6 @@ from bytesched.config import FIELDS
 from bytesched.testing import STATS
 
 TOP = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-DOCUMENTS = TOP + sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?:^|[\s`./])((?:examples|scripts|tests)/[\w./-]*\w)")
@@ -26,63 +23,78 @@ PAST = re.compile(r"((?:`[^`]+`(?:,| and)?\s+)+)at\s+commit\s[0-9a-f]{7}")
 MODULE = re.compile(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`")
 LAYERS = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "explanation").glob("*.md"))]
 LONGEST_README = 110
-
-every_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
-)
-
-
-@every_document
-def test_python_compiles(document: Path) -> None:
-    for language, code in BLOCK.findall(document.read_text()):
-        if language == "python":
-            compile(code, document.name, "exec")
+#: what is generated, by the page that has a place for it
+PLACES = {
+    "reference/settings.md": "settings",
+    "reference/figures.md": "figures",
+    "reference/commands.md": "commands",
+    "how-to/waiting.md": "reasons",
+}
 
 
-def _anchors(document: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", document.read_text()), re.MULTILINE)
+def _documents() -> dict[str, str]:
+    """The text of each document by its name."""
+    paths = TOP + sorted((ROOT / "docs").rglob("*.md"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def test_python_compiles() -> None:
+    for name, text in _documents().items():
+        for language, code in BLOCK.findall(text):
+            if language == "python":
+                compile(code, name, "exec")
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
-@every_document
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in LINK.findall(BLOCK.sub("", document.read_text())):
-        if "://" in target:
-            continue
-        file, _, anchor = target.partition("#")
-        path = document.parent / file if file else document
-        assert path.exists(), target
-        assert not anchor or anchor in _anchors(path), target
+def test_links_lead_somewhere() -> None:
+    dead = []
+    for name, text in _documents().items():
+        for target in LINK.findall(BLOCK.sub("", text)):
+            file, _, anchor = target.partition("#")
+            path = (ROOT / name).parent / file if file else ROOT / name
+            if "://" not in target and not (
+                path.exists() and (not anchor or anchor in _anchors(path.read_text()))
+            ):
+                dead.append(f"{name}: {target}")
+    assert dead == []
 
 
-@every_document
-def test_files_that_are_named_exist(document: Path) -> None:
-    if document.parent.name != "notes":
-        text = document.read_text()
-        if document.stem == "limits":
-            # Whose tests are named from their folder on: see test_limits.
-            text = re.sub(r"`[\w/]*\.py::", "`", text)
-        past = FILE.findall(" ".join(PAST.findall(text)))
-        for name in FILE.findall(text):
-            assert name in past or (ROOT / name).exists(), name
+def test_files_that_are_named_exist() -> None:
+    missing = [
+        f"{document}: {name}"
+        for document, text in _documents().items()
+        if not document.startswith("docs/notes/")
+        # Tests in limits are named from their folder on: see test_limits.
+        for name in set(FILE.findall(re.sub(r"`[\w/]*\.py::", "`", text)))
+        - set(FILE.findall(" ".join(PAST.findall(text))))
+        if not (ROOT / name).exists()
+    ]
+    assert missing == []
 
 
-@pytest.mark.parametrize("document", LAYERS, ids=lambda path: path.stem)
-def test_modules_that_a_layer_names_exist(document: Path) -> None:
+def test_modules_that_a_layer_names_exist() -> None:
     """Of several in one line, later ones may be named by their file alone."""
-    for line in document.read_text().splitlines():
-        folder = ROOT
-        for name in MODULE.findall(line):
-            found = next((p for p in (ROOT / name, folder / name) if p.exists()), None)
-            assert found is not None or (folder == ROOT and "/" not in name), name
-            folder = found.parent if found is not None else folder
+    missing = []
+    for document in LAYERS:
+        for line in document.read_text().splitlines():
+            folder = ROOT
+            for name in MODULE.findall(line):
+                found = next((p for p in (ROOT / name, folder / name) if p.exists()), None)
+                if found is not None:
+                    folder = found.parent
+                elif folder != ROOT or "/" in name:
+                    missing.append(f"{document.name}: {name}")
+    assert missing == []
 
 
 def test_every_page_can_be_reached() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        name = str(page.relative_to(ROOT / "docs"))
-        assert name.startswith("notes/") or f" {name}\n" in navigation, name
+    pages = [name.removeprefix("docs/") for name in _documents() if name.startswith("docs/")]
+    assert [p for p in pages if not p.startswith("notes/") and f" {p}\n" not in navigation] == []
 
 
 def test_readme_is_short() -> None:
@@ -128,29 +140,22 @@ def test_every_figure_is_documented() -> None:
     assert _documented(figures.Figures) == set(STATS)
 
 
-@pytest.mark.parametrize("name", ["settings", "figures", "commands"])
-def test_reference_has_a_place_for_what_is_generated(name: str) -> None:
-    assert f"<!-- {name} -->" in (ROOT / "docs" / "reference" / f"{name}.md").read_text()
+def test_pages_have_a_place_for_what_is_generated() -> None:
+    texts = _documents()
+    assert [p for p, name in PLACES.items() if f"<!-- {name} -->" not in texts[f"docs/{p}"]] == []
 
 
-def test_page_about_waiting_has_a_place_for_the_reasons() -> None:
-    assert "<!-- reasons -->" in (ROOT / "docs" / "how-to" / "waiting.md").read_text()
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_stands_in_the_reference(module: str) -> None:
+def test_every_public_name_stands_in_the_reference() -> None:
     pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
     text = " ".join(path.read_text() for path in pages)
-    for name in PUBLIC[module]:
-        # What is documented under its present name is listed with the one it had before.
-        assert f"::: {module}.{name}" in text or f"`{module}` has" in text, name
+    names = [f"{module}.{name}" for module in PUBLIC for name in PUBLIC[module]]
+    assert [name for name in names if not re.search(rf"::: {name}\b", text)] == []
 
 
 def test_every_command_has_a_line_and_a_use() -> None:
-    texts = " ".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    for name, command in cli.COMMANDS.items():
-        assert command.line
-        assert re.search(rf"bytesched {name}\b", texts), name
+    text = " ".join(_documents().values())
+    assert all(command.line for command in cli.COMMANDS.values())
+    assert [n for n in cli.COMMANDS if not re.search(rf"bytesched {n}\b", text)] == []
 
 
 def test_changelog_begins_with_unreleased() -> None:
