@@ -69,17 +69,14 @@ def test_it_shows_what_is_outstanding(loopback: Loopback, ours: Training) -> Non
     session = session_of(ours)
     counts = len(session.plan.chunks), len(session.plan.bundles)
     assert counts[0] > 6
-    plan = f"<Plan 6 parameters, 0.0 MiB in {counts[0]} chunks, {counts[1]} bundles>"
-    nothing = f"<bytesched rank 0 of 1: 0 chunks outstanding, 0 bundles held, {plan}>"
-    assert repr(session) == nothing
     loopback.hold()
     ours.backward()
-    assert f"rank 0 of 1: {counts[0]} chunks outstanding, 0 bundles held, " in repr(session)
+    assert f"{counts[0]} chunks outstanding, 0 bundles held" in repr(session)
     ours.optimizer.step()
-    assert f"{counts[0]} chunks outstanding, {counts[1]} bundles held, " in repr(session)
+    assert f"{counts[0]} chunks outstanding, {counts[1]} bundles held" in repr(session)
     loopback.release()
     ours.flush()
-    assert repr(session) == nothing
+    assert "0 chunks outstanding, 0 bundles held" in repr(session)
 
 
 @pytest.mark.parametrize("between", ["nothing", "zero_grad", "step"])

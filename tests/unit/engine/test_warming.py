@@ -36,7 +36,6 @@ def test_before_its_end_there_is_no_plan_and_nothing_to_wait_for(loopback: Loopb
     session.restore()
     session.leave()
     assert session.plan is None
-    assert repr(session) == "<bytesched rank 0 of 1: warming up>"
     figures = session.stats()
     assert (figures["order"], figures["chunks"]) == ("planned", 0)
     assert not session.rounds_finished
@@ -67,7 +66,6 @@ def test_nothing_is_sent_before_the_last_gradient_is_there(
     assert sent == [chunk.nbytes for chunk in session.plan.chunks]
     assert sum(sent) == sum(p.numel() * 4 for p in training.model.parameters())
     assert not session.is_inside_round
-    assert "0 chunks outstanding, 0 bundles held" in repr(session)
 
 
 def test_its_gradients_are_the_mean_its_step_is_a_plain_one_and_the_next_one_is_not() -> None:

@@ -80,23 +80,10 @@ def test_chunks_are_all_of_the_bucket_and_members_know_theirs(
             assert (chunk in member.chunks) == bool(mine & theirs)
 
 
-def test_a_chunk_says_what_it_is_and_how_far() -> None:
-    one = bucket_of(*parameters_of(2)).chunks[0]
-    assert repr(one) == "<Chunk 0 'a': to come>"
-    one.work = object()
-    assert repr(one) == "<Chunk 0 'a': under way>"
-    one.landed_on = 0
-    assert repr(one) == "<Chunk 0 'a': here>"
+def test_a_chunk_is_named_by_its_parameters() -> None:
     several = bucket_of(*parameters_of(2, 2), ends=[1, 4], first=3).chunks
     assert [chunk.name for chunk in several] == ["a..b 1/2", "a..b 2/2"]
     assert bucket_of(*parameters_of(2), names=()).chunks[0].name == "a parameter"
-
-
-def test_a_bucket_says_how_far_it_is() -> None:
-    bucket = bucket_of(*parameters_of(2, 3), ends=[1, 5])
-    assert repr(bucket) == "<Bucket of 2 parameters, 2 chunks: under way>"
-    bucket.hand_back()
-    assert repr(bucket).endswith(": at rest>")
 
 
 def test_it_knows_its_memory() -> None:

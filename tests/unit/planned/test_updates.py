@@ -229,15 +229,6 @@ def test_forgotten_updates_are_not_made(run_of: Callable[..., Run]) -> None:
     assert states(run) == {BundleState.FREE}
 
 
-def test_it_says_how_much_is_owed(run_of: Callable[..., Run]) -> None:
-    run = run_of()
-    updates = run.session._updates
-    count = len(updates.bundles)
-    assert repr(updates) == f"<Updates: {count} of {count} bundles owed>"
-    run.session.flush()
-    assert repr(updates) == f"<Updates: 0 of {count} bundles owed>"
-
-
 @pytest.mark.parametrize("how", ["a view", "another parameter", "another process"])
 def test_what_others_read_is_updated_in_step(how: str, run_of: Callable[..., Run]) -> None:
     """They have the memory, and not the parameter that would wait."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bytesched.errors import PluginError
-from bytesched.share.tickets import Ticket, Tickets
+from bytesched.share.tickets import Tickets
 
 LONG_S = 100.0
 
@@ -177,11 +177,3 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(PluginError, match="nobody else may write there"):
         Tickets(folder, "rank 0")
-
-
-def test_reprs(tickets: Tickets) -> None:
-    ticket: Ticket = tickets.draw()
-    assert "standing" in repr(ticket)
-    assert "1 standing" in repr(tickets)
-    ticket.give_back()
-    assert "given back" in repr(ticket)

@@ -206,7 +206,7 @@ def test_repr_shows_the_state() -> None:
     core = leader(4 << 20)
     for task in planned([3 << 20] * 3):
         ready(core, task)
-    assert repr(core) == "<SchedulerCore open, <Lane 0: 1 ready, 2 sending, 6.00/4.00 MiB credit>>"
+    assert "1 ready, 2 sending, 6.00/4.00 MiB credit" in repr(core)
 
 
 @pytest.mark.parametrize("seed", range(5))

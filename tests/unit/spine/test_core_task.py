@@ -249,11 +249,3 @@ def test_a_task_is_cut_once() -> None:
         task.partition(20)
     with pytest.raises(ValueError, match="at least 1 byte"):
         CommTask("p", start_at=0, stop_at=100).partition(0)
-
-
-def test_repr_shows_state_size_and_what_is_missing() -> None:
-    task = CommTask.merge(neighbours([3, 5], itemsize=4))
-    assert repr(task) == "<CommTask p0..p1 waiting 32 B, 2 sources missing>"
-    task.notify_ready()
-    task.notify_ready()
-    assert repr(task) == "<CommTask p0..p1 ready 32 B>"

@@ -51,8 +51,3 @@ def test_a_plan_that_is_no_order_is_refused(heard: list[int]) -> None:
         course.round_ends()
     with pytest.raises(InvalidTransition, match="is no order of its tasks"):
         course.round_ends(heard)
-
-
-def test_it_shows_its_order() -> None:
-    assert repr(Course(3, plans=True)) == "<Course of [2, 1, 0], 5 rounds until numbers are due>"
-    assert repr(planned([0, 2, 1])) == "<Course of [0, 2, 1], 16 rounds until numbers are due>"

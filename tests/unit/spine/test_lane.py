@@ -184,17 +184,6 @@ def test_only_what_is_held_is_released() -> None:
         core.release()
 
 
-def test_lanes_show_their_state() -> None:
-    core = machine(1 << 20, ordered=False)
-    chunk = routes([1 << 19], core)[0]
-    chunk.notify_ready()
-    core.ready(chunk)
-    core.hold()
-    assert repr(core).startswith(
-        "<SchedulerCore held, <Lane 0: 0 ready, 1 sending, 0.50/1.00 MiB credit>, <Lane spreads: "
-    )
-
-
 def test_open_is_a_lane_on_which_a_ready_hop_may_start() -> None:
     chunk = CommTask("c", start_at=0, stop_at=4)
     chunk.index = 0

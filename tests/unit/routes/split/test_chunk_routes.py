@@ -107,8 +107,3 @@ def test_an_order_holds_for_what_is_owned_and_what_leaves() -> None:
     ]
     assert routes.leaving(1) == [n for n in range(len(plan.chunks)) if plan.owners[n] == 1]
     assert not routes.receives()
-
-
-def test_routes_say_what_they_are() -> None:
-    ((_, routes), *_) = laid(2, "all")
-    assert repr(routes) == "<ChunkRoutes rank 0: 3 owned, 3 leave>"

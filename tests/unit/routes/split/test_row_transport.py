@@ -159,7 +159,7 @@ def test_memory_goes_from_hop_to_hop_and_is_used_again(ranks: list[Rank]) -> Non
         for hops in travelling(ranks):
             for one in ranks:
                 one.ends = Ends()
-                assert repr(one.transport) == f"<RowTransport rank {one.rank}, 0 hops under way>"
+                assert "0 hops under way" in repr(one.transport)
                 # Parts wait for their spread.
                 assert len(one.memory._taken) == (len(one.rows) if hops == "sums" else 0)
         begun.append({row.data_ptr() for _, row, *_ in ranks[0].gloo.begun})
@@ -236,7 +236,7 @@ def test_closed_it_breaks_what_is_under_way(ranks: list[Rank]) -> None:
     one, other = ranks
     one.take_gradients()
     one.start(one.sums[0])
-    assert repr(one.transport) == "<RowTransport rank 0, 1 hops under way>"
+    assert "1 hops under way" in repr(one.transport)
     for each in ranks:
         each.transport.close()
         each.transport.close()
