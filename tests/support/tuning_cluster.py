@@ -28,7 +28,6 @@ def profile(name: str) -> Profile:
     return load_profile(name)
 
 
-@lru_cache(maxsize=20000)
 @dataclass(frozen=True)
 class Link(fit.Link):
     """What carries chunks here: each is across so much later than the next one may begin."""
@@ -36,6 +35,7 @@ class Link(fit.Link):
     latency_s: float = 0.0
 
 
+@lru_cache(maxsize=20000)
 def exact_step_s(name: str, link: Link, setting: Setting) -> float:
     """A step without noise; with scheduling off, one as DDP has it, in buckets of 25 MB."""
     layers = profile(name).chain()

@@ -101,7 +101,7 @@ def every_place(
                     yield PlacedBranches(plans, lanes, Place(lane.first, width))
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(task=a_task())
 def test_no_plan_is_faster_within_the_budget(task: Task) -> None:
     found = fastest_plan(task)

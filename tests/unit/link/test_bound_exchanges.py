@@ -76,7 +76,6 @@ def in_slices(chain: Sequence[Layer], choose: Choice) -> float:
 
 
 @given(chains)
-@settings(max_examples=200, deadline=None)
 def test_it_is_what_slices_take_that_serve_the_chain_first_and_then_the_first_layer(
     chain: list[Layer],
 ) -> None:
@@ -85,14 +84,13 @@ def test_it_is_what_slices_take_that_serve_the_chain_first_and_then_the_first_la
 
 
 @given(chains, st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 def test_no_order_beats_it(chain: list[Layer], seed: int) -> None:
     taken_s = in_slices(chain, random.Random(seed).choice)
     assert exchanging_optimum_s(chain, RATE, EXCHANGE_RATE) <= taken_s + 1e-9
 
 
 @given(chains)
-@settings(max_examples=200, deadline=None)
 def test_without_exchanges_it_is_the_plain_bound(chain: list[Layer]) -> None:
     plain = [Layer(layer.forward_s, layer.backward_s, layer.nbytes) for layer in chain]
     compute_s = sum(layer.forward_s + layer.backward_s for layer in plain)
@@ -103,7 +101,6 @@ def test_without_exchanges_it_is_the_plain_bound(chain: list[Layer]) -> None:
 
 
 @given(chains, st.floats(0, 0.5))
-@settings(max_examples=200, deadline=None)
 def test_pieces_and_no_latency_are_never_slower(chain: list[Layer], latency_s: float) -> None:
     whole = exchanging_optimum_s(chain, RATE, EXCHANGE_RATE, latency_s=latency_s)
     cut = exchanging_optimum_s(chain, RATE, EXCHANGE_RATE, latency_s=latency_s, in_pieces=True)

@@ -279,7 +279,7 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining: Any = Training.TestCase
-TestTraining.settings = settings(max_examples=200, stateful_step_count=40)
+TestTraining.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def one() -> Model:

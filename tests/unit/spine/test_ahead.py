@@ -67,7 +67,6 @@ def training(seed: int, layers: int, slices: int) -> tuple[list[ChunkTimes], Lin
 # -- plans -----------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
 @given(chunk_lists, links, st.sampled_from(policy_names()), st.integers(1, 30))
 def test_a_plan_is_an_order_of_all_chunks_and_always_the_same(
     chunks: list[ChunkTimes], link: Link, policy: str, credit_bytes: int
@@ -93,7 +92,6 @@ def test_what_happens_at_one_moment_is_known_before_it_is_decided() -> None:
     assert plan_order(chunks, SLOW) == [0, 2, 1]
 
 
-@settings(max_examples=100)
 @given(chunk_lists, links, st.integers(1, 30))
 def test_fifo_is_the_order_of_readiness(
     chunks: list[ChunkTimes], link: Link, credit_bytes: int
@@ -102,7 +100,6 @@ def test_fifo_is_the_order_of_readiness(
     assert plan == by_readiness(chunks)
 
 
-@settings(max_examples=100)
 @given(chunk_lists, st.sampled_from([0.1, 0.7, 1.0]), st.sampled_from([0.0, 0.3]))
 def test_with_the_least_credit_a_plan_is_what_a_greedy_link_sends(
     chunks: list[ChunkTimes], seconds_per_byte: float, seconds_per_chunk: float
@@ -111,7 +108,6 @@ def test_with_the_least_credit_a_plan_is_what_a_greedy_link_sends(
     assert plan_order(chunks, link) == greedy(chunks, link)
 
 
-@settings(max_examples=100)
 @given(st.data(), links, st.sampled_from([1, 8]))
 def test_how_chunks_are_numbered_decides_only_between_equals(
     data: st.DataObject, link: Link, credit_bytes: int
@@ -187,7 +183,6 @@ def test_operations_under_way_share_the_rate_and_not_their_constants() -> None:
     assert gate_times([0, 1], apart, two, [0.0] * 2) == [5.0, 6.0]
 
 
-@settings(max_examples=100)
 @given(chunk_lists, links)
 def test_a_link_is_never_idle_while_something_is_issued(
     chunks: list[ChunkTimes], link: Link
@@ -215,7 +210,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 # -- what plans are worth ----------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     chunk_lists,
     st.sampled_from([0.1, 0.7, 1.0]),

@@ -91,5 +91,5 @@ class AnyEvents(RuleBasedStateMachine):
         assert bool(self.queued) <= self.stopped
 
 
-AnyEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyEvents.TestCase.settings = settings(max_examples=75, stateful_step_count=40)
 TestAnyEvents = AnyEvents.TestCase

@@ -67,7 +67,6 @@ sizes = {
 }
 
 
-@settings(max_examples=200)
 @given(job=jobs, merge=st.booleans(), **sizes)
 def test_the_schedule_keeps_the_bound(
     job: Job, merge: bool, partition_bytes: int, credit_bytes: int, overhead_s: float

@@ -131,7 +131,7 @@ buffers = st.builds(
 ).map(CommTask.merge)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(buffers, st.integers(1, 1000))
 def test_parts_cover_the_task_exactly(task: CommTask, size: int) -> None:
     parts = task.partition(size)
@@ -143,7 +143,7 @@ def test_parts_cover_the_task_exactly(task: CommTask, size: int) -> None:
     assert {part.itemsize for part in parts} == {task.itemsize}
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(buffers, st.integers(1, 1000))
 def test_a_part_waits_for_every_source_that_it_overlaps_and_no_other(
     task: CommTask, size: int
@@ -160,7 +160,7 @@ def test_a_part_waits_for_every_source_that_it_overlaps_and_no_other(
         assert part.priority == min(source.priority for source in overlapping)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(buffers, st.integers(1, 1000))
 def test_no_part_is_much_larger_or_smaller_than_asked(task: CommTask, size: int) -> None:
     step = max(1, size // task.itemsize)

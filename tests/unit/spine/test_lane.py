@@ -134,7 +134,7 @@ class AnyEvents(RuleBasedStateMachine):
         assert len(self.started) == 2 * len(self.all)
 
 
-AnyEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyEvents.TestCase.settings = settings(max_examples=75, stateful_step_count=40)
 TestAnyEvents = AnyEvents.TestCase
 
 
