@@ -50,10 +50,10 @@ COMMANDS = {
 }
 
 #: commands that there were, and where what they found is
-_GONE = {"wave": "what it measured is in docs/how-to/waves.md"}
+_GONE = {"wave": "what it measured is in the notes on waves"}
 #: Names of earlier versions, and what replaced them.
 REPLACED = {
-    "trace": "report",
+    "trace": "report DIR|FILE...",
     "trace merge": "report DIR|FILE... -o OUT.json",
     "trace summary": "report DIR|FILE...",
     "report bench": "report RESULT.json... -o OUT.png",

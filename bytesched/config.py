@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Final, TypedDict
 
 from bytesched.environment import PREFIX, own_variables, rank_view, set_variables
 from bytesched.errors import ConfigError
@@ -83,7 +83,7 @@ class Config:
     """Off (`BYTESCHED_ENABLED=0`): the script runs as if `wrap` were not there."""
     policy: str = "priority"
     """Which ready chunk goes first. `priority`: what the next forward pass needs first. `fifo`: the
-    order of backward. `prophet`, with DDP: as `priority`, and several chunks at once where earlier
+    order of backward. `prophet`: planned as `priority`, with several chunks in a row where earlier
     iterations show that nothing more urgent can come meanwhile."""
     partition_bytes: int = AUTOMATIC
     """Size of the chunks, such as `512KiB` or `1MB`; 0: chosen for the measured link."""
@@ -280,9 +280,15 @@ def _origin_of_variable(name: str) -> str:
     return _COMMAND_LINE if name in _on_command_line else f"environment {variable(name)}"
 
 
+#: of earlier versions
+_GONE: Final = {"BYTESCHED_ORDER": "all ranks keep to one planned order; unset it"}
+
+
 def _refuse_unknown_variables() -> None:
     known = [variable(name) for name in FIELDS]
     for name, text in own_variables().items():
+        if name in _GONE:
+            raise ConfigError(f"{name} = {shown(text)} (environment) is gone: {_GONE[name]}")
         if name not in known:
             raise ConfigError(
                 f"there is no field for {name} = {shown(text)} (environment){nearest(name, known)}"

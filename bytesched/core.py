@@ -149,7 +149,7 @@ class SchedulerCore:
         return self.is_held and any(lane.is_held_back for lane in self.lanes)
 
     def held_back(self) -> list[CommTask]:
-        """The ready hops that do not start for a `hold`; none without one."""
+        """The ready hops while a `hold` is in force; none without one."""
         lanes = self.lanes if self.is_held else []
         return [task for lane in lanes for task in lane.queue.tasks()]
 

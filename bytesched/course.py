@@ -49,11 +49,9 @@ class Course:
 
     Args:
         tasks: how many there are, numbered as the forward pass needs them.
-        plans: whether another order than backward's is ever planned.
     """
 
-    def __init__(self, tasks: int, *, plans: bool) -> None:
-        self.plans = plans
+    def __init__(self, tasks: int) -> None:
         #: of the next round
         self.order = list(reversed(range(tasks)))
         #: rounds until numbers are due, and how many there will be after the next plan
@@ -73,15 +71,19 @@ class Course:
         if said is Say.NUMBERS:
             self._said = Say.PLAN
         elif said is Say.PLAN:
-            if sorted(heard) != list(range(len(self.order))):
-                raise InvalidTransition(f"{self!r}: {list(heard)} is no order of its tasks")
-            self.order = list(heard)
+            self.follow(heard)
             self._left, self._next = self._next, min(2 * self._next, _PLANNED_ROUNDS[1])
-        elif self.plans:
+        else:
             self._left -= 1
             if not self._left:
                 self._said = Say.NUMBERS
         return self._said
+
+    def follow(self, order: Sequence[int]) -> None:
+        """The next round has this order. Raises InvalidTransition if it is none of its tasks."""
+        if sorted(order) != list(range(len(self.order))):
+            raise InvalidTransition(f"{self!r}: {list(order)} is no order of its tasks")
+        self.order = list(order)
 
     def __repr__(self) -> str:
         return f"<Course of {self.order}, {self._left} rounds until numbers are due>"

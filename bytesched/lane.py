@@ -62,10 +62,9 @@ class Lane:
         """Whether nothing is ready or in flight."""
         return not self.in_flight and not len(self.queue)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a hop that becomes ready may start at once. A hint, on any thread."""
-        return self.in_flight_bytes < self.credit_bytes and self.queue.is_open
+    def may_start(self, task: CommTask) -> bool:
+        """Whether ``task`` may start at once when it becomes ready. A hint, on any thread."""
+        return self.in_flight_bytes < self.credit_bytes and self.queue.may_be_next(task)
 
     def start_next(self) -> list[CommTask]:
         """The hops that start now, in this order; they are in flight from here on."""

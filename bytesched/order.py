@@ -29,9 +29,8 @@ class ReadyQueue(Protocol):
     def peek(self) -> CommTask | None:
         """What `pop` would return."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a task that becomes ready may be the next one."""
+    def may_be_next(self, task: CommTask) -> bool:
+        """Whether ``task`` may be the next one when it becomes ready. A hint, on any thread."""
 
     def extend(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order."""
@@ -61,8 +60,7 @@ class Leading:
     def peek(self) -> CommTask | None:
         return self._heap[0][2] if self._heap else None
 
-    @property
-    def is_open(self) -> bool:
+    def may_be_next(self, task: CommTask) -> bool:
         return True
 
     def extend(self, indices: Sequence[int]) -> None:
@@ -95,9 +93,9 @@ class Following:
     def peek(self) -> CommTask | None:
         return self._ready.get(self._order[0]) if self._order else None
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._order)
+    def may_be_next(self, task: CommTask) -> bool:
+        order = self._order
+        return bool(order) and order[0] == task.index
 
     def extend(self, indices: Sequence[int]) -> None:
         self._order.extend(indices)

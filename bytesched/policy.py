@@ -35,10 +35,10 @@ class Priority:
 
 
 class Prophet(Priority):
-    """Front layers first, and several at once where nothing more urgent can come meanwhile.
+    """Front layers first, and several in a row where nothing more urgent can come meanwhile.
 
-    How many, says `bytesched.admission.Foreseen`, where the ranks of a process group agree on one
-    order; elsewhere it is `Priority`.
+    How many, says `bytesched.admission.Foreseen` where an order is planned; elsewhere it is
+    `Priority`.
     """
 
 

@@ -124,8 +124,8 @@ class Scheduler:
         core: the decisions.
         transport: what sends; its ``start`` is called where events are handled. It looks at
             `CommTask.lane`, if it has several.
-        announce: called with the tasks that start now, before they do (a leader sends them to the
-            other ranks).
+        announce: called with the tasks that start now, before they do (MXNet's worker 0 tells the
+            others).
         on_finish: called there for every finished task, which is re-armed already.
         on_error: called once, with the first error; nothing is started after it.
         observers: of queue and send spans, and of the flow from ready to send.

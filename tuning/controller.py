@@ -213,7 +213,7 @@ class Controller:
         self.steps = 0
         if found is not None:
             # Whatever it took, this run has the time to compare.
-            least = self.guard_steps + self.pace.warm_drop + self.pace.baseline
+            least = self.guard_steps + self._warm_drop + self.pace.baseline
             self.steps = max(0, min(found.steps, self.pace.budget - least))
         baseline_s = yield from self._measure(self._untuned, self.pace.baseline, "baseline")
         self._noise = spread(self._samples_s)

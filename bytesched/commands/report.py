@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="print every step of every rank")
     options = parser.parse_args(argv)
     try:
+        _check_output(options.output)
         _report(options)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         _complain(str(error))
         return 1
@@ -77,6 +80,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _check_output(output: Path | None) -> None:
+    if output and output.suffix not in (".json", ".png"):
+        raise ValueError(f"-o {output}: pictures end in .png, merged timelines in .json")
+
+
 def _report(options: argparse.Namespace) -> None:
     paths, output = options.paths, options.output
     fields = _fields(paths[0])
@@ -86,7 +94,7 @@ def _report(options: argparse.Namespace) -> None:
         for path in paths:
             _print_tuning(path)
     elif "systems" in fields:
-        if not output:
+        if not output or output.suffix != ".png":
             raise ValueError("results of the bench are drawn: -o OUT.png")
         draw_bench(paths, output)
     else:

@@ -13,7 +13,7 @@ from bytesched.errors import ConfigError
 from bytesched.link.cores import Cores
 from bytesched.link.fabric import Fabric
 from bytesched.policy import named_policy
-from bytesched.sim.curve import AXES
+from bytesched.sim.curve import AXES, LEAST_ITERATIONS
 from bytesched.sim.measure import Links
 from bytesched.sim.systems import LAB_COSTS, SYSTEMS, Costs, Model
 from bytesched.sim.weather import Climate
@@ -45,8 +45,11 @@ def check_outputs(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
-    if options.iterations < 1:
-        raise ConfigError(f"--iterations {options.iterations}: at least 1")
+    if options.iterations < LEAST_ITERATIONS:
+        raise ConfigError(
+            f"--iterations {options.iterations}: at least {LEAST_ITERATIONS}, in the first half "
+            "of which an order is planned"
+        )
 
 
 def model_of(options: argparse.Namespace) -> Model:

@@ -140,7 +140,7 @@ class _Planning:
     def __init__(self, work: Work, ranks: int) -> None:
         self._work = work
         self._nbytes = [job.nbytes for job in work.jobs]
-        self._course = Course(len(work.jobs), plans=work.policy != "fifo")
+        self._course = Course(len(work.jobs))
         self._measured = [Measured() for _ in range(ranks)]
         #: of this iteration, by rank: how long something was under way, and until when
         self._busy_s = [0.0] * ranks

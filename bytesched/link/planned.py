@@ -34,7 +34,8 @@ class Measured:
         """
         first_ns = min(ready_ns)
         self._ready_ns.append([at_ns - first_ns for at_ns in ready_ns])
-        self._bytes_per_s.append(nbytes * 10**9 // max(busy_ns, 1))
+        # As 64-bit numbers travel.
+        self._bytes_per_s.append(min(nbytes * 10**9 // max(busy_ns, 1), 2**62))
 
     def numbers(self) -> list[int]:
         """What `planned_order` needs of each rank, always as many.

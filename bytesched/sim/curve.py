@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from bytesched.bench.systems import System
 from bytesched.course import PLANNED_AFTER
@@ -14,8 +14,10 @@ from bytesched.sim.predict import Prediction, predict
 from bytesched.sim.systems import Model
 from bytesched.sim.weather import Climate
 
-__all__ = ["AXES", "Axis", "Case", "sweep"]
+__all__ = ["AXES", "LEAST_ITERATIONS", "Axis", "Case", "sweep"]
 
+#: in their second half, which counts, an order has been planned
+LEAST_ITERATIONS: Final = 2 * (PLANNED_AFTER + 1)
 _GBIT = 1e9 / 8
 
 
@@ -29,8 +31,7 @@ class Case:
     climate: Climate
     #: in a climate that changes
     changing: int
-    #: where all are alike: in their second half, which counts, an order has been planned
-    alike: int = 2 * (PLANNED_AFTER + 1)
+    alike: int = LEAST_ITERATIONS
 
     @property
     def iterations(self) -> int:

@@ -150,7 +150,7 @@ class Exchanging:
             work_s = self._fabric.occupied_s(job.nbytes, job.share)
             late_s = self._fabric.start_up_s(job.nbytes, job.share)
             arrived = partial(self._arrived, task)
-            # Without a leader, all is handed to one group at once.
+            # Where nothing is planned, all is handed to one group at once.
             self._send(work_s, late_s, arrived, is_queued=not self._work.is_planned)
 
     def _arrived(self, task: CommTask) -> None:

@@ -41,7 +41,7 @@ class TrainingRun:
 class PluginContract(Contract):
     """A wrapped run is the plain run, only faster. Supply `training`."""
 
-    #: steps of a run; enough for a plugin to learn, to schedule and to replay
+    #: steps of a run; enough for a plugin to learn, to plan and to schedule
     steps = 6
 
     def training(self) -> TrainingRun:

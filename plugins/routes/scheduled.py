@@ -45,7 +45,7 @@ class Ordering(Protocol):
 
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
         """There are other chunks, or another policy; between the same two rounds on all
-        ranks, when nothing is under way.
+        ranks, when nothing is under way. It may wait for the other ranks.
         """
 
     def close(self) -> None:
@@ -84,8 +84,6 @@ class ScheduledCarrier:
         #: chunks of this round that are not reduced yet
         self._left = len(chunks)
         self._submits = None if events is None else EventThread()
-        #: chunks that were given to that thread
-        self._given = 0
         self._scheduler = Scheduler(
             SchedulerCore(ordering.queue(), credit_bytes=ordering.window_bytes(credit_bytes)),
             transport,
@@ -113,11 +111,7 @@ class ScheduledCarrier:
             # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
         submits = self._submits
-        # Never past one that is still on that thread: the order of fifo is that of these calls.
-        if submits is not None and (
-            self._given != submits.handled or self._scheduler.core.lanes[0].is_open
-        ):
-            self._given += 1
+        if submits is not None and self._scheduler.core.lanes[0].may_start(chunk):
             submits.put(self._scheduler.notify_ready, chunk)
         else:
             self._scheduler.notify_ready(chunk)

@@ -68,10 +68,10 @@ class PlannedOrder:
     def change(self, chunks: Sequence[CommTask], setting: Setting) -> None:
         self._heard()
         self._begin(chunks, setting)
-        if self._rates and self._course.plans:
+        if self._rates:
             # Nothing is under way, and all ranks are here.
             self._tell(self._plan())
-            self._course.order = self._heard()
+            self._course.follow(self._heard())
         self._busy_ns = self._scheduler.busy_ns
         # The order of the next round is still in the old queue.
         self._scheduler.use_queue(self.queue())
@@ -86,7 +86,7 @@ class PlannedOrder:
     def _begin(self, chunks: Sequence[CommTask], setting: Setting) -> None:
         self._chunks = tuple(chunks)
         self._setting = setting
-        self._course = Course(len(chunks), plans=setting.policy != "fifo")
+        self._course = Course(len(chunks))
         self._measured = Measured()
 
     def _measure(self) -> None:
@@ -122,7 +122,7 @@ class PlannedOrder:
         )
 
     def _tell(self, numbers: Sequence[int]) -> None:
-        """Collective: the largest of all ranks' numbers are heard when the next round ends."""
+        """Collective: begins to find the largest of all ranks' numbers, for `_heard`."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
             work = self._group.largest(tensor)

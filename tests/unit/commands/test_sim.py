@@ -41,7 +41,7 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--backend auto", "invalid choice"),
         ("--systems ddp:bucket_view=yes", "bucket_view"),
         ("--bandwidth fast", "for example 1gbit"),
-        ("--iterations 0", "at least 1"),
+        ("--iterations 12", "at least 16"),
         ("--bandwith 1gbit", "did you mean --bandwidth?"),
         ("--json nowhere/there.json", "no such folder"),
         ("--share --curve ranks", "--curve is not for --share"),

@@ -188,14 +188,14 @@ def test_open_is_a_lane_on_which_a_ready_hop_may_start() -> None:
     chunk = CommTask("c", start_at=0, stop_at=4)
     chunk.index = 0
     lane = Lane(Leading(Priority()), credit_bytes=4)
-    assert lane.is_open
+    assert lane.may_start(chunk)
     chunk.notify_ready()
     lane.queue.add(chunk)
     assert lane.start_next() == [chunk]
-    assert not lane.is_open
+    assert not lane.may_start(chunk)
     lane.landed(chunk)
-    assert lane.is_open
+    assert lane.may_start(chunk)
     followed = Lane(Following(), credit_bytes=4)
-    assert not followed.is_open
+    assert not followed.may_start(chunk)
     followed.queue.extend([0])
-    assert followed.is_open
+    assert followed.may_start(chunk)

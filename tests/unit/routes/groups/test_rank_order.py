@@ -174,11 +174,14 @@ def test_all_start_the_same_and_rounds_have_no_message(
         assert last == meeting.started[0][-2 * chunks : -chunks]
 
 
-def test_fifo_is_the_order_of_backward(ranks: tuple[list[Rank], Meeting]) -> None:
+def test_another_policy_has_a_plan_at_once(ranks: tuple[list[Rank], Meeting]) -> None:
+    """From what was measured under the one before, fifo among them."""
     found, meeting = ranks
-    for rank in found:
-        rank.change(CHUNKS, policy="fifo")
-    for turn in range(PLANNED_AFTER + 1):
-        said = together(partial(lambda turn, number: found[number].round(turn), turn), RANKS)
-        assert not any(said)
-    assert meeting.started == [[*reversed(range(CHUNKS))] * (PLANNED_AFTER + 1)] * RANKS
+    for policy in ("fifo", "priority"):
+        together(
+            partial(lambda policy, number: found[number].change(CHUNKS, policy), policy), RANKS
+        )
+        for turn in range(PLANNED_AFTER):
+            together(partial(lambda turn, number: found[number].round(turn), turn), RANKS)
+    assert meeting.started[1] == meeting.started[0] == meeting.started[2]
+    assert len(meeting.started[0]) == 2 * CHUNKS * PLANNED_AFTER
