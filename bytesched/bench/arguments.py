@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
 
 from bytesched.bench.profile import shipped_profiles
-from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.specification import DEFAULT_CONTROLLER, MODELS, OPTIMIZERS
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
 from bytesched.parser import CommandParser
 
-__all__ = ["CONTROLLERS", "bench_parser", "same_again"]
+__all__ = [
+    "CONTROLLERS",
+    "DEFAULT_RATE",
+    "DEFAULT_WORKERS",
+    "MODELS",
+    "bench_parser",
+    "same_again",
+]
 
+NumberT = TypeVar("NumberT", int, float)
+
+MODELS: Final = ("gpt", "vgg", "resnet")
 CONTROLLERS: Final = {"gloo": "Gloo", "mpi": "MPI"}
+DEFAULT_RATE: Final = "1gbit"
+DEFAULT_WORKERS: Final = 2
 #: what `same_again` leaves out
 _OUTPUTS: Final = frozenset({"--json", "--png", "--record", "--compare"})
 EPILOG: Final = """\
@@ -80,6 +91,66 @@ def _batches(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 8 or 4,8,16") from None
 
 
+def _within(least: NumberT, most: NumberT) -> Callable[[str], NumberT]:
+    """A parser of numbers of this kind, from ``least`` to ``most``."""
+
+    def parse(text: str) -> NumberT:
+        with suppress(ValueError):
+            number = type(least)(text)
+            if least <= number <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{text}: expected from {least:g} to {most:g}")
+
+    return parse
+
+
+_MOST: Final = 1_000_000
+_RANKS, _COUNT, _SCALE = _within(2, 64), _within(1, _MOST), _within(1e-3, 1e6)
+#: what takes a number: how it is read, what it is if it is not given, its sign, its help
+_NUMBERS: Final[tuple[tuple[str, Callable[[str], float], float | None, str, str], ...]] = (
+    ("lab", _RANKS, None, "N", "start ranks on N hosts emulated on this machine"),
+    ("ranks-per-host", _within(1, 64), 1, "N", "ranks on each emulated host"),
+    (
+        "workers",
+        _RANKS,
+        None,
+        "N",
+        f"start N ranks here, over loopback (default {DEFAULT_WORKERS})",
+    ),
+    ("iterations", _COUNT, 20, "N", "timed iterations per round"),
+    ("rounds", _COUNT, 3, "N", "rounds, in each of which every system has a turn"),
+    ("warmup", _within(2, _MOST), 5, "N", "untimed iterations per round"),
+    ("sweep-iterations", _COUNT, 8, "N", "timed iterations per swept setting"),
+    ("servers", _within(0, 32), None, "N", "ranks that serve; 0: all do (default 1)"),
+    ("clip", _within(0.0, 1e6), 0.0, "NORM", "clip by the norm of all gradients; 0: do not"),
+    ("compute-scale", _SCALE, 1.0, "X", "emulate a device X x slower"),
+    ("comm-ratio", _SCALE, None, "X", "emulate communication of X x compute"),
+    ("threads", _within(0, _MOST), 1, "N", "threads of torch per rank; 0: as torch chooses"),
+    ("timeout-s", _SCALE, 300.0, "S", "longest time of one collective"),
+    (
+        *("gpu-ranks", _within(2, 16), None, "N"),
+        "measure N ranks over NCCL on one device, under MPS if that is installed: DDP with "
+        "several bucket sizes, FSDP2 and bytesched, and T* beside them; --model gpt, conv or small",
+    ),
+)
+_TEXTS: Final = (
+    (
+        *("systems", "LIST"),
+        f"what to measure ({','.join(SYSTEMS)}; of a profile with layers of experts "
+        f"{','.join(EXCHANGE_SYSTEMS)})",
+    ),
+    ("model", "NAME", f"{', '.join(MODELS)} or module:function (default {MODELS[0]})"),
+    (
+        *("emulate", "PROFILE"),
+        f"emulate the compute of {', '.join(shipped_profiles())} or FILE.json",
+    ),
+    ("rate", "RATE", f"link of each emulated host (default {DEFAULT_RATE})"),
+    ("json", "FILE", "write every figure"),
+    ("png", "FILE", "write a chart"),
+    ("record", "FILE", "write the model's compute profile, at every --batch"),
+)
+
+
 def bench_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = CommandParser(
@@ -91,64 +162,11 @@ def bench_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--systems",
-        metavar="LIST",
-        help=f"what to measure ({','.join(SYSTEMS)}; of a profile with layers of experts "
-        f"{','.join(EXCHANGE_SYSTEMS)})",
-    )
-    add("--model", metavar="NAME", help=f"{', '.join(MODELS)} or module:function (default gpt)")
-    shipped = ", ".join(shipped_profiles())
-    add("--emulate", metavar="PROFILE", help=f"emulate the compute of {shipped} or FILE.json")
-    add("--lab", type=int, metavar="N", help="start ranks on N hosts emulated on this machine")
-    add(
-        "--ranks-per-host",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks on each emulated host (%(default)s)",
-    )
-    add("--rate", metavar="RATE", help=f"link of each emulated host (default {DEFAULT_RATE})")
-    add(
-        "--workers",
-        type=int,
-        metavar="N",
-        help=f"start N ranks here, over loopback (default {DEFAULT_WORKERS})",
-    )
-    add(
-        "--iterations",
-        type=int,
-        default=20,
-        metavar="N",
-        help="timed iterations per round (%(default)s)",
-    )
-    add(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="rounds, in each of which every system has a turn (%(default)s)",
-    )
-    add(
-        "--warmup",
-        type=int,
-        default=5,
-        metavar="N",
-        help="untimed iterations per round (%(default)s)",
-    )
-    add(
-        "--sweep-iterations",
-        type=int,
-        default=8,
-        metavar="N",
-        help="timed iterations per swept setting (%(default)s)",
-    )
-    add("--servers", type=int, metavar="N", help="ranks that serve; 0: all do (default 1)")
-    add(
-        "--controller",
-        choices=CONTROLLERS,
-        help=f"controller of Horovod (default {DEFAULT_CONTROLLER})",
-    )
+    for name, sign, meaning in _TEXTS:
+        add(f"--{name}", metavar=sign, help=meaning)
+    for name, parse, default, sign, meaning in _NUMBERS:
+        shown = "" if default is None else " (%(default)s)"
+        add(f"--{name}", type=parse, default=default, metavar=sign, help=meaning + shown)
     add(
         "--batch",
         type=_batches,
@@ -157,22 +175,8 @@ def bench_parser() -> argparse.ArgumentParser:
         help="batch size of each rank, of real models; several of them for --record, of which "
         "systems get the largest",
     )
-    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="default %(default)s")
-    add("--clip", type=float, default=0.0, metavar="NORM", help="clip by the norm of all gradients")
-    add("--compute-scale", type=float, default=1.0, metavar="X", help="emulate a device X x slower")
-    add("--comm-ratio", type=float, metavar="X", help="emulate communication of X x compute")
-    add(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="threads of torch per rank; 0: as many as torch chooses",
-    )
-    add(
-        "--timeout-s", type=float, default=300.0, metavar="S", help="longest time of one collective"
-    )
-    add("--json", metavar="FILE", help="write every figure")
-    add("--png", metavar="FILE", help="write a chart")
+    add("--controller", choices=CONTROLLERS, help="controller of Horovod (default gloo)")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default %(default)s")
     add(
         "--compare",
         nargs="+",
@@ -189,17 +193,9 @@ def bench_parser() -> argparse.ArgumentParser:
         "that of --emulate one like it, or one of each of these profiles",
     )
     add(
-        "--gpu-ranks",
-        type=int,
-        metavar="N",
-        help="measure N ranks over NCCL on one device, under MPS if that is installed: DDP with "
-        "several bucket sizes, FSDP2 and bytesched, and T* beside them; --model gpt, conv or small",
-    )
-    add(
         "--device",
         choices=("cuda", "cpu"),
         help="of --gpu-ranks (default cuda); cpu tries the same with tiny models over Gloo",
     )
     add("--trace", action="store_true", help="print an iteration of bytesched with --gpu-ranks")
-    add("--record", metavar="FILE", help="write the model's compute profile, at every --batch")
     return parser

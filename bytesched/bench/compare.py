@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bytesched.bench.setting import difference
+from bytesched.bench.provenance import difference
 from bytesched.bench.table import described, opponents, round_medians
 from bytesched.errors import ConfigError
 from bytesched.table import aligned

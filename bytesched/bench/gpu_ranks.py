@@ -20,15 +20,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from bytesched.bench.gpu_table import report
 from bytesched.bench.provenance import command_of, provenance
-from bytesched.bench.systems import System, check_ddp, parse_systems
+from bytesched.bench.specification import Training, check_outputs, refuse, with_options
+from bytesched.bench.systems import parse_systems
 from bytesched.environment import child_environment, rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
+from bytesched.lab.ranks import found_by
 from bytesched.values import nearest
 
 __all__ = ["GpuSpecification", "measure_gpu_ranks", "mps", "nccl_variables"]
@@ -40,12 +41,6 @@ _OTHERS: Final = (
     *("lab", "workers", "rate", "emulate", "servers", "controller", "comm_ratio", "share"),
     *("compare", "record", "png"),
 )
-#: fields of a specification that are options of the command
-_SAME: Final = (
-    *("iterations", "rounds", "warmup", "optimizer", "clip", "trace", "threads", "timeout_s"),
-)
-_MOST_RANKS: Final = 16
-
 _DAEMON: Final = "nvidia-cuda-mps-control"
 #: beside those that PATH names
 _FOLDERS: Final = "/usr/local/nvidia/bin:/usr/bin"
@@ -59,27 +54,16 @@ TERMINATED: Final = 143
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSpecification:
+class GpuSpecification(Training):
     """What `bytesched bench --gpu-ranks` measures."""
 
-    systems: tuple[System, ...]
     model: str
     #: "cuda", or "cpu": small models over Gloo
     device: str
     #: of each rank; 0: the model's own
     batch: int
-    iterations: int
-    rounds: int
-    warmup: int
-    optimizer: str
-    #: largest norm of all gradients; 0: they are not clipped
-    clip: float
     #: show an iteration of bytesched
     trace: bool
-    #: of torch in each rank; 0: as torch chooses
-    threads: int
-    #: for one collective
-    timeout_s: float
     #: of the environment of each rank, from `mps`
     variables: dict[str, str]
     #: how ranks share the device
@@ -88,56 +72,36 @@ class GpuSpecification:
 
 def measure_gpu_ranks(options: Namespace, arguments: Sequence[str]) -> list[str]:
     """Measure, and write what was found; the lines of a report. Raises `ConfigError`."""
-    _check(options)
+    if rank_view().launcher != "none":
+        raise ConfigError("--gpu-ranks starts the ranks itself: leave the launcher out")
+    refuse(options, "--gpu-ranks", *_OTHERS)
+    model = options.model or MODELS[0]
+    if model not in MODELS:
+        raise ConfigError(f"--model {model!r}{nearest(model, MODELS)}")
+    if len(options.batch) > 1 or options.batch[0] < 0:
+        raise ConfigError("--batch: one size with --gpu-ranks, or 0 for the model's own")
+    check_outputs(options)
     systems = parse_systems(options.systems or SYSTEMS, ("ddp", "fsdp2", "bytesched"))
-    check_ddp(systems)
     if options.optimizer == "sgd" and any(system.kind == "fsdp2" for system in systems):
         raise ConfigError("--optimizer sgd: fsdp2 has no fused one, name other --systems")
     # Before anything is measured: files may change meanwhile.
     origin = provenance(command_of(arguments))
-    with (
-        _stoppable(),
-        mps() as (variables, sharing),
-        TemporaryDirectory(prefix="bytesched-bench-") as folder,
-    ):
-        spec = GpuSpecification(
+    with _stoppable(), mps() as (variables, sharing):
+        spec = with_options(
+            GpuSpecification,
+            options,
             systems=systems,
-            model=options.model or MODELS[0],
+            model=model,
             device=options.device or "cuda",
             batch=options.batch[-1],
             variables=variables,
             sharing=sharing,
-            **{name: getattr(options, name) for name in _SAME},
         )
-        start = Start(WORKER, result=str(Path(folder, "result.json")), threads=spec.threads)
-        run_all(spec, start, options.gpu_ranks, None, Path(folder))
-        found: dict[str, Any] = json.loads(Path(start.result).read_text())
-    found = {**origin, "specification": asdict(spec), **found}
+        text, _ = found_by(spec, WORKER, options.gpu_ranks, threads=spec.threads)
+    found = {**origin, "specification": asdict(spec), **json.loads(text)}
     if options.json:
         write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
     return report(found)
-
-
-def _check(options: Namespace) -> None:
-    """Raises `ConfigError` for what cannot be measured with several ranks on one device."""
-    if rank_view().launcher != "none":
-        raise ConfigError("--gpu-ranks starts the ranks itself: leave the launcher out")
-    for name in _OTHERS:
-        if getattr(options, name) not in (None, False):
-            raise ConfigError(f"--{name.replace('_', '-')} is not for --gpu-ranks")
-    if not 2 <= options.gpu_ranks <= _MOST_RANKS:
-        raise ConfigError(f"--gpu-ranks {options.gpu_ranks}: from 2 to {_MOST_RANKS}")
-    if options.model and options.model not in MODELS:
-        raise ConfigError(f"--model {options.model!r}{nearest(options.model, MODELS)}")
-    if len(options.batch) > 1 or options.batch[0] < 0:
-        raise ConfigError("--batch: one size with --gpu-ranks, or 0 for the model's own")
-    for name, least in {"iterations": 1, "rounds": 1, "warmup": 2, "threads": 0}.items():
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name} {getattr(options, name)}: at least {least}")
-    if not (0 <= options.clip <= 1e6 and 1 <= options.timeout_s <= 1e6):
-        raise ConfigError("--clip and --timeout-s: up to 1000000, and --timeout-s at least 1")
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: there is no such folder")
 
 
 def nccl_variables(rank: int) -> dict[str, str]:

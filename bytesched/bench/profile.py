@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
 from bytesched.link.bound import Layer
+from bytesched.records import from_json
 from bytesched.values import nearest
 
 SHIPPED_FOLDER = Path(__file__).parent / "profiles"
@@ -70,47 +71,42 @@ class Profile:
 
     def scaled(self, factor: float) -> Profile:
         """The same model on a device that takes `factor` times as long."""
-        layers = tuple(
-            replace(
-                layer,
-                forward_ms=layer.forward_ms * factor,
-                backward_ms=layer.backward_ms * factor,
-            )
-            for layer in self.layers
+        layers = (
+            replace(one, forward_ms=one.forward_ms * factor, backward_ms=one.backward_ms * factor)
+            for one in self.layers
         )
-        return replace(self, layers=layers)
+        return replace(self, layers=tuple(layers))
+
+    def paced(self, bytes_per_s: float, comm_ratio: float | None, scale: float) -> Profile:
+        """The same scaled, or such that its bytes take `comm_ratio` times as long as compute."""
+        if comm_ratio:
+            scale = self.nbytes / bytes_per_s / (self.compute_s * comm_ratio)
+        return self.scaled(scale)
 
     def chain(self) -> list[Layer]:
         """The layers as `bytesched.link.bound` wants them."""
         return [
-            Layer(
-                layer.forward_ms / 1e3, layer.backward_ms / 1e3, layer.nbytes, layer.exchange_bytes
-            )
-            for layer in self.layers
+            Layer(one.forward_ms / 1e3, one.backward_ms / 1e3, one.nbytes, one.exchange_bytes)
+            for one in self.layers
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """The content of a profile file."""
-        layers = [
+    def layer_records(self) -> list[dict[str, Any]]:
+        """The layers as a profile file has them."""
+        return [
             {
-                "name": layer.name,
-                "forward_ms": round(layer.forward_ms, 4),
-                "backward_ms": round(layer.backward_ms, 4),
-                "shapes": [list(shape) for shape in layer.shapes],
-                **({"output_bytes": layer.output_bytes} if layer.output_bytes else {}),
-                **({"exchange_bytes": layer.exchange_bytes} if layer.exchange_bytes else {}),
+                name: round(value, 4) if isinstance(value, float) else value
+                for name, value in asdict(layer).items()
+                if value or not name.endswith("_bytes")
             }
             for layer in self.layers
         ]
-        batch = {"batch": self.batch} if self.batch else {}
-        return {"name": self.name, "description": self.description, **batch, "layers": layers}
 
     def save(self, path: str) -> None:
         """Write the profile, one line per layer."""
-        content = self.to_json()
-        lines = ",\n".join(f"    {json.dumps(layer)}" for layer in content.pop("layers"))
-        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(content[key])}" for key in content)
-        write_text(Path(path), f'{{\n{head},\n  "layers": [\n{lines}\n  ]\n}}\n')
+        lines = ",\n".join(f"    {json.dumps(layer)}" for layer in self.layer_records())
+        content = {"name": self.name, "description": self.description, "batch": self.batch}
+        head = "".join(f"  {json.dumps(key)}: {json.dumps(content[key])},\n" for key in content)
+        write_text(Path(path), f'{{\n{head}  "layers": [\n{lines}\n  ]\n}}\n')
 
 
 def save_all(profiles: Sequence[Profile], path: str) -> None:
@@ -180,67 +176,40 @@ def read_profile(name_or_path: str, folder: Path) -> tuple[object, str]:
 
 def parse_profile(content: object, origin: str) -> Profile:
     """The profile that decoded JSON describes; `origin` is where it came from."""
+    where = f"profile {origin}"
     if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
-        raise ConfigError(f"profile {origin}: expected an object with a list of layers")
+        raise ConfigError(f"{where}: expected an object with a list of layers")
     if "batches" in content:
         raise ConfigError(
-            f"profile {origin} is of several batch sizes, for `bytesched burst plan`; record one"
+            f"{where} is of several batch sizes, for `bytesched burst plan`; record one"
         )
-    layers = tuple(
-        _parse_layer(layer, f"profile {origin}, layer {index}")
-        for index, layer in enumerate(content["layers"])
-    )
-    profile = Profile(
-        str(content.get("name", Path(origin).stem)),
-        str(content.get("description", "")),
-        layers,
-        _whole_number(content, "batch", f"profile {origin}"),
-    )
+    layers = [
+        {"name": str(number), **layer} if isinstance(layer, dict) else layer
+        for number, layer in enumerate(content["layers"])
+    ]
+    named = {"name": Path(origin).stem, "description": "", **content, "layers": layers}
+    try:
+        profile = from_json(Profile, json.dumps(named))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for number, layer in enumerate(profile.layers):
+        if wrong := _wrong(layer):
+            raise ConfigError(f"{where}, layer {number}: {wrong}")
     if profile.nbytes == 0:
-        raise ConfigError(f"profile {origin}: no layer has parameters, so nothing would be sent")
-    if profile.compute_s == 0:
-        raise ConfigError(f"profile {origin}: every layer takes 0 ms")
+        raise ConfigError(f"{where}: no layer has parameters, so nothing would be sent")
+    if profile.batch < 0 or not 0 < profile.compute_s < math.inf:
+        raise ConfigError(f"{where}: batch and the times of all layers: expected more than 0")
     return profile
 
 
-def _parse_layer(content: object, where: str) -> LayerProfile:
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: expected an object, found {content!r}")
-    times = []
-    for field in ("forward_ms", "backward_ms"):
-        value = content.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{where}: {field} is {value!r}, expected milliseconds")
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{where}: {field} is {value}, expected a time of 0 ms or more")
-        times.append(float(value))
-    shapes = content.get("shapes")
-    if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
-        raise ConfigError(f"{where}: shapes is {shapes!r}, expected lists of positive sizes")
-    name = str(content.get("name", where.rpartition(" ")[2]))
-    output_bytes = _whole_number(content, "output_bytes", where)
-    exchange_bytes = _whole_number(content, "exchange_bytes", where)
-    if exchange_bytes and shapes:
-        raise ConfigError(
-            f"{where}: shapes is {shapes!r}, expected none beside exchange_bytes: gradients of "
-            "experts stay on their rank"
-        )
-    return LayerProfile(
-        name, times[0], times[1], tuple(map(tuple, shapes)), output_bytes, exchange_bytes
-    )
-
-
-def _whole_number(content: dict[str, Any], field: str, where: str) -> int:
-    """A field that may be left out, which is 0."""
-    value = content.get(field, 0)
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{where}: {field} is {value!r}, expected a whole number")
-    return value
-
-
-def _is_shape(shape: object) -> bool:
-    return (
-        isinstance(shape, Sequence)
-        and not isinstance(shape, str)
-        and all(type(size) is int and size > 0 for size in shape)
-    )
+def _wrong(layer: LayerProfile) -> str:
+    """What a layer has that cannot be, or nothing."""
+    if not (layer.forward_ms >= 0 and layer.backward_ms >= 0):
+        return "forward_ms and backward_ms: expected a time of 0 ms or more"
+    if layer.output_bytes < 0 or layer.exchange_bytes < 0:
+        return "output_bytes and exchange_bytes: expected 0 or more"
+    if any(size < 1 for shape in layer.shapes for size in shape):
+        return "shapes: expected lists of positive sizes"
+    if layer.exchange_bytes and layer.shapes:
+        return "no shapes beside exchange_bytes: gradients of experts stay on their rank"
+    return ""

@@ -1,20 +1,27 @@
-"""Where a result comes from: when, which commit, which command, which machine."""
+"""Where a result comes from: commit, command, machine; and its setting, apart from systems."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import shlex
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
+from bytesched.bench.specification import Specification
+from bytesched.bench.systems import HOROVOD_SYSTEMS
+from bytesched.environment import RankView
 from bytesched.version import __version__
 
-__all__ = ["command_of", "machine", "priority", "provenance", "source"]
+__all__ = ["command_of", "difference", "machine", "priority", "provenance", "setting", "source"]
 
 _ROOT = Path(__file__).parents[2]
 #: folders whose changes change what is measured
@@ -74,6 +81,40 @@ def priority() -> str:
     """The scheduling class and priority that ``chrt`` gave this process, such as "rr 5", or ""."""
     name = _CLASSES.get(os.sched_getscheduler(0))
     return f"{name} {os.sched_getparam(0).sched_priority}" if name else ""
+
+
+def setting(options: Namespace, spec: Specification, view: RankView) -> dict[str, Any]:
+    """What two results must have in common to be compared."""
+    launched = view.launcher != "none"
+    ranks = (options.lab or options.workers or DEFAULT_WORKERS) * spec.ranks_per_host
+    names = ["ranks_per_host", "servers", "optimizer", "clip", "batch", "threads"]
+    if spec.profile:
+        names += ["comm_ratio", "compute_scale"]
+    if spec.is_any_of(HOROVOD_SYSTEMS):
+        names.append("controller")
+    found = {
+        "ranks": view.world_size if launched else ranks,
+        "launcher": view.launcher,
+        "rate": (options.rate or DEFAULT_RATE) if options.lab else "",
+        "priority": priority(),
+        "emulate" if spec.profile else "model": spec.model,
+        **{name: getattr(spec, name) for name in names},
+    }
+    if spec.profile:
+        text = json.dumps(spec.profile.layer_records(), sort_keys=True).encode()
+        found["profile"] = hashlib.sha256(text).hexdigest()[:12]
+    return found
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first setting that differs, with both values; "" if none does."""
+    for name in dict.fromkeys([*old, *new]):
+        before, now = (
+            "not set" if its.get(name) in (None, "") else its[name] for its in (old, new)
+        )
+        if before != now:
+            return f"{name} was {before} and is {now} now"
+    return ""
 
 
 def _cpu(path: Path) -> str:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
 from bytesched.bench.paces import LEAST_ITERATIONS
-from bytesched.bench.profile import load_profile, parse_profile
+from bytesched.bench.profile import Profile, load_profile
 from bytesched.bench.provenance import command_of, provenance
-from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.specification import Specification
+from bytesched.bench.specification import Specification, Training, refuse, with_options
 from bytesched.environment import rank_view
 from bytesched.errors import ConfigError
 from bytesched.files import write_text
-from bytesched.lab.ranks import Start, run_all
+from bytesched.lab.ranks import found_by
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
@@ -34,63 +33,40 @@ _MOST_JOBS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareSpecification:
-    """What `bytesched bench --share` measures."""
+class ShareSpecification(Training):
+    """What `bytesched bench --share` measures; its systems are bytesched, or none: without options.
 
-    #: the profile of each job, emulated on a device of which each host has one
-    profiles: tuple[object, ...]
-    #: of bytesched
-    options: dict[str, str]
-    #: norm of all gradients; 0: not clipped
-    clip: float
-    iterations: int
-    rounds: int
-    warmup: int
-    optimizer: str
+    Profiles are those of the jobs, emulated on a device of which each host has one.
+    """
+
+    profiles: tuple[Profile, ...]
     compute_scale: float
     comm_ratio: float | None
-    threads: int
-    timeout_s: float
 
 
 def _specification(spec: Specification, options: Namespace) -> ShareSpecification:
     """What is asked for. Raises `ConfigError` for what cannot be measured with several jobs."""
-    if spec.kind != "emulate":
+    if spec.profile is None:
         raise ConfigError("--share emulates the device that jobs share, and needs --emulate")
     if rank_view().launcher != "none":
         raise ConfigError("--share starts the ranks itself: leave the launcher out")
-    for name in ("png", "record", "compare"):
-        if getattr(options, name):
-            raise ConfigError(f"--{name} is not for --share")
+    refuse(options, "--share", "png", "record", "compare")
     if spec.ranks_per_host > 1:
         raise ConfigError("--share places its ranks itself: leave --ranks-per-host out")
     names = [name for name in options.share.split(",") if name] or [options.emulate]
-    others = [load_profile(name) for name in names]
-    if 1 + len(others) > _MOST_JOBS:
+    profiles = (spec.profile, *map(load_profile, names))
+    if len(profiles) > _MOST_JOBS:
         raise ConfigError(f"--share {options.share}: at most {_MOST_JOBS} jobs")
     if spec.iterations < LEAST_ITERATIONS:
         raise ConfigError(
             f"--iterations {spec.iterations}: with --share at least {LEAST_ITERATIONS}"
         )
-    profiles = [parse_profile(spec.content, "of the bench"), *others]
     if any(profile.exchanged_bytes for profile in profiles):
         raise ConfigError("--share is not for a profile with layers of experts")
     systems = spec.systems if options.systems else ()
     if [system.kind for system in systems] not in ([], ["bytesched"]):
         raise ConfigError("--share measures bytesched: --systems bytesched, with options if any")
-    return ShareSpecification(
-        profiles=tuple(profile.to_json() for profile in profiles),
-        options=systems[0].options if systems else {},
-        clip=spec.clip,
-        iterations=spec.iterations,
-        rounds=spec.rounds,
-        warmup=spec.warmup,
-        optimizer=spec.optimizer,
-        compute_scale=spec.compute_scale,
-        comm_ratio=spec.comm_ratio,
-        threads=spec.threads,
-        timeout_s=spec.timeout_s,
-    )
+    return with_options(ShareSpecification, options, systems=systems, profiles=profiles)
 
 
 def measure_sharing(
@@ -102,15 +78,9 @@ def measure_sharing(
     rate = (options.rate or DEFAULT_RATE) if options.lab else None
     # Before anything is measured: files may change meanwhile.
     origin = provenance(command_of(arguments))
-    with tempfile.TemporaryDirectory(prefix="bytesched-bench-") as folder:
-        start = Start(
-            WORKER,
-            result=str(Path(folder, "result.json")),
-            threads=spec.threads,
-            ranks_per_host=len(spec.profiles),
-        )
-        network = run_all(spec, start, hosts, rate, Path(folder))
-        found = json.loads(Path(start.result).read_text())
+    jobs = len(spec.profiles)
+    text, network = found_by(spec, WORKER, hosts, rate, threads=spec.threads, ranks_per_host=jobs)
+    found = json.loads(text)
     if options.json:
         result = {**origin, "network": network, "specification": asdict(spec), **found}
         write_text(Path(options.json), json.dumps(result, indent=1) + "\n")
@@ -129,19 +99,10 @@ def _headline(found: dict[str, Any], hosts: int, network: str) -> str:
     )
 
 
-def jobs_of(found: dict[str, Any]) -> list[SharingJob]:
-    """The jobs of a result."""
-    return [
-        SharingJob(
-            *(job[name] / 1e3 for name in ("compute_ms", "alone_ms", "link_ms", "optimum_ms"))
-        )
-        for job in found["jobs"]
-    ]
-
-
 def table(found: dict[str, Any]) -> list[str]:
     """The lines of a table: how fast each job is, how much is done, and how near the bound."""
-    jobs = jobs_of(found)
+    names = ("compute_ms", "alone_ms", "link_ms", "optimum_ms")
+    jobs = [SharingJob(*(job[name] / 1e3 for name in names)) for job in found["jobs"]]
     serial_s = sum(job.iteration_s for job in jobs)
     lines: list[tuple[str, ...]] = [("jobs", "iteration ms", "work", "of the bound", "same bits")]
     lines.append(_row(_ONE_AFTER_THE_OTHER, jobs, [1 / serial_s] * len(jobs), "-"))

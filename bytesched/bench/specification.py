@@ -4,197 +4,144 @@ from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from bytesched.bench.profile import load_profile, parse_profile
+from bytesched.bench.arguments import MODELS
+from bytesched.bench.profile import Profile, load_profile
 from bytesched.bench.systems import (
     EXCHANGE_SYSTEMS,
     HOROVOD_SYSTEMS,
     KVSTORE_SYSTEMS,
     SYSTEMS,
     System,
-    check_ddp,
-    check_exchanges,
-    check_horovod,
-    check_kvstore,
+    check_systems,
     parse_systems,
 )
 from bytesched.environment import RankView
 from bytesched.errors import ConfigError
 from bytesched.values import nearest
 
-__all__ = [
-    "DEFAULT_CONTROLLER",
-    "MODELS",
-    "OPTIMIZERS",
-    "Specification",
-    "specification",
-]
-
-MODELS = ("gpt", "vgg", "resnet")
-OPTIMIZERS = ("adamw", "sgd")
-DEFAULT_CONTROLLER = "gloo"
-DEFAULT_SERVERS = 1
+__all__ = ["Specification", "Training", "check_outputs", "refuse", "specification", "with_options"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Specification:
-    """What `bytesched bench` measures."""
+class Training:
+    """What every measurement is told, all of it options of the command."""
 
     systems: tuple[System, ...]
-    #: "model", "user" (module:function) or "emulate"
-    kind: str
-    #: the model's name, or the profile that is emulated
-    content: object
-    #: of each rank; 0: the model's own
-    batch: int
     iterations: int
     rounds: int
     warmup: int
+    optimizer: str
+    #: largest norm of all gradients; 0: they are not clipped
+    clip: float
+    #: of torch in each rank; 0: as torch chooses
+    threads: int
+    #: for one collective
+    timeout_s: float
+
+
+TrainingT = TypeVar("TrainingT", bound=Training)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specification(Training):
+    """What `bytesched bench` measures."""
+
+    #: the model's name, ``module:function``, or the name of the profile
+    model: str
+    #: that is emulated, if one is
+    profile: Profile | None
+    #: of each rank; 0: the model's own
+    batch: int
     sweep_iterations: int
     #: of Horovod
     controller: str
     #: ranks that serve, 0: all do; None: there is no store
     servers: int | None
-    optimizer: str
-    #: largest norm of all gradients; 0: they are not clipped
-    clip: float
     compute_scale: float
     comm_ratio: float | None
     #: batch sizes whose compute profiles are recorded
     record: tuple[int, ...]
-    #: of torch in each rank; 0: as torch chooses
-    threads: int
     #: on each emulated host
     ranks_per_host: int
-    #: for one collective
-    timeout_s: float
+
+    def is_any_of(self, kinds: tuple[str, ...]) -> bool:
+        """Whether one of these systems is measured."""
+        return any(system.kind in kinds for system in self.systems)
+
+
+def with_options(kind: type[TrainingT], options: Namespace, **others: Any) -> TrainingT:
+    """A specification whose fields are options of the command, and those given here."""
+    names = {field.name for field in fields(kind)} - others.keys()
+    return kind(**{name: getattr(options, name) for name in names}, **others)
 
 
 def specification(options: Namespace, view: RankView) -> Specification:
     """What the options ask for. Raises `ConfigError` for what cannot be run."""
     _check_launch(options, view)
-    _check_numbers(options)
-    _check_outputs(options)
-    kind, content = "model", options.model
-    if options.emulate:
-        kind, content = "emulate", load_profile(options.emulate).to_json()
-    elif ":" in options.model:
-        kind = "user"
-    elif options.model not in MODELS:
-        raise ConfigError(f"--model {options.model!r}{nearest(options.model, MODELS)}")
-    if kind != "emulate" and (options.comm_ratio or options.compute_scale != 1.0):
+    check_outputs(options)
+    profile = load_profile(options.emulate) if options.emulate else None
+    model = profile.name if profile else options.model or MODELS[0]
+    if not (profile or ":" in model or model in MODELS):
+        raise ConfigError(f"--model {model!r}{nearest(model, MODELS)}")
+    if not profile and (options.comm_ratio or options.compute_scale != 1.0):
         raise ConfigError(
             "--comm-ratio and --compute-scale change emulated compute and need --emulate; "
             "for a real model change --batch"
         )
-    _check_batches(options.batch, kind, recorded=bool(options.record))
-    has_experts = kind == "emulate" and _has_experts(content)
-    systems = parse_systems(
-        options.systems or ",".join(EXCHANGE_SYSTEMS if has_experts else SYSTEMS)
-    )
-    check_ddp(systems)
-    check_exchanges(systems, has_experts=has_experts)
-    for name in ("clip", "record"):
-        if has_experts and getattr(options, name):
-            raise ConfigError(f"--{name} is not for a profile with layers of experts")
-    check_horovod(systems, options.controller, view.launcher)
-    check_kvstore(systems, options.servers, view.launcher)
-    if options.clip and any(system.kind in KVSTORE_SYSTEMS for system in systems):
-        raise ConfigError(f"--clip is not for {', '.join(KVSTORE_SYSTEMS)}")
-    own = {*HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS}
-    if options.ranks_per_host > 1 and any(system.kind in own for system in systems):
-        raise ConfigError("--ranks-per-host is for systems over torch.distributed")
-    servers = None
-    if systems[0].kind in KVSTORE_SYSTEMS:
-        servers = DEFAULT_SERVERS if options.servers is None else options.servers
-    return Specification(
-        systems=systems,
-        kind=kind,
-        content=content,
-        batch=options.batch[-1],
-        iterations=options.iterations,
-        rounds=options.rounds,
-        warmup=options.warmup,
-        sweep_iterations=options.sweep_iterations,
-        controller=options.controller or DEFAULT_CONTROLLER,
-        servers=servers,
-        optimizer=options.optimizer,
-        clip=options.clip,
-        compute_scale=options.compute_scale,
-        comm_ratio=options.comm_ratio,
-        record=tuple(options.batch) if options.record else (),
-        threads=options.threads,
-        ranks_per_host=options.ranks_per_host,
-        timeout_s=options.timeout_s,
-    )
-
-
-def _has_experts(content: object) -> bool:
-    return bool(parse_profile(content, "of the bench").exchanged_bytes)
-
-
-def _check_launch(options: Namespace, view: RankView) -> None:
-    if options.model and options.emulate:
-        raise ConfigError("--model and --emulate exclude each other")
-    if not options.model and not options.emulate:
-        options.model = MODELS[0]
-    if view.launcher != "none":
-        if options.lab or options.workers:
-            raise ConfigError(f"--lab and --workers start ranks, and {view.launcher} has done so")
-        if view.world_size < 2:
-            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
-    if options.lab and options.workers:
-        raise ConfigError("--lab and --workers exclude each other")
-    if options.rate and not options.lab:
-        raise ConfigError("--rate shapes the links of emulated hosts and needs --lab N")
-    for name in ("lab", "workers"):
-        value = getattr(options, name)
-        if value is not None and not 2 <= value <= 64:
-            raise ConfigError(f"--{name} {value}: from 2 to 64")
-    if not 1 <= options.ranks_per_host <= 64:
-        raise ConfigError(f"--ranks-per-host {options.ranks_per_host}: from 1 to 64")
-    if options.ranks_per_host > 1 and not options.lab:
-        raise ConfigError("--ranks-per-host is for emulated hosts and needs --lab N")
-
-
-def _check_numbers(options: Namespace) -> None:
-    least = {
-        "iterations": 1,
-        "rounds": 1,
-        "warmup": 2,
-        "sweep_iterations": 1,
-        "threads": 0,
-    }
-    for name, lowest in least.items():
-        if getattr(options, name) < lowest:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(options, name)}: at least {lowest}")
-    for name in ("comm_ratio", "compute_scale", "timeout_s"):
-        value = getattr(options, name)
-        if value is not None and not 1e-3 <= value <= 1e6:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: a positive number, 0.001 to 1000000")
-    if not 0 <= options.clip <= 1e6:
-        raise ConfigError(f"--clip {options.clip}: a norm, 0 (none) to 1000000")
-    if options.comm_ratio and options.compute_scale != 1.0:
-        raise ConfigError("--comm-ratio and --compute-scale exclude each other")
-
-
-def _check_batches(batches: Sequence[int], kind: str, *, recorded: bool) -> None:
-    several = len(batches) > 1
-    if batches[0] < several:
-        raise ConfigError(f"--batch {batches[0]}: at least {several:d}")
-    if several and (kind != "model" or not recorded):
+    several = len(options.batch) > 1
+    if options.batch[0] < several:
+        raise ConfigError(f"--batch {options.batch[0]}: at least {several:d}")
+    if several and not (model in MODELS and not profile and options.record):
         raise ConfigError(
             f"--batch with several sizes is for --record of {', '.join(MODELS)}: systems are "
             "measured with one"
         )
+    has_experts = profile is not None and profile.exchanged_bytes > 0
+    systems = parse_systems(
+        options.systems or ",".join(EXCHANGE_SYSTEMS if has_experts else SYSTEMS)
+    )
+    check_systems(
+        systems,
+        launcher=view.launcher,
+        has_experts=has_experts,
+        controller=options.controller,
+        servers=options.servers,
+    )
+    if has_experts:
+        refuse(options, "a profile with layers of experts", "clip", "record")
+    through_servers = systems[0].kind in KVSTORE_SYSTEMS
+    servers = 1 if options.servers is None else options.servers
+    if through_servers:
+        refuse(options, ", ".join(KVSTORE_SYSTEMS), "clip")
+    spec = with_options(
+        Specification,
+        options,
+        systems=systems,
+        model=model,
+        profile=profile,
+        batch=options.batch[-1],
+        controller=options.controller or "gloo",
+        servers=servers if through_servers else None,
+        record=tuple(options.batch) if options.record else (),
+    )
+    if spec.ranks_per_host > 1 and spec.is_any_of(HOROVOD_SYSTEMS + KVSTORE_SYSTEMS):
+        raise ConfigError("--ranks-per-host is for systems over torch.distributed")
+    return spec
 
 
-def _check_outputs(options: Namespace) -> None:
+def refuse(options: Namespace, what: str, *names: str) -> None:
+    """Raises `ConfigError` if one of these options is given, which are not for ``what``."""
+    for name in names:
+        if getattr(options, name) not in (None, False, 0):
+            raise ConfigError(f"--{name.replace('_', '-')} is not for {what}")
+
+
+def check_outputs(options: Namespace) -> None:
+    """Raises `ConfigError` for what could not be measured, drawn or written."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("bench needs torch: pip install 'bytesched[torch]'")
     if options.png and importlib.util.find_spec("matplotlib") is None:
@@ -203,3 +150,19 @@ def _check_outputs(options: Namespace) -> None:
         path = getattr(options, name)
         if path and not Path(path).resolve().parent.is_dir():
             raise ConfigError(f"--{name} {path}: there is no such folder")
+
+
+def _check_launch(options: Namespace, view: RankView) -> None:
+    for one, other in (("model", "emulate"), ("lab", "workers"), ("comm_ratio", "compute_scale")):
+        if getattr(options, one) and getattr(options, other) not in (None, 1.0):
+            flags = f"--{one} and --{other}".replace("_", "-")
+            raise ConfigError(f"{flags} exclude each other")
+    if view.launcher != "none":
+        if options.lab or options.workers:
+            raise ConfigError(f"--lab and --workers start ranks, and {view.launcher} has done so")
+        if view.world_size < 2:
+            raise ConfigError(f"{view.launcher} started one rank, which has nothing to send")
+    if options.rate and not options.lab:
+        raise ConfigError("--rate shapes the links of emulated hosts and needs --lab N")
+    if options.ranks_per_host > 1 and not options.lab:
+        raise ConfigError("--ranks-per-host is for emulated hosts and needs --lab N")

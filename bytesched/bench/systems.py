@@ -1,39 +1,74 @@
-"""The systems that `bytesched bench` knows, by family: what carries them, and what they need."""
+"""The systems that `bytesched bench` knows: what each may be told, and what it needs."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from bytesched.errors import ConfigError
 from bytesched.lab.mpi import find_mpirun
-from bytesched.values import nearest, parse_flag, shown
+from bytesched.values import nearest, one_of, parse_flag, shown, whole_number
 
 SYSTEMS = ("ddp", "ddp-best", "fsdp2", "bytesched")
-#: not measured unless they are named
-FURTHER_SYSTEMS = ("ddp-finalize", "zero1")
 HOROVOD_SYSTEMS = ("horovod", "horovod-best", "bytesched-horovod")
+KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
 #: of a profile with layers of experts: those that are measured unless others are named
 EXCHANGE_SYSTEMS = (
     *("ddp", "ddp-own-group", "bytesched-no-lane", "bytesched", "bytesched-pieces", "idle"),
 )
 #: that experts of bytesched-pieces compute one after the other
 EXCHANGE_PIECES = 4
-KVSTORE_SYSTEMS = ("kv-plain", "kv-p3", "bytesched-kv")
-WITH_OPTIONS = (
-    *("ddp", "ddp-finalize", "bytesched", "horovod", "horovod-best", "bytesched-horovod"),
-    *("ddp-own-group", "bytesched-no-lane", "bytesched-pieces"),
-    *KVSTORE_SYSTEMS,
-)
-DDP_WITH_OPTIONS = ("ddp", "ddp-own-group", "ddp-finalize")
 #: the first torch with `DistributedDataParallel.finalize_backward`
 FINALIZES = (2, 15)
-#: what is swept unless it is given
-SWEPT = ("fusion_mb", "cycle_ms")
+
+Parsers = Mapping[str, Callable[[str], object]]
+
+
+def _above_0(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e6:
+        raise ValueError("expected a number above 0 and below 1000000")
+    return number
+
+
+#: of DDP: the arguments that they stand for
+_DDP = {
+    "bucket_mb": "bucket_cap_mb",
+    "bucket_view": "gradient_as_bucket_view",
+    "static_graph": "static_graph",
+}
+_OF_DDP: Parsers = {
+    "bucket_mb": _above_0,
+    "bucket_view": parse_flag,
+    "static_graph": parse_flag,
+}
+_OF_HOROVOD: Parsers = {"fusion_mb": _above_0, "cycle_ms": _above_0}
+_OF_STORES: Parsers = {"transfer": one_of("two-sided", "one-sided"), "updates": parse_flag}
+_SLICES: Parsers = {"slice": whole_number(1, 1 << 40), "window": whole_number(1, 1 << 20)}
+#: how each option of a system is read; None: what bytesched is told, which ranks read
+_OPTIONS: dict[str, Parsers | None] = {
+    "ddp": _OF_DDP,
+    "ddp-best": {},
+    "fsdp2": {},
+    "bytesched": None,
+    "ddp-finalize": _OF_DDP,
+    "zero1": {},
+    "ddp-own-group": _OF_DDP,
+    "bytesched-no-lane": None,
+    "bytesched-pieces": None,
+    "idle": {},
+    "horovod": {**_OF_HOROVOD, "cache": parse_flag},
+    "horovod-best": _OF_HOROVOD,
+    "bytesched-horovod": None,
+    "kv-plain": _OF_STORES,
+    "kv-p3": {**_OF_STORES, **_SLICES},
+    "bytesched-kv": None,
+}
+DDP_WITH_OPTIONS = tuple(kind for kind, options in _OPTIONS.items() if options is _OF_DDP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +82,10 @@ class System:
 
 
 def parse_systems(
-    text: str,
-    known: Sequence[str] = tuple(
-        dict.fromkeys(
-            (*SYSTEMS, *FURTHER_SYSTEMS, *EXCHANGE_SYSTEMS, *HOROVOD_SYSTEMS, *KVSTORE_SYSTEMS)
-        )
-    ),
-    with_options: Sequence[str] = WITH_OPTIONS,
+    text: str, known: Sequence[str] = tuple(_OPTIONS), with_options: Collection[str] = _OPTIONS
 ) -> tuple[System, ...]:
     """The systems of a list such as ``ddp,bytesched:policy=fifo+credit_bytes=1MiB``."""
-    systems: list[System] = []
+    systems: dict[str, System] = {}
     for label in filter(None, (part.strip() for part in text.split(","))):
         kind, _, tail = label.partition(":")
         if kind not in known:
@@ -64,125 +93,93 @@ def parse_systems(
         pairs = [pair.partition("=") for pair in filter(None, tail.split("+"))]
         if not all(name and value for name, _, value in pairs):
             raise ConfigError(f"--systems: {label!r}: options are name=value, joined by +")
-        if pairs and kind not in with_options:
+        parsers = _OPTIONS[kind]
+        if pairs and (parsers == {} or kind not in with_options):
             raise ConfigError(f"--systems: {label!r}: {kind} has no options")
-        if kind == "horovod-best" and (other := {name for name, *_ in pairs} - set(SWEPT)):
-            raise ConfigError(
-                f"--systems: {label!r}: {kind} sweeps {' and '.join(SWEPT)}, or takes them as "
-                f"options; {min(other)} is neither"
-            )
-        if label in {system.label for system in systems}:
+        if label in systems:
             raise ConfigError(f"--systems: {label!r} is there twice")
-        systems.append(System(label, kind, {name: value for name, _, value in pairs}))
+        systems[label] = System(label, kind, {name: value for name, _, value in pairs})
+        for name, value in systems[label].options.items() if parsers else ():
+            _check_option(label, name, value, parsers or {})
     if not systems:
         raise ConfigError(f"--systems: none given; known: {', '.join(known)}")
-    return tuple(systems)
+    return tuple(systems.values())
+
+
+def _check_option(label: str, name: str, value: str, parsers: Parsers) -> None:
+    if name not in parsers:
+        raise ConfigError(f"--systems: {label!r}: {name!r}{nearest(name, parsers)}")
+    try:
+        parsers[name](value)
+    except ValueError as error:
+        raise ConfigError(f"--systems: {label!r}: {name} = {shown(value)}: {error}") from None
 
 
 def ddp_arguments(options: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `DistributedDataParallel` for the options of a system.
+    """The arguments of `DistributedDataParallel` for the options of a system."""
+    return {_DDP[name]: _OF_DDP[name](value) for name, value in options.items()}
 
-    Raises `ValueError` for a value that cannot be, and `KeyError` for an option that is none.
+
+def check_systems(
+    systems: Sequence[System],
+    *,
+    launcher: str,
+    has_experts: bool = False,
+    controller: str | None = None,
+    servers: int | None = None,
+) -> None:
+    """Raises `ConfigError` for systems that cannot be measured here, together or on such a model.
+
+    Also for ``--controller`` and ``--servers`` without the systems that they are for.
     """
-    found = [(*_DDP_OPTIONS[name], value) for name, value in options.items()]
-    return {argument: parse(value) for argument, parse, value in found}
-
-
-def _megabytes(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e6:
-        raise ValueError("not a size in MB, above 0")
-    return number
-
-
-_DDP_OPTIONS: dict[str, tuple[str, Callable[[str], float | bool]]] = {
-    "bucket_mb": ("bucket_cap_mb", _megabytes),
-    "bucket_view": ("gradient_as_bucket_view", parse_flag),
-    "static_graph": ("static_graph", parse_flag),
-}
-
-
-def check_ddp(systems: Sequence[System]) -> None:
-    """Raises `ConfigError` if DDP's systems have wrong options, or torch is too old for one."""
-    for system in systems:
-        if system.kind not in DDP_WITH_OPTIONS:
+    labels = {system.kind: system.label for system in systems}
+    for kind, label in labels.items():
+        if has_experts and kind not in EXCHANGE_SYSTEMS:
+            raise ConfigError(
+                f"--systems: {label!r} does not carry all-to-alls, which the layers of experts of "
+                f"this profile need; {', '.join(EXCHANGE_SYSTEMS)} do"
+            )
+        if not has_experts and kind in set(EXCHANGE_SYSTEMS) - set(SYSTEMS):
+            raise ConfigError(f"--systems: {label!r} is for layers of experts: --emulate moe")
+    if "ddp-finalize" in labels:
+        _check_torch(version("torch"))
+    for kinds, given, package, by_mpi in (
+        (
+            HOROVOD_SYSTEMS,
+            ("--controller", controller),
+            ("Horovod", "horovod"),
+            controller == "mpi",
+        ),
+        (KVSTORE_SYSTEMS, ("--servers", servers), ("mpi4py", "mpi"), True),
+    ):
+        if not labels.keys() & set(kinds):
+            if given[1] is not None:
+                raise ConfigError(f"{given[0]} is for {', '.join(kinds)}: name one")
             continue
-        for name, value in system.options.items():
-            if name not in _DDP_OPTIONS:
-                raise ConfigError(
-                    f"--systems: {system.label!r}: {name!r}{nearest(name, _DDP_OPTIONS)}"
-                )
-            try:
-                ddp_arguments({name: value})
-            except ValueError as error:
-                raise ConfigError(
-                    f"--systems: {system.label!r}: {name} = {shown(value)}: {error}"
-                ) from None
-    if _any_of(systems, ("ddp-finalize",)):
-        installed = version("torch")
-        numbers = re.match(r"(\d+)\.(\d+)", installed)
-        if numbers and tuple(map(int, numbers.groups())) < FINALIZES:
+        others = labels.keys() - set(kinds)
+        if kinds == KVSTORE_SYSTEMS and others:
+            # The links carry other bytes than those of an all-reduce, and T* is another.
             raise ConfigError(
-                f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
-                f"and {installed} is installed"
+                f"--systems: {labels[min(others)]} sends without a server: measure "
+                f"{', '.join(kinds)} in a run of their own"
             )
-
-
-def check_exchanges(systems: Sequence[System], *, has_experts: bool) -> None:
-    """Raises `ConfigError` for systems that cannot carry all-to-alls, or have none to carry."""
-    for system in systems:
-        if has_experts and system.kind not in EXCHANGE_SYSTEMS:
+        if importlib.util.find_spec(package[0].lower()) is None:
             raise ConfigError(
-                f"--systems: {system.label!r} does not carry all-to-alls, which the layers of "
-                f"experts of this profile need; {', '.join(EXCHANGE_SYSTEMS)} do"
+                f"these systems need {package[0]}: pip install 'bytesched[{package[1]}]'"
             )
-        if not has_experts and system.kind not in SYSTEMS and system.kind in EXCHANGE_SYSTEMS:
+        if by_mpi and launcher != "none":
             raise ConfigError(
-                f"--systems: {system.label!r} is for layers of experts: --emulate moe"
+                f"MPI starts ranks with mpirun, and {launcher} has started these: run it alone, "
+                "with --lab or --workers"
             )
+        if by_mpi:
+            find_mpirun()
 
 
-def check_horovod(systems: Sequence[System], controller: str | None, launcher: str) -> None:
-    """Raises `ConfigError` if Horovod's systems, or ``--controller`` without them, cannot be."""
-    if not _any_of(systems, HOROVOD_SYSTEMS):
-        if controller:
-            raise ConfigError(f"--controller is for {', '.join(HOROVOD_SYSTEMS)}: name one")
-        return
-    if importlib.util.find_spec("horovod") is None:
-        raise ConfigError("these systems need Horovod: pip install 'bytesched[horovod]'")
-    if controller == "mpi":
-        _check_mpi("--controller mpi", launcher)
-
-
-def check_kvstore(systems: Sequence[System], servers: int | None, launcher: str) -> None:
-    """The same for those that send through servers, and ``--servers``.
-
-    They stand alone: the links carry other bytes than those of an all-reduce, and T* is another.
-    """
-    if not _any_of(systems, KVSTORE_SYSTEMS):
-        if servers is not None:
-            raise ConfigError(f"--servers is for {', '.join(KVSTORE_SYSTEMS)}: name one")
-        return
-    if others := [system.label for system in systems if system.kind not in KVSTORE_SYSTEMS]:
+def _check_torch(installed: str) -> None:
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers and tuple(map(int, numbers.groups())) < FINALIZES:
         raise ConfigError(
-            f"--systems: {others[0]} sends without a server: measure "
-            f"{', '.join(KVSTORE_SYSTEMS)} in a run of their own"
+            f"--systems: ddp-finalize needs torch {'.'.join(map(str, FINALIZES))} or newer, "
+            f"and {installed} is installed"
         )
-    if servers is not None and not 0 <= servers <= 32:
-        raise ConfigError(f"--servers {servers}: from 0 (every rank also serves) to 32")
-    if importlib.util.find_spec("mpi4py") is None:
-        raise ConfigError("these systems need mpi4py: pip install 'bytesched[mpi]'")
-    _check_mpi("a store over MPI", launcher)
-
-
-def _any_of(systems: Sequence[System], kinds: Sequence[str]) -> bool:
-    return any(system.kind in kinds for system in systems)
-
-
-def _check_mpi(what: str, launcher: str) -> None:
-    if launcher != "none":
-        raise ConfigError(
-            f"{what} starts ranks with mpirun, and {launcher} has started these: run it alone, "
-            "with --lab or --workers"
-        )
-    find_mpirun()

@@ -16,13 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytesched.bench.arguments import CONTROLLERS, bench_parser, same_again
+from bytesched.bench.arguments import (
+    CONTROLLERS,
+    DEFAULT_RATE,
+    DEFAULT_WORKERS,
+    bench_parser,
+    same_again,
+)
 from bytesched.bench.compare import check_same, check_systems, load_result, report
 from bytesched.bench.gpu_ranks import measure_gpu_ranks
 from bytesched.bench.picture import draw_bench
 from bytesched.bench.profile import parse_profile, save_all
-from bytesched.bench.provenance import command_of, provenance
-from bytesched.bench.setting import DEFAULT_RATE, DEFAULT_WORKERS, setting
+from bytesched.bench.provenance import command_of, provenance, setting
 from bytesched.bench.sharing import measure_sharing
 from bytesched.bench.specification import Specification, specification
 from bytesched.bench.systems import HOROVOD_SYSTEMS
@@ -138,7 +143,7 @@ def _measured(
             how_far = "what was measured until then:" if measured else "nothing was measured yet"
             print(f"\nstopped before the end; {how_far}", flush=True)
         if view.rank == 0 and measured:
-            if any(system.kind in HOROVOD_SYSTEMS for system in spec.systems):
+            if spec.is_any_of(HOROVOD_SYSTEMS):
                 network += f", Horovod over {CONTROLLERS[spec.controller]}"
             if spec.servers is not None:
                 network += f", a store over MPI, served by {spec.servers or 'every'} rank"
@@ -164,12 +169,9 @@ def _report(
 ) -> dict[str, Any]:
     """Print and write what was found, with what follows from it; returns that."""
     result: dict[str, Any] = json.loads(Path(found).read_text())
-    emulated = spec.kind == "emulate"
-    content: Any = spec.content
-    name = content["name"] if emulated else content
     result |= {
-        "workload": f"{name} (emulated compute)" if emulated else name,
-        "emulated": emulated,
+        "workload": f"{spec.model} (emulated compute)" if spec.profile else spec.model,
+        "emulated": spec.profile is not None,
         "optimizer": spec.optimizer,
         **circumstances,
     }

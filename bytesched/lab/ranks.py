@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bytesched.environment import RankView, gloo_interfaces, seen_variables
 from bytesched.errors import BytesschedError
@@ -103,6 +104,23 @@ def run_all(spec: object, start: Start, hosts: int, rate: str | None, folder: Pa
         if lab.shaped:
             return f"links of {lab.rate_bits_per_s / 1e9:g} Gbit/s between emulated hosts"
         return "loopback"
+
+
+def found_by(
+    spec: object,
+    worker: str,
+    hosts: int,
+    rate: str | None = None,
+    *,
+    threads: int,
+    ranks_per_host: int = 1,
+) -> tuple[str, str]:
+    """What rank 0 has written when every rank has run `worker`, and the network."""
+    with TemporaryDirectory(prefix="bytesched-bench-") as folder:
+        result = Path(folder, "result.json")
+        start = Start(worker, str(result), threads, ranks_per_host=ranks_per_host)
+        network = run_all(spec, start, hosts, rate, Path(folder))
+        return result.read_text(), network
 
 
 def run_own(spec: object, start: Start, view: RankView) -> str:

@@ -15,7 +15,7 @@ from bytesched.sim.systems import CpuCosts
 
 from .block import SEED, train
 from .systems.data_parallel import MIB, Running, make_optimizer, set_up
-from .workloads.models import build
+from .workloads.models import emulated
 
 __all__ = ["copy_bytes_per_s", "cpu_costs", "update_bytes_per_s"]
 
@@ -75,7 +75,7 @@ def cpu_costs(kind: str, nbytes: int, messages: int) -> CpuCosts:
 
 
 def _used(kind: str, shape: _Shape) -> _Used:
-    workload = build("emulate", _profile(shape).to_json(), 0, SEED)
+    workload = emulated(_profile(shape), SEED)
     if kind == "plain":
         running = Running(workload.model, make_optimizer(_OPTIMIZER, workload.model.parameters()))
     else:

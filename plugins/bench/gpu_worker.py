@@ -6,15 +6,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,18 +23,16 @@ from torch.nn.utils import clip_grad_norm_
 from bytesched.bench.gpu_ranks import GpuSpecification, nccl_variables
 from bytesched.bench.systems import System, ddp_arguments
 from bytesched.environment import set_variables
+from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
-from bytesched.records import from_json
 
 from ..registry import session_of
 from .block import SEED
 from .gpu_trace import Spans, traced
-from .leaving import leave_after
 from .memory import peak_bytes, reset_peak
+from .rank import Ranks, run_rank
 from .systems.data_parallel import Running, make_optimizer, scheduled
 from .workloads.gpu import gpu_workload
-
-__all__ = ["main"]
 
 #: of the collectives beside compute
 _CHUNKS_MIB: Final = (25, 8)
@@ -54,11 +48,11 @@ class GpuBench:
 
     def __init__(self, spec: GpuSpecification) -> None:
         self._spec = spec
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._on_gpu = spec.device == "cuda"
         self._device = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         #: for what ranks tell each other: it leaves the device alone
         self._control: Any = dist.new_group(backend="gloo")
+        self._ranks = Ranks(self._control)
         urgent = None
         if self._on_gpu:
             urgent = dist.ProcessGroupNCCL.Options()
@@ -67,7 +61,7 @@ class GpuBench:
         #: when each was begun by the host
         self._passes: list[tuple[str, int]] = []
         self._workload = gpu_workload(
-            spec.model, spec.batch, self._device, self._rank, is_small=not self._on_gpu
+            spec.model, spec.batch, self._device, self._ranks.rank, is_small=not self._on_gpu
         )
 
     def run(self) -> dict[str, Any]:
@@ -78,9 +72,11 @@ class GpuBench:
         if self._on_gpu:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             device, carrier = torch.cuda.get_device_name(0), f"NCCL {version} over sockets"
-        self._say(f"{self._size} ranks on one device ({device}), which run {self._spec.sharing}")
+        self._ranks.say(
+            f"{self._ranks.size} ranks on one device ({device}), which run {self._spec.sharing}"
+        )
         found: dict[str, Any] = {
-            "ranks": self._size,
+            "ranks": self._ranks.size,
             "device": device,
             "carrier": carrier,
             "torch": torch.__version__,
@@ -95,8 +91,8 @@ class GpuBench:
         torch.use_deterministic_algorithms(True, warn_only=True)
         for system in self._spec.systems:
             losses = self._block(system, _COMPARED)["losses"]
-            systems[system.label] = {"losses": self._gather(losses), "rounds": []}
-            self._say(f"losses     {system.label:<18} {losses[-1]:.6f}")
+            systems[system.label] = {"losses": self._ranks.gather(losses), "rounds": []}
+            self._ranks.say(f"losses     {system.label:<18} {losses[-1]:.6f}")
         torch.use_deterministic_algorithms(False)
         for turn in range(self._spec.rounds):
             found["bounds"].append(self._bounds())
@@ -105,7 +101,7 @@ class GpuBench:
                 block = self._block(system, self._spec.iterations)
                 systems[system.label]["rounds"].append(block)
                 took_ms = statistics.median(block["iteration_ms"])
-                self._say(
+                self._ranks.say(
                     f"round {turn + 1}/{self._spec.rounds}  {system.label:<18} {took_ms:8.1f} ms"
                 )
         return found | {"systems": systems}
@@ -154,7 +150,7 @@ class GpuBench:
         for _ in range(_TIMED):
             function()
         self._synchronize()
-        return self._mean(1e3 * (time.perf_counter() - began_s) / _TIMED)
+        return self._ranks.mean(1e3 * (time.perf_counter() - began_s) / _TIMED)
 
     # -- systems -----------------------------------------------------------------------
 
@@ -181,11 +177,11 @@ class GpuBench:
         figures = running.close()
         self._synchronize()
         times = [self._between_ms(one, other) for one, other in pairwise(marks[warmup:])]
-        every = zip(*self._gather(times), strict=True)
+        every = zip(*self._ranks.gather(times), strict=True)
         return found | {
             "iteration_ms": [round(statistics.mean(each), 3) for each in every],
-            "cpu_ms": self._mean(cpu_ms),
-            "peak_bytes": max(self._gather(peak)),
+            "cpu_ms": self._ranks.mean(cpu_ms),
+            "peak_bytes": max(self._ranks.gather(peak)),
             "losses": [loss.item() for loss in losses],
             "stats": figures,
         }
@@ -211,7 +207,7 @@ class GpuBench:
         # Not in torch 2.5 or older.
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self._spec.device, (self._size,))
+        mesh = init_device_mesh(self._spec.device, (self._ranks.size,))
         blocks: Sequence[Any] = self._workload.blocks(model)
         for each in (*blocks, model):
             fully_shard(each, mesh=mesh, reshard_after_forward=False)
@@ -276,40 +272,17 @@ class GpuBench:
         took_ms: float = one.elapsed_time(other) if self._on_gpu else 1e3 * (other - one)
         return took_ms
 
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._control)
-        return values
 
-    def _mean(self, value: float) -> float:
-        return float(statistics.mean(self._gather(value)))
-
-    def _say(self, line: str) -> None:
-        if self._rank == 0:
-            print(line, flush=True)
-
-
-def main(argv: list[str]) -> int:
-    """Run one rank; rank 0 writes the result into the file that its place names."""
-    spec, place = from_json(GpuSpecification, argv[0]), from_json(Place, argv[1])
+def _prepare(spec: GpuSpecification, place: Place) -> str:
     # Before the driver is asked for anything, and NCCL for a group.
     set_variables({**spec.variables, **nccl_variables(place.rank)})
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-    if spec.device == "cuda":
-        if not torch.cuda.is_available():
-            print("there is no CUDA device; --device cpu tries it without", file=sys.stderr)
-            return 1
-        torch.cuda.set_device(0)
-    backend = "nccl" if spec.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=spec.timeout_s))
-    result = GpuBench(spec).run()
-    if place.rank == 0:
-        Path(place.result).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    if spec.device == "cpu":
+        return "gloo"
+    if not torch.cuda.is_available():
+        raise PluginError("there is no CUDA device; --device cpu tries it without")
+    torch.cuda.set_device(0)
+    return "nccl"
 
 
 if __name__ == "__main__":
-    leave_after(main)
+    run_rank(GpuSpecification, lambda spec, _: GpuBench(spec).run(), _prepare)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from bytesched.link.bound import store_bytes_per_s
 from bytesched.link.levels import ring_share, shares_hosts, two_level_share
 
+from .rank import Ranks
 from .systems.data_parallel import MIB
 
-__all__ = ["Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
+__all__ = ["PROBE_BYTES", "Link", "agree", "all_reduces_s", "all_to_alls_s", "settled"]
 
 PROBE_BYTES = 16 * MIB
 PROBES = 2
@@ -25,29 +26,28 @@ STEADY = 0.05
 SETTLING_PROBES = 8
 
 
-def all_reduces_s(nbytes: int, tries: int) -> list[float]:
+def all_reduces_s(nbytes: int, tries: int, group: dist.ProcessGroup | None = None) -> list[float]:
     """Seconds that each of so many all-reduces took, all ranks beginning together; collective."""
     buffer = torch.zeros(nbytes // 4)
-    dist.all_reduce(buffer)
-    found = []
-    for _ in range(tries):
-        dist.barrier()
-        began_s = time.perf_counter()
-        dist.all_reduce(buffer)
-        found.append(time.perf_counter() - began_s)
-    return found
+    return _seconds(lambda: dist.all_reduce(buffer, group=group), tries, group)
 
 
 def all_to_alls_s(nbytes: int, tries: int) -> list[float]:
     """The same of all-to-alls to which each rank hands so many bytes; collective."""
     ranks = dist.get_world_size()
     sent, received = (torch.zeros(ranks, nbytes // 4 // ranks) for _ in range(2))
-    dist.all_to_all_single(received, sent)
+    return _seconds(lambda: dist.all_to_all_single(received, sent), tries)
+
+
+def _seconds(
+    collective: Callable[[], object], tries: int, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    collective()
     found = []
     for _ in range(tries):
-        dist.barrier()
+        dist.barrier(group)
         began_s = time.perf_counter()
-        dist.all_to_all_single(received, sent)
+        collective()
         found.append(time.perf_counter() - began_s)
     return found
 
@@ -75,12 +75,16 @@ class Link:
     """
 
     def __init__(
-        self, servers: int | None, nominal_bytes_per_s: float | None, ranks_per_host: int = 1
+        self,
+        ranks: Ranks,
+        servers: int | None,
+        nominal_bytes_per_s: float | None,
+        ranks_per_host: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._servers = servers
         self._nominal_bytes_per_s = nominal_bytes_per_s
-        self._world_size = dist.get_world_size()
-        self._hosts = [rank // ranks_per_host for rank in range(self._world_size)]
+        self._hosts = [str(rank // ranks_per_host) for rank in range(ranks.size)]
         self._samples: list[float] = []
         self._exchanges_s: list[float] = []
 
@@ -98,15 +102,11 @@ class Link:
 
     def probe_exchanges(self, nbytes: int) -> None:
         """Time all-to-alls to which each rank hands so many bytes."""
-        taken_s = torch.tensor(all_to_alls_s(nbytes, EXCHANGE_PROBES), dtype=torch.float64)
-        dist.all_reduce(taken_s)
-        self._exchanges_s += [float(each_s) for each_s in taken_s / self._world_size]
+        self._exchanges_s += self._ranks.means(all_to_alls_s(nbytes, EXCHANGE_PROBES))
 
     def _measured(self, tries: int) -> list[float]:
-        found = [PROBE_BYTES / took_s for took_s in all_reduces_s(PROBE_BYTES, tries)]
-        everywhere = torch.tensor(found, dtype=torch.float64)
-        dist.all_reduce(everywhere)
-        return [float(rate) for rate in everywhere / self._world_size]
+        taken_s = all_reduces_s(PROBE_BYTES, tries)
+        return self._ranks.means([PROBE_BYTES / each_s for each_s in taken_s])
 
     @property
     def exchange_bytes_per_s(self) -> float:
@@ -126,13 +126,15 @@ class Link:
         What is measured is a ring; where ranks share hosts, sums in two levels send less.
         """
         average = statistics.median(self._samples)
-        names = [str(host) for host in self._hosts]
-        if shares_hosts(names):
-            average *= ring_share(names) / two_level_share(len(set(names)))
+        if shares_hosts(self._hosts):
+            average *= ring_share(self._hosts) / two_level_share(len(set(self._hosts)))
         if self._servers is None:
             return average
         # A rank sends and receives 2(n-1)/n bytes for each byte of an all-reduce among n.
-        return self._through(average * 2 * (self._world_size - 1) / self._world_size, self._servers)
+        size = self._ranks.size
+        return store_bytes_per_s(
+            average * 2 * (size - 1) / size, workers=size, servers=self._servers
+        )
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
@@ -141,12 +143,10 @@ class Link:
             found["exchange_bytes_per_s"] = self.exchange_bytes_per_s
             found["exchange_each_ms"] = 1e3 * self.exchange_s
         if self._servers is not None:
-            rate = self._nominal_bytes_per_s
             found["servers"] = self._servers
-            found["nominal_bytes_per_s"] = (
-                self._through(rate, self._servers) if rate else self.bytes_per_s
-            )
+            found["nominal_bytes_per_s"] = self.bytes_per_s
+            if rate := self._nominal_bytes_per_s:
+                found["nominal_bytes_per_s"] = store_bytes_per_s(
+                    rate, workers=self._ranks.size, servers=self._servers
+                )
         return found
-
-    def _through(self, link_bytes_per_s: float, servers: int) -> float:
-        return store_bytes_per_s(link_bytes_per_s, workers=self._world_size, servers=servers)

@@ -6,34 +6,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.bench.paces import common_rates
-from bytesched.bench.profile import parse_profile
 from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification
-from bytesched.environment import rank_view, set_variables
+from bytesched.environment import set_variables
 from bytesched.lab.ranks import BenchError, Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
-from bytesched.records import from_json
 
 from .block import SEED, train
-from .leaving import leave_after
-from .link import PROBE_BYTES
+from .link import PROBE_BYTES, all_reduces_s
+from .rank import Ranks, run_rank
 from .systems.data_parallel import Running, make_optimizer, scheduled
-from .workloads.emulated import EmulatedModel, emulated_loss
-from .workloads.models import Workload
+from .workloads.models import emulated
 from .workloads.shared_pace import SharedPace
-
-__all__ = ["main"]
 
 _PROBES: Final = 5
 
@@ -65,10 +58,11 @@ class SharingBench:
     def __init__(self, spec: ShareSpecification, place: Place) -> None:
         self._spec = spec
         jobs = len(spec.profiles)
-        self._host, self._job = divmod(dist.get_rank(), jobs)
+        self._ranks = Ranks()
+        self._host, self._job = divmod(self._ranks.rank, jobs)
         # Ranks of one job are on one host each; what LOCAL_RANK says is the number of the job.
         set_variables({"LOCAL_RANK": str(self._host)})
-        hosts = dist.get_world_size() // jobs
+        hosts = self._ranks.size // jobs
         groups = [dist.new_group([h * jobs + j for h in range(hosts)]) for j in range(jobs)]
         group = groups[self._job]
         assert isinstance(group, dist.ProcessGroup)
@@ -77,14 +71,8 @@ class SharingBench:
         self._turns = str(folder / "turns")
         self._pace = SharedPace(folder / f"device{self._host}", self._job)
         self._bytes_per_s = self._measured_rate()
-        profiles = [parse_profile(content, "of the bench") for content in spec.profiles]
-        scales = [
-            profile.nbytes / self._bytes_per_s / (profile.compute_s * spec.comm_ratio)
-            if spec.comm_ratio
-            else spec.compute_scale
-            for profile in profiles
-        ]
-        self._profiles = [one.scaled(scale) for one, scale in zip(profiles, scales, strict=True)]
+        how = self._bytes_per_s, spec.comm_ratio, spec.compute_scale
+        self._profiles = [one.paced(*how) for one in spec.profiles]
 
     def run(self) -> dict[str, Any]:
         """The result, on rank 0."""
@@ -126,15 +114,14 @@ class SharingBench:
         """Trains these jobs from their beginning; what each of them found."""
         found: dict[str, Any] | None = None
         if self._job in jobs:
-            torch.manual_seed(SEED)
-            model = EmulatedModel(self._profiles[self._job], self._pace)
-            running = self._set_up(arm, model)
+            workload = emulated(self._profiles[self._job], SEED, self._pace)
+            running = self._set_up(arm, workload.model)
         dist.barrier()
         if self._job in jobs:
             together = len(jobs) > 1
             iterations = _Iterations(self._group, self._spec.warmup, together=together)
             trained = train(
-                Workload(model, emulated_loss),
+                workload,
                 running,
                 warmup=self._spec.warmup,
                 iterations=self._spec.iterations,
@@ -148,39 +135,30 @@ class SharingBench:
                     "bits": [trained["losses"], trained["weights"]],
                     "figures": trained["stats"],
                 }
-            del model, running
+            del workload, running
             gc.collect()
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found)
-        return {one["job"]: one for one in every if one is not None}
+        return {one["job"]: one for one in self._ranks.gather(found) if one is not None}
 
-    def _set_up(self, arm: str, model: EmulatedModel) -> Running:
+    def _set_up(self, arm: str, model: nn.Module) -> Running:
         wrapped = DistributedDataParallel(model, process_group=self._group)
         optimizer = make_optimizer(self._spec.optimizer, model.parameters())
         if arm == DDP:
             return Running(wrapped, optimizer)
         share = {"share": self._turns} if arm == CROSSOVER else {}
-        return scheduled(optimizer, wrapped, self._spec.options | share)
+        [options] = [system.options for system in self._spec.systems] or [{}]
+        return scheduled(optimizer, wrapped, options | share)
 
     def _measured_rate(self) -> float:
         """Bytes per second of the first job's large all-reduces, as every rank knows it."""
-        found = [0.0]
+        rate = 0.0
         if self._job == 0:
-            buffer = torch.zeros(PROBE_BYTES // 4)
-            taken_s = []
-            for _ in range(1 + _PROBES):
-                dist.barrier(self._group)
-                began_s = time.perf_counter()
-                dist.all_reduce(buffer, group=self._group)
-                taken_s.append(time.perf_counter() - began_s)
-            found = [PROBE_BYTES / statistics.median(taken_s[1:])]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+            rate = PROBE_BYTES / statistics.median(all_reduces_s(PROBE_BYTES, _PROBES, self._group))
+        found: float = self._ranks.gather(rate)[0]
+        return found
 
     def _say(self, turn: int, arm: str, rates: list[float]) -> None:
-        if dist.get_rank() == 0:
-            each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
-            print(f"round {turn + 1}/{self._spec.rounds}  {arm:<20} {each} ms", flush=True)
+        each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
+        self._ranks.say(f"round {turn + 1}/{self._spec.rounds}  {arm:<20} {each} ms")
 
 
 def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
@@ -198,19 +176,5 @@ def _rates(found: dict[int, dict[str, Any]]) -> list[float]:
     return rates
 
 
-def main(argv: list[str]) -> int:
-    """Run one rank; rank 0 writes the result into the file that its place names."""
-    spec, place = from_json(ShareSpecification, argv[0]), from_json(Place, argv[1])
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=spec.timeout_s))
-    result = SharingBench(spec, place).run()
-    if rank_view().rank == 0:
-        Path(place.result).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
 if __name__ == "__main__":
-    leave_after(main)
+    run_rank(ShareSpecification, lambda spec, place: SharingBench(spec, place).run())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -16,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bytesched.bench.profile import Profile, parse_profile
+from bytesched.bench.profile import Profile
 from bytesched.bench.specification import Specification
 from bytesched.bench.stolen import core_times, stolen_share
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
-from bytesched.errors import PluginError
 from bytesched.files import write_text
 from bytesched.lab.ranks import Place
 from bytesched.link.bound import (
@@ -30,23 +27,21 @@ from bytesched.link.bound import (
     sharded_optimum_s,
     split_optimum_s,
 )
-from bytesched.records import from_json
 
 from .block import SEED, train
 from .course import SWEEP_WARMUP, SWEPT_BUCKETS_MB, estimate, first_round
-from .leaving import leave_after
 from .link import Link
 from .memory import reset_peak
+from .rank import Ranks, run_rank
 from .systems.data_parallel import make_optimizer, set_up
 from .systems.expert_parallel import set_up_experts
-from .systems.processes import OwnProcesses
+from .systems.processes import run_block
 from .workloads.compute import Traffic, measure_compute, measure_update, record_profile
-from .workloads.models import Workload, build
+from .workloads.models import build
 
 if TYPE_CHECKING:
-    from .systems.horovod import HorovodBlocks, Settings
+    from .systems.horovod import Horovod, Settings
 
-KVSTORE_RANK = "bytesched.plugins.bench.systems.kvstore_rank"
 COMPUTE_ITERATIONS = 5
 
 
@@ -57,75 +52,58 @@ class Bench:
         self.spec = spec
         self.place = place
         self.systems = list(spec.systems)
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.content = spec.content
+        self.ranks = Ranks()
         shared = spec.ranks_per_host if place.link_bytes_per_s else 1
-        self.link = Link(spec.servers, place.link_bytes_per_s, shared)
+        self.link = Link(self.ranks, spec.servers, place.link_bytes_per_s, shared)
         self.compute_samples: list[dict[str, float]] = []
         self.sweeps_ms: dict[str, dict[str, float]] = {}
+        layers = spec.profile.layers if spec.profile else ()
+        #: of the smallest all-to-all, and how many of these all of an iteration would be
+        self.exchange_bytes = min((e for layer in layers if (e := layer.exchange_bytes)), default=0)
+        self.exchanges = 0.0
+        if spec.profile and self.exchange_bytes:
+            self.exchanges = spec.profile.exchanged_bytes / self.exchange_bytes
 
     def run(self) -> dict[str, Any]:
         """The result that the report is made from, the same on every rank."""
         began = core_times()
-        if not self.link.settle() and self.spec.comm_ratio:
-            self.say(
-                "the link does not keep a rate: compute will be off what --comm-ratio asks for"
-            )
-        if self.spec.kind == "emulate":
-            self.content = self.scaled_profile().to_json()
+        say, spec = self.ranks.say, self.spec
+        if not self.link.settle() and spec.comm_ratio:
+            say("the link does not keep a rate: compute will be off what --comm-ratio asks for")
+        if spec.profile:
+            how = self.link.bytes_per_s, spec.comm_ratio, spec.compute_scale
+            self.spec = replace(spec, profile=spec.profile.paced(*how))
         model = self.describe()
         systems: dict[str, dict[str, Any]] = {s.label: {"rounds": []} for s in self.systems}
-        for turn in range(self.spec.rounds):
+        for turn in range(spec.rounds):
             self.link.probe()
-            if self.exchanged_bytes:
-                self.link.probe_exchanges(self.least_exchange_bytes)
+            if self.exchanges:
+                self.link.probe_exchanges(self.exchange_bytes)
             self.probe_compute()
             if not turn:
-                self.say(self.estimate(model["model_bytes"]))
+                say(self.estimate(model["model_bytes"]))
             places = range(len(self.systems))
             for number in places if turn else first_round([s.kind for s in self.systems]):
                 if not turn:
                     self.systems[number], chosen = self.choose(self.systems[number])
                     systems[self.systems[number].label] |= chosen
                 system = self.systems[number]
-                block = self.block(system, self.spec.warmup, self.spec.iterations)
+                block = self.block(system, spec.warmup, spec.iterations)
                 systems[system.label]["rounds"].append(block)
-                self.say(
-                    f"round {turn + 1}/{self.spec.rounds}  {system.label:<18} "
-                    f"{statistics.median(block['iteration_ms']):8.1f} ms"
-                )
-                if self.rank == 0:
+                median_ms = statistics.median(block["iteration_ms"])
+                say(f"round {turn + 1}/{spec.rounds}  {system.label:<18} {median_ms:8.1f} ms")
+                if self.ranks.rank == 0:
                     # Whoever stops the bench gets a table of what is there.
                     so_far = self.found(model, systems, stolen_share(began, core_times()))
                     write_text(Path(self.place.result), json.dumps(so_far))
-        stolen = max(self.gather(stolen_share(began, core_times())))
+        stolen = max(self.ranks.gather(stolen_share(began, core_times())))
         return self.found(model, systems, stolen)
 
     def estimate(self, model_bytes: int) -> str:
         """How long all of it takes, in a line, now that link and compute were measured once."""
         each = self.compute_samples[-1]
-        compute_s = (each["compute_ms"] + each["update_ms"]) / 1e3 + self.exchange_s
-        return estimate(self.spec, compute_s + model_bytes / self.link.bytes_per_s)
-
-    @cached_property
-    def exchanged_bytes(self) -> int:
-        """That a rank hands to all-to-alls in an iteration."""
-        is_emulated = self.spec.kind == "emulate"
-        return parse_profile(self.content, "of the bench").exchanged_bytes if is_emulated else 0
-
-    @property
-    def least_exchange_bytes(self) -> int:
-        """Of its smallest all-to-all."""
-        layers = parse_profile(self.content, "of the bench").layers
-        return min(layer.exchange_bytes for layer in layers if layer.exchange_bytes)
-
-    @property
-    def exchange_s(self) -> float:
-        """How long these take on idle links."""
-        if not self.exchanged_bytes:
-            return 0.0
-        return self.exchanged_bytes / self.least_exchange_bytes * self.link.exchange_s
+        ms = each["compute_ms"] + each["update_ms"] + each.get("exchange_ms", 0.0)
+        return estimate(self.spec, ms / 1e3 + model_bytes / self.link.bytes_per_s)
 
     def found(
         self, model: dict[str, Any], systems: dict[str, dict[str, Any]], stolen: float
@@ -136,10 +114,8 @@ class Bench:
             for name in self.compute_samples[0]
         }
         compute["communication_ms"] = 1e3 * model["model_bytes"] / self.link.bytes_per_s
-        if self.exchanged_bytes:
-            compute["exchange_ms"] = 1e3 * self.exchange_s
         return {
-            "world_size": self.world_size,
+            "world_size": self.ranks.size,
             "ranks_per_host": self.spec.ranks_per_host,
             "torch": torch.__version__,
             "stolen_share": stolen,
@@ -156,122 +132,25 @@ class Bench:
         """
         if system.kind == "ddp-best":
             buckets = self.sweeps_ms["bucket_sweep_ms"] = self.sweep_buckets()
-            best_mb = min(buckets, key=lambda bucket: buckets[bucket])
+            best_mb = min(buckets, key=buckets.__getitem__)
             options = {"bucket_mb": best_mb, "bucket_view": "1"}
             return replace(system, kind="ddp", options=options), {"bucket_mb": float(best_mb)}
         if system.kind == "horovod-best":
-            return self.choose_horovod(system)
+            from .systems.horovod import sweep
+
+            given = {name: float(value) for name, value in system.options.items()}
+            swept = sweep(self.horovod_ms, **given)
+            self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
+            best = min(swept, key=swept.__getitem__)
+            system = replace(system, kind="horovod", options=best.options())
+            return system, {"settings": str(best)}
         return system, {}
-
-    def choose_horovod(self, system: System) -> tuple[System, dict[str, Any]]:
-        """The same for Horovod."""
-        from .systems.horovod import split_options, sweep
-
-        given, _ = split_options(system.options)
-        swept = sweep(self.horovod_ms, given)
-        self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
-        settings = min(swept, key=lambda tried: swept[tried])
-        system = replace(system, kind="horovod", options=settings.options())
-        return system, {"settings": str(settings)}
 
     def horovod_ms(self, settings: Settings) -> float:
         """Milliseconds of plain Horovod with these settings, as every rank knows them."""
-        median_ms = self.median_ms(System("horovod", "horovod", settings.options()))
-        self.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
+        median_ms = self.median_ms("horovod", settings.options())
+        self.ranks.say(f"horovod sweep {settings!s:>14} {median_ms:14.1f} ms")
         return median_ms
-
-    def workload(self) -> Workload:
-        """The model as it is at the start of every block."""
-        return build(self.spec.kind, self.content, self.spec.batch, SEED)
-
-    @cached_property
-    def horovod(self) -> HorovodBlocks:
-        """What runs Horovod; made when the first system needs it."""
-        from .systems.horovod import HorovodBlocks
-
-        return HorovodBlocks(self.spec, self.place, self.content)
-
-    @cached_property
-    def kvstore(self) -> OwnProcesses:
-        """What runs workers and servers, which are ranks of one job of MPI."""
-        return OwnProcesses(KVSTORE_RANK, self.spec, self.place, self.content, by_mpi=True)
-
-    def close(self) -> None:
-        """Let go of what was started."""
-        if "horovod" in vars(self):
-            self.horovod.close()
-
-    def seed_of(self, step: int) -> int:
-        """Seed of this rank's batch."""
-        return step * self.world_size + self.rank
-
-    def scaled_profile(self) -> Profile:
-        """The profile to emulate, with the compute time that the specification asks for."""
-        profile = parse_profile(self.content, "of the bench")
-        scale = self.spec.compute_scale
-        if self.spec.comm_ratio:
-            comm_s = profile.nbytes / self.link.bytes_per_s
-            scale = comm_s / (profile.compute_s * self.spec.comm_ratio)
-        return profile.scaled(scale)
-
-    def describe(self) -> dict[str, Any]:
-        """Size of the model and, if asked for, its compute profiles by batch size."""
-        workload = self.workload()
-        parameters = list(workload.model.parameters())
-        found: dict[str, Any] = {
-            "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            "tensors": len(parameters),
-        }
-        if self.spec.record:
-            found["profiles"] = [self.profile(batch).to_json() for batch in self.spec.record]
-        return found
-
-    def profile(self, batch: int) -> Profile:
-        """What the model computes at a batch size, 0 being its own."""
-        workload = build(self.spec.kind, self.content, batch, SEED)
-        times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
-        name = self.content if isinstance(self.content, str) else "an emulated model"
-        return record_profile(name, workload, times)
-
-    def probe_compute(self) -> None:
-        """Time the model alone and beside traffic, and derive T*."""
-        workload = self.workload()
-        model = workload.model
-        dist.barrier()
-        alone = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, None)
-        if self.spec.kind == "emulate":
-            profile = parse_profile(self.content, "of the bench")
-            compute_s, work = profile.compute_s, gradients(profile.chain())
-        else:
-            traffic = Traffic(sum(alone.nbytes))
-            beside = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, traffic)
-            traffic.close()
-            compute_s, work = beside.compute_s, beside.work()
-        update_s = measure_update(
-            model, make_optimizer(self.spec.optimizer, model.parameters()), COMPUTE_ITERATIONS
-        )
-        bound_s = split_optimum_s if self.spec.clip else optimum_s
-        best_s = bound_s(work, compute_s, self.link.bytes_per_s)
-        sharded_s = sharded_optimum_s(
-            work, compute_s, self.link.bytes_per_s, is_clipped=bool(self.spec.clip)
-        )
-        found = {
-            "compute_ms": compute_s,
-            "compute_alone_ms": alone.compute_s,
-            "update_ms": update_s,
-            "optimum_ms": best_s,
-            "sharded_optimum_ms": sharded_s,
-        }
-        if self.exchanged_bytes:
-            rates = self.link.bytes_per_s, self.link.exchange_bytes_per_s
-            # What an all-to-all takes beyond its bytes: gradients may use the link meanwhile.
-            sent_s = self.least_exchange_bytes / self.link.exchange_bytes_per_s
-            late_s = max(0.0, self.link.exchange_s - sent_s)
-            found["optimum_ms"] = exchanging_optimum_s(profile.chain(), *rates, latency_s=late_s)
-            found["pieces_optimum_ms"] = exchanging_optimum_s(
-                profile.chain(), *rates, in_pieces=True
-            )
-        self.compute_samples.append({name: self.mean(1e3 * s) for name, s in found.items()})
 
     def sweep_buckets(self) -> dict[str, float]:
         """Milliseconds of DDP for each bucket size, as every rank knows them.
@@ -280,42 +159,113 @@ class Bench:
         """
         found: dict[str, float] = {}
         for bucket_mb in (*SWEPT_BUCKETS_MB, *reversed(SWEPT_BUCKETS_MB)):
-            options = {"bucket_mb": str(bucket_mb), "bucket_view": "1"}
-            median_ms = self.median_ms(System("ddp", "ddp", options))
+            median_ms = self.median_ms("ddp", {"bucket_mb": str(bucket_mb), "bucket_view": "1"})
             found[str(bucket_mb)] = found.get(str(bucket_mb), 0.0) + median_ms / 2
-            self.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
+            self.ranks.say(f"bucket sweep {bucket_mb:>3} MB {median_ms:19.1f} ms")
         return found
 
-    def median_ms(self, system: System) -> float:
+    def median_ms(self, kind: str, options: dict[str, str]) -> float:
         """Milliseconds of a system in a short block, as every rank knows them."""
-        block = self.block(system, SWEEP_WARMUP, self.spec.sweep_iterations)
-        return self.mean(statistics.median(block["iteration_ms"]))
+        block = self.block(System(kind, kind, options), SWEEP_WARMUP, self.spec.sweep_iterations)
+        return self.ranks.mean(statistics.median(block["iteration_ms"]))
+
+    @cached_property
+    def horovod(self) -> Horovod:
+        """What ranks of Horovod meet by; made when the first system needs it."""
+        from .systems.horovod import Horovod
+
+        return Horovod(self.ranks, self.place)
+
+    def close(self) -> None:
+        """Let go of what was started."""
+        if "horovod" in vars(self):
+            self.horovod.close()
+
+    def seed_of(self, step: int) -> int:
+        """Seed of this rank's batch."""
+        return step * self.ranks.size + self.ranks.rank
+
+    def describe(self) -> dict[str, Any]:
+        """Size of the model and, if asked for, its compute profiles by batch size."""
+        parameters = list(build(self.spec, SEED).model.parameters())
+        found: dict[str, Any] = {
+            "model_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "tensors": len(parameters),
+        }
+        if self.spec.record:
+            found["profiles"] = [asdict(self.recorded(batch)) for batch in self.spec.record]
+        return found
+
+    def recorded(self, batch: int) -> Profile:
+        """What the model computes at a batch size, 0 being its own."""
+        workload = build(replace(self.spec, batch=batch), SEED)
+        times = measure_compute(workload, 2 * COMPUTE_ITERATIONS, self.seed_of, None)
+        return record_profile(self.spec.model, workload, times)
+
+    def probe_compute(self) -> None:
+        """Time the model alone and beside traffic, and derive T*."""
+        workload = build(self.spec, SEED)
+        dist.barrier()
+        alone = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, None)
+        layers = self.spec.profile.chain() if self.spec.profile else []
+        if self.spec.profile:
+            compute_s, work = self.spec.profile.compute_s, gradients(layers)
+        else:
+            traffic = Traffic(sum(alone.nbytes))
+            beside = measure_compute(workload, COMPUTE_ITERATIONS, self.seed_of, traffic)
+            traffic.close()
+            compute_s, work = beside.compute_s, beside.work()
+        optimizer = make_optimizer(self.spec.optimizer, workload.model.parameters())
+        rate, is_clipped = self.link.bytes_per_s, bool(self.spec.clip)
+        bound_s = split_optimum_s if is_clipped else optimum_s
+        found = {
+            "compute_ms": compute_s,
+            "compute_alone_ms": alone.compute_s,
+            "update_ms": measure_update(workload.model, optimizer, COMPUTE_ITERATIONS),
+            "optimum_ms": bound_s(work, compute_s, rate),
+            "sharded_optimum_ms": sharded_optimum_s(work, compute_s, rate, is_clipped=is_clipped),
+        }
+        if self.exchanges:
+            rates = rate, self.link.exchange_bytes_per_s
+            # What an all-to-all takes beyond its bytes: gradients may use the link meanwhile.
+            late_s = max(0.0, self.link.exchange_s - self.exchange_bytes / rates[1])
+            found["optimum_ms"] = exchanging_optimum_s(layers, *rates, latency_s=late_s)
+            found["pieces_optimum_ms"] = exchanging_optimum_s(layers, *rates, in_pieces=True)
+            found["exchange_ms"] = self.exchanges * self.link.exchange_s
+        means = self.ranks.means([1e3 * each_s for each_s in found.values()])
+        self.compute_samples.append(dict(zip(found, means, strict=True)))
 
     def block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """Train a new model with one system; what all ranks found, and this one's times."""
+        length = warmup, iterations
         if system.kind in HOROVOD_SYSTEMS:
-            found = self.horovod.block(system, warmup, iterations)
+            from .systems.horovod import split_options
+
+            variables, options = split_options(system.options)
+            variables = self.horovod.variables() | variables
+            found = run_block(
+                self.spec, self.place, replace(system, options=options), *length, variables
+            )
         elif system.kind in KVSTORE_SYSTEMS:
-            found = self.kvstore.block(system, warmup, iterations)
+            found = run_block(self.spec, self.place, system, *length, {})
         else:
-            found = self.own_block(system, warmup, iterations)
-        if system.kind in HOROVOD_SYSTEMS or system.kind in KVSTORE_SYSTEMS:
-            # Of a process that has done nothing else.
-            found = {k: v for k, v in found.items() if k not in ("peak_bytes", "state_bytes")}
+            found = self.own_block(system, *length)
         if "exchange_ms" in found:
-            found["exchange_ms"] = list(chain.from_iterable(self.gather(found["exchange_ms"])))
-            found["exchange_wait_ms"] = self.mean(found["exchange_wait_ms"])
+            found["exchange_ms"] = list(
+                chain.from_iterable(self.ranks.gather(found["exchange_ms"]))
+            )
+            found["exchange_wait_ms"] = self.ranks.mean(found["exchange_wait_ms"])
         return found | {
-            "cpu_ms": self.mean(found["cpu_ms"]),
-            "losses": self.gather(found["losses"]),
-            "weights": self.gather(found["weights"]),
+            "cpu_ms": self.ranks.mean(found["cpu_ms"]),
+            "losses": self.ranks.gather(found["losses"]),
+            "weights": self.ranks.gather(found["weights"]),
         }
 
     def own_block(self, system: System, warmup: int, iterations: int) -> dict[str, Any]:
         """A block in this process, over torch's own process group."""
         began_bytes = reset_peak()
-        workload = self.workload()
-        build_up = set_up_experts if self.exchanged_bytes else set_up
+        workload = build(self.spec, SEED)
+        build_up = set_up_experts if self.exchanges else set_up
         running = build_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
         found = train(
@@ -331,48 +281,17 @@ class Bench:
         # Beyond what the process had: other systems ran in it before.
         found["peak_bytes"] -= began_bytes
         return found | {
-            name: max(self.gather(found[name])) for name in ("peak_bytes", "state_bytes")
+            name: max(self.ranks.gather(found[name])) for name in ("peak_bytes", "state_bytes")
         }
 
-    def mean(self, value: float) -> float:
-        """The mean over all ranks, the same number on each."""
-        both = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(both)
-        return float(both) / self.world_size
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def say(self, line: str) -> None:
-        """Progress, from rank 0."""
-        if self.rank == 0:
-            print(line, flush=True)
-
-
-def main(argv: list[str]) -> int:
-    """Run one rank; rank 0 writes the result into the file that its place names."""
-    spec, place = from_json(Specification, argv[0]), from_json(Place, argv[1])
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=spec.timeout_s))
+def _measure(spec: Specification, place: Place) -> dict[str, Any]:
     bench = Bench(spec, place)
     try:
-        result = bench.run()
-    except PluginError as error:
-        # What failed in another process has printed where.
-        print(error, file=sys.stderr, flush=True)
-        return 1
+        return bench.run()
     finally:
         bench.close()
-    if place.rank == 0:
-        Path(place.result).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    leave_after(main)
+    run_rank(Specification, _measure)

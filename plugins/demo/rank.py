@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytesched
 from bytesched.records import from_json
 
-from ..bench.leaving import leave_after
+from ..bench.rank import leave_after
 from ..bench.systems.data_parallel import set_up
 from ..bench.workloads.models import GPT, NextToken
 from .ddp_trace import trace_ddp

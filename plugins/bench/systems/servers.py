@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytesched.errors import ConfigError, SchedulerTimeout
+from bytesched.errors import SchedulerTimeout
 
 from .data_parallel import Running, make_optimizer, scheduled
 
@@ -44,12 +44,10 @@ def set_up_store(
     bytesched-kv the fields of its configuration.
     """
     if kind == "kv-plain":
-        _refuse_all_but((), options, kind)
         optimizer = make_optimizer(optimizer_name, model.parameters())
         WholeKeys(model, optimizer, store, servers=servers, timeout_s=timeout_s)
         return Running(model, optimizer)
     if kind == "kv-p3":
-        _refuse_all_but(("slice", "window"), options, kind)
         elements = int(options.get("slice", _SLICE_ELEMENTS))
         p3 = P3(
             model,
@@ -61,11 +59,6 @@ def set_up_store(
         )
         return Running(model, p3, p3.close)
     return scheduled(make_optimizer(optimizer_name, model.parameters()), model, options, store)
-
-
-def _refuse_all_but(known: tuple[str, ...], options: Mapping[str, str], kind: str) -> None:
-    if strange := [name for name in options if name not in known]:
-        raise ConfigError(f"{kind} has no option {strange[0]!r}: {', '.join(known) or 'none'}")
 
 
 class WholeKeys:

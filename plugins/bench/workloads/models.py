@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bytesched.bench.profile import parse_profile
+from bytesched.bench.profile import Profile
+from bytesched.bench.specification import Specification
 from bytesched.errors import ConfigError
 
-from .emulated import EmulatedModel, emulated_loss
+from .emulated import EmulatedModel, Pace, emulated_loss
 
 IMAGE_SIZE = 32
 CLASSES = 100
@@ -186,19 +187,26 @@ REAL: dict[str, tuple[Callable[[int], Workload], int]] = {
 }
 
 
-def build(kind: str, content: object, batch: int, seed: int) -> Workload:
-    """The workload of a bench specification, its weights drawn from `seed`.
+def build(spec: Specification, seed: int) -> Workload:
+    """The workload of a bench specification, its weights drawn from `seed`."""
+    if spec.profile is not None:
+        return emulated(spec.profile, seed)
+    return named(spec.model, spec.batch, seed)
 
-    `kind` is "emulate" (`content` is a profile), "model" (a name of `REAL`) or "user": then
-    `content` is ``module:function``, and that function returns the model and its loss function.
-    """
+
+def named(model: str, batch: int, seed: int) -> Workload:
+    """One of `REAL`, for a batch size or its own, or what ``module:function`` of a user returns."""
     torch.manual_seed(seed)
-    if kind == "emulate":
-        return Workload(EmulatedModel(parse_profile(content, "of the bench")), emulated_loss)
-    if kind == "model":
-        make, default_batch = REAL[str(content)]
+    if model in REAL:
+        make, default_batch = REAL[model]
         return make(batch or default_batch)
-    return _user_workload(str(content))
+    return _user_workload(model)
+
+
+def emulated(profile: Profile, seed: int, pace: Pace | None = None) -> Workload:
+    """A profile's, at a pace of its own or at that given."""
+    torch.manual_seed(seed)
+    return Workload(EmulatedModel(profile, pace), emulated_loss)
 
 
 def _user_workload(target: str) -> Workload:

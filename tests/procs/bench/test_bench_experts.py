@@ -84,6 +84,4 @@ def test_experts_have_no_gradients_to_send(
     path.write_text(json.dumps({"layers": layers}))
     with pytest.raises(SystemExit):
         bench.main(["--emulate", str(path)])
-    assert (
-        "layer 0: shapes is [[4]], expected none beside exchange_bytes" in capsys.readouterr().err
-    )
+    assert "layer 0: no shapes beside exchange_bytes" in capsys.readouterr().err

@@ -31,8 +31,10 @@ needs_mpi = pytest.mark.skipif(
     [
         ("--systems ddp --servers 1", "--servers is for kv-plain"),
         ("--systems kv-plain,ddp", "ddp sends without a server"),
-        ("--systems kv-plain --servers 33", "from 0 (every rank also serves) to 32"),
+        ("--systems kv-plain --servers 33", "from 0 to 32"),
         ("--systems kv-p4", "did you mean kv-p3"),
+        ("--systems kv-plain:slice=10", "'slice'; known: transfer, updates"),
+        ("--systems kv-p3:slice=0", "slice = '0': must be from 1"),
     ],
 )
 def test_wrong_arguments_are_refused(

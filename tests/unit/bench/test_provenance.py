@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from bytesched.bench import provenance as origin
-from bytesched.bench import setting as settings
 from bytesched.bench.arguments import bench_parser, same_again
-from bytesched.bench.setting import difference, setting
+from bytesched.bench.provenance import difference, setting
 from bytesched.bench.specification import specification
 from bytesched.environment import RankView
 
@@ -102,7 +101,7 @@ def test_numbers_of_iterations_and_systems_are_no_setting(monkeypatch: pytest.Mo
     more = "--rounds 9 --iterations 3 --warmup 2 --sweep-iterations 1"
     now = setting_of(f"--emulate gpt --systems ddp,bytesched {more}")
     assert difference(before, now) == ""
-    monkeypatch.setattr(settings, "priority", lambda: "rr 5")
+    monkeypatch.setattr(origin, "priority", lambda: "rr 5")
     there = setting_of("--emulate gpt --systems ddp")
     assert difference(before, there) == "priority was not set and is rr 5 now"
 

@@ -13,13 +13,13 @@ from torch import nn
 
 import bytesched.bench.systems
 from bytesched.bench.profile import Profile, load_profile, parse_profile, shipped_profiles
-from bytesched.bench.systems import System, check_ddp, ddp_arguments, parse_systems
+from bytesched.bench.systems import System, check_systems, ddp_arguments, parse_systems
 from bytesched.bench.table import add_figures, table
 from bytesched.commands import bench as bench
 from bytesched.errors import ConfigError
 from bytesched.plugins.bench.workloads import emulated as emulate
 from bytesched.plugins.bench.workloads.compute import measure_compute, record_profile
-from bytesched.plugins.bench.workloads.models import REAL, Workload, build
+from bytesched.plugins.bench.workloads.models import REAL, Workload, emulated, named
 
 
 def changed_layer(**fields: object) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--systems fsdp2:bucket_mb=1", "fsdp2 has no options"),
         ("--systems ddp:bucket_mb", "name=value"),
         ("--systems ddp:bucket=1", "'bucket'; did you mean bucket_mb?"),
-        ("--systems ddp:bucket_mb=0", "not a size in MB"),
+        ("--systems ddp:bucket_mb=0", "expected a number above 0"),
         ("--systems ddp:bucket_view=2", "bucket_view = '2': not a switch"),
         ("--model gtp", "did you mean gpt"),
         ("--emulate vg", "did you mean vgg"),
@@ -43,14 +43,14 @@ def changed_layer(**fields: object) -> dict[str, Any]:
         ("--model gpt --emulate gpt", "exclude each other"),
         ("--model gpt --comm-ratio 1", "need --emulate"),
         ("--emulate gpt --comm-ratio 1 --compute-scale 2", "exclude each other"),
-        ("--emulate gpt --comm-ratio nan", "a positive number"),
-        ("--emulate gpt --compute-scale 0", "a positive number"),
+        ("--emulate gpt --comm-ratio nan", "from 0.001 to 1e+06"),
+        ("--emulate gpt --compute-scale 0", "from 0.001 to 1e+06"),
         ("--rate 1gbit", "needs --lab"),
         ("--lab 2 --workers 2", "exclude each other"),
         ("--lab 1", "from 2 to 64"),
         ("--workers 65", "from 2 to 64"),
-        ("--iterations 0", "at least 1"),
-        ("--warmup 1", "at least 2"),
+        ("--iterations 0", "from 1 to"),
+        ("--warmup 1", "from 2 to"),
         ("--batch -1", "at least 0"),
         ("--batch 0,4 --record b.json", "--batch 0: at least 1"),
         ("--batch 4,8", "several sizes is for --record"),
@@ -116,10 +116,10 @@ def test_late_finalization_needs_a_torch_that_has_it(
     monkeypatch.setattr(bytesched.bench.systems, "version", lambda _: installed)
     systems = parse_systems("ddp,ddp-finalize:bucket_mb=4")
     if is_new_enough:
-        check_ddp(systems)
+        check_systems(systems, launcher="none")
     else:
         with pytest.raises(ConfigError, match=r"needs torch 2\.15 or newer, and 2\.14\.1\+cpu is"):
-            check_ddp(systems)
+            check_systems(systems, launcher="none")
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -144,13 +144,18 @@ def test_a_profile_survives_being_saved(recorded: dict[str, int], tmp_path: Path
     [
         ([], "a list of layers"),
         ({"layers": []}, "nothing would be sent"),
-        ({"layers": [3]}, "layer 0: expected an object"),
-        (changed_layer(forward_ms="1"), "layer 0: forward_ms"),
+        ({"layers": [3]}, r"layers\[0\] is 3"),
+        (changed_layer(forward_ms="1"), r"layers\[0\].forward_ms is '1', not float"),
         (changed_layer(backward_ms=-1), "a time of 0 ms or more"),
         (changed_layer(shapes=[[0]]), "lists of positive sizes"),
-        (changed_layer(shapes=["ab"]), "lists of positive sizes"),
-        (changed_layer(output_bytes=0.5), "output_bytes is 0.5, expected a whole number"),
-        (changed_layer(forward_ms=0, backward_ms=0), "every layer takes 0 ms"),
+        (changed_layer(shapes=["ab"]), "shapes.* is 'ab', not"),
+        (changed_layer(output_bytes=0.5), "output_bytes is 0.5, not int"),
+        (changed_layer(output_bytes=-1), "output_bytes and exchange_bytes: expected 0 or more"),
+        (changed_layer(output=1), "has no 'output'"),
+        (
+            changed_layer(forward_ms=0, backward_ms=0),
+            "the times of all layers",
+        ),
     ],
 )
 def test_a_wrong_profile_is_refused(content: object, message: str) -> None:
@@ -227,7 +232,7 @@ def test_pace_forgets_lateness_that_a_wait_has_hidden(monkeypatch: pytest.Monkey
 def gradients_of(
     profile: Profile, seed: int, changed: tuple[int, int] | None = None
 ) -> list[torch.Tensor]:
-    workload = build("emulate", profile.to_json(), 0, seed=3)
+    workload = emulated(profile, seed=3)
     parameters = list(workload.model.parameters())
     if changed is not None:
         with torch.no_grad():
@@ -253,7 +258,7 @@ def test_emulated_gradients_depend_on_weights_and_input_and_nothing_else() -> No
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_learn(name: str) -> None:
     torch.set_num_threads(1)
-    workload = build("model", name, 2, seed=1)
+    workload = named(name, 2, seed=1)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-2)
     losses = []
     for _ in range(3):
@@ -272,9 +277,9 @@ def test_a_model_of_ones_own_must_be_a_pair(
     (tmp_path / "own_model.py").write_text("def make():\n    return 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="returned int; expected a pair"):
-        build("user", "own_model:make", 0, 1)
+        named("own_model:make", 0, 1)
     with pytest.raises(ConfigError, match="has no attribute 'made'"):
-        build("user", "own_model:made", 0, 1)
+        named("own_model:made", 0, 1)
 
 
 class Unused(nn.Module):
