@@ -40,6 +40,7 @@ COUNTS: Final = {
     "bytes": ("bytes of an iteration", 0.01),
 }
 _SAME = "identical"
+_LOSSES = "losses and weights that differ from the first system's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,8 @@ class Change:
 
 def load_result(path: Path) -> dict[str, Any]:
     """What ``--json`` wrote at the end. Raises `ConfigError` for any other file."""
-    result: Any
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--compare {path}: {error}") from None
     found: dict[str, Any] = result if isinstance(result, dict) else {}
@@ -112,25 +112,39 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     Raises `ConfigError` if the new one lacks a figure of a system of ours that it has.
     """
     found: list[Change] = []
-    for name in old["systems"]:
-        if name in new["systems"]:
-            found += _times(name, old, new)
-            found += _counts(name, old["systems"][name], new["systems"][name])
-            found += _losses(name, old["systems"][name], new["systems"][name])
+    for name, before in old["systems"].items():
+        if now := new["systems"].get(name):
+            if _is_ours(name) and "rounds" in before:
+                found += _times(name, old["systems"], new["systems"])
+            for key, (figure, tolerance) in COUNTS.items():
+                counts = before.get("counts", {}).get(key), now.get("counts", {}).get(key)
+                found += _change(name, figure, *counts, tolerance)
+            losses = before.get("losses"), now.get("losses")
+            if losses[0] == _SAME or losses[1] is None:
+                differ = (None if one is None else float(one != _SAME) for one in losses)
+                found += _change(name, _LOSSES, *differ, 0.0)
     return found
 
 
-def _times(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
-    """Of a system of ours: its time as a share of that of a peer that both results have.
+def _change(
+    name: str, figure: str, before: float | None, now: float | None, tolerance: float
+) -> Iterator[Change]:
+    """What became of a figure, if the old result has it."""
+    if before is not None and now is not None:
+        yield Change(name, figure, before, now, tolerance)
+    elif before is not None and _is_ours(name):
+        raise ConfigError(
+            f"--compare: cannot compare the {figure} of {name}: only the old result has them"
+        )
+
+
+def _times(name: str, *systems: dict[str, Any]) -> Iterator[Change]:
+    """The time of a system of ours, as a share of that of a peer that both results have.
 
     Of its best peer in the old one, else in the new one, else of the plain one.
     """
-    if not _is_ours(name) or "rounds" not in old["systems"][name]:
-        return
-    systems = old["systems"], new["systems"]
     (plain, best), (_, best_now) = (opponents(name, its) for its in systems)
-    peers = list(filter(None, (best, best_now, plain)))
-    for peer in peers:
+    for peer in filter(None, (best, best_now, plain)):
         if all(peer in its for its in systems):
             before, now = (_multiple(its[name], its[peer]) for its in systems)
             yield Change(name, f"time, as a multiple of {peer}'s", before, now, TIME_TOLERANCE)
@@ -148,32 +162,6 @@ def _multiple(system: dict[str, Any], peer: dict[str, Any]) -> float:
 
 def _is_ours(name: str) -> bool:
     return name.startswith("bytesched")
-
-
-def _counts(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
-    before, now = old.get("counts", {}), new.get("counts", {})
-    for key, (figure, tolerance) in COUNTS.items():
-        if key in before and key in now:
-            yield Change(name, figure, before[key], now[key], tolerance)
-        elif key in before:
-            _refuse_lost(name, figure)
-
-
-def _losses(name: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Change]:
-    before, now = old.get("losses"), new.get("losses")
-    if before == _SAME and now is not None:
-        figure = "losses and weights that differ from the first system's"
-        yield Change(name, figure, 0.0, float(now != _SAME), 0.0)
-    elif before is not None and now is None:
-        _refuse_lost(name, "losses and weights")
-
-
-def _refuse_lost(name: str, figure: str) -> None:
-    """Raises `ConfigError` for a figure that only the old result has, of a system of ours."""
-    if _is_ours(name):
-        raise ConfigError(
-            f"--compare: cannot compare the {figure} of {name}: only the old result has them"
-        )
 
 
 def _shown(value: float) -> str:

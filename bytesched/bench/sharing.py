@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from bytesched.bench.arguments import DEFAULT_RATE, DEFAULT_WORKERS
-from bytesched.bench.paces import LEAST_ITERATIONS
 from bytesched.bench.profile import Profile, load_profile
 from bytesched.bench.provenance import command_of, provenance
 from bytesched.bench.specification import Specification, Training, refuse, with_options
@@ -22,7 +23,14 @@ from bytesched.lab.ranks import found_by
 from bytesched.link.crossover import SharingJob, bound_share, turn_rates, work
 from bytesched.table import aligned
 
-__all__ = ["CROSSOVER", "DDP", "SIDE_BY_SIDE", "ShareSpecification", "measure_sharing"]
+__all__ = [
+    "CROSSOVER",
+    "DDP",
+    "SIDE_BY_SIDE",
+    "ShareSpecification",
+    "common_rates",
+    "measure_sharing",
+]
 
 WORKER: Final = "bytesched.plugins.bench.share_worker"
 DDP: Final = "ddp, side by side"
@@ -125,3 +133,44 @@ def _row(
     each = " / ".join(f"{1e3 / rate:.1f}" for rate in rates)
     near = 100 * bound_share(jobs, rates)
     return name, each, f"{work(jobs, rates):.3f}x", f"{near:.1f} %", bits
+
+
+#: iterations of each job in which those that began at once fall out of step
+_SETTLING: Final = 1
+#: iterations of each job that a rate is made from
+_LEAST: Final = 2
+#: of each job, for jobs of one pace that take turns
+LEAST_ITERATIONS: Final = _SETTLING + _LEAST + 1
+
+
+def common_rates(starts_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Iterations per second of each job, over one and the same time, in which all of them train.
+
+    Jobs that take turns are half a round apart: of one, six iterations end in the time of five and
+    a half of the other. So what is done of an iteration at either end of that time counts too.
+
+    Args:
+        starts_s: of each job, when its iterations began, the last one ending at the last of them.
+
+    Raises `ValueError` where that time has fewer than two iterations of a job.
+    """
+    since_s = max(starts[min(_SETTLING, len(starts) - 1)] for starts in starts_s.values())
+    until_s = min(starts[-1] for starts in starts_s.values())
+    rates = {}
+    for job, starts in starts_s.items():
+        done = _done(starts, until_s) - _done(starts, since_s) if since_s < until_s else 0.0
+        if done < _LEAST:
+            raise ValueError(
+                f"job {job} had {done:.1f} iterations while all jobs trained, of the {_LEAST} that "
+                "make a rate: their paces differ too much for so few"
+            )
+        rates[job] = done / (until_s - since_s)
+    return rates
+
+
+def _done(starts_s: Sequence[float], at_s: float) -> float:
+    """Iterations that are done at this moment, between the first and the last of these."""
+    steps = list(pairwise(starts_s))
+    step = min(max(0, bisect_right(starts_s, at_s) - 1), len(steps) - 1)
+    began_s, ended_s = steps[step]
+    return step + (at_s - began_s) / (ended_s - began_s)

@@ -26,9 +26,13 @@ def add_figures(result: dict[str, Any]) -> None:
 
 def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
     systems, compute = result["systems"], result["compute"]
+    rounds = systems[name]["rounds"]
     medians = round_medians(systems[name])
-    every = [ms for turn in systems[name]["rounds"] for ms in turn["iteration_ms"]]
-    first, median, third = quartiles(every)
+    every = [ms for turn in rounds for ms in turn["iteration_ms"]]
+    # Of one value, itself three times.
+    first, median, third = statistics.quantiles(
+        every * (1 + (len(every) == 1)), n=4, method="inclusive"
+    )
     optimum_ms = compute["optimum_ms"]
     factor = 2 * (result["world_size"] - 1) / result["world_size"]
     figures = {
@@ -37,17 +41,16 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
         "third_quartile_ms": third,
         "to_optimum": median / optimum_ms,
         "bus_mb_per_s": factor * compute["model_bytes"] / median / 1e3,
-        "cpu_ms": statistics.median(turn["cpu_ms"] for turn in systems[name]["rounds"]),
     }
-    if pieces := result["compute"].get("pieces_optimum_ms"):
+    for key in ("cpu_ms", "peak_bytes", "state_bytes", "exchange_wait_ms"):
+        if all(key in turn for turn in rounds):
+            figures[key] = statistics.median(turn[key] for turn in rounds)
+    if pieces := compute.get("pieces_optimum_ms"):
         figures |= _exchange_figures(systems, name)
         if name.startswith("bytesched-pieces"):
             figures["to_optimum"] = median / pieces
     if _is_sharded(name):
         figures["to_sharded_optimum"] = median / compute["sharded_optimum_ms"]
-    for key in ("peak_bytes", "state_bytes"):
-        if all(key in turn for turn in systems[name]["rounds"]):
-            figures[key] = statistics.median(turn[key] for turn in systems[name]["rounds"])
     if "nominal_bytes_per_s" in result:
         least_ms = 1e3 * compute["model_bytes"] / result["nominal_bytes_per_s"]
         figures["duplex_share"] = least_ms / median
@@ -68,16 +71,15 @@ def _figures(name: str, result: dict[str, Any]) -> dict[str, float]:
 
 def _exchange_figures(systems: dict[str, Any], name: str) -> dict[str, float]:
     """Of all-to-alls, or their pieces, of all ranks."""
-    rounds = systems[name]["rounds"]
-    taken_ms = [ms for turn in rounds for ms in turn["exchange_ms"]]
-    figures = {
-        "exchange_p50_ms": percentile(taken_ms, 0.5),
-        "exchange_p95_ms": percentile(taken_ms, 0.95),
-        "exchange_wait_ms": statistics.median(turn["exchange_wait_ms"] for turn in rounds),
-    }
+
+    def taken_ms(system: str, share: float) -> float:
+        rounds = systems[system]["rounds"]
+        return percentile([ms for turn in rounds for ms in turn["exchange_ms"]], share)
+
+    p95_ms = taken_ms(name, 0.95)
+    figures = {"exchange_p50_ms": taken_ms(name, 0.5), "exchange_p95_ms": p95_ms}
     if IDLE in systems and not name.startswith("bytesched-pieces"):
-        idle_ms = [ms for turn in systems[IDLE]["rounds"] for ms in turn["exchange_ms"]]
-        figures["exchange_p95_to_idle"] = figures["exchange_p95_ms"] / percentile(idle_ms, 0.95)
+        figures["exchange_p95_to_idle"] = p95_ms / taken_ms(IDLE, 0.95)
     return figures
 
 
@@ -105,16 +107,15 @@ def opponents(name: str, systems: dict[str, Any]) -> tuple[str, str]:
     those with a bucket that was given or swept; servers at theirs are what P3 makes of them.
     """
     if name.startswith(("kv-", "bytesched-kv")):
-        plain, best = "kv-plain", "kv-p3"
+        plain, rivals = "kv-plain", [other for other in ("kv-p3",) if other in systems]
     elif not _uses_horovod(name):
-        rivals = [
-            other for other in systems if other.startswith(("ddp-best", "ddp:", "ddp-own-group"))
-        ]
-        plain, best = "ddp", min(rivals, key=lambda other: _median(systems[other]), default="")
+        tuned = ("ddp-best", "ddp:", "ddp-own-group")
+        plain, rivals = "ddp", [other for other in systems if other.startswith(tuned)]
     else:
+        plain = "horovod"
         rivals = [other for other in systems if _uses_horovod(other) and _is_plain(other)]
-        plain, best = "horovod", min(rivals, key=lambda other: _median(systems[other]), default="")
-    return plain if plain in systems else "", best if best in systems else ""
+    best = min(rivals, key=lambda other: _median(systems[other]), default="")
+    return plain if plain in systems else "", best
 
 
 def _is_sharded(name: str) -> bool:
@@ -140,14 +141,6 @@ def round_medians(system: dict[str, Any]) -> list[float]:
     return [statistics.median(turn["iteration_ms"]) for turn in system["rounds"]]
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile; of one value, itself three times."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    first, median, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, median, third
-
-
 def _agreement(name: str, systems: dict[str, Any]) -> str:
     """How the losses and weights of a system compare with those of the first one."""
     if name == IDLE:
@@ -171,15 +164,25 @@ def _agreement(name: str, systems: dict[str, Any]) -> str:
 IDLE = "idle"
 #: of the cores' busy time; more is told
 MOST_STOLEN = 0.02
-BUS = "bus MB/s"
-DUPLEX = "duplex"
-TITLES = (
-    *("system", "iteration ms", "quartiles", "x T*", "vs plain", "vs best", "of gain", BUS),
-    *("CPU ms", "peak MB", "state MB", "losses"),
-)
-
-
-EXCHANGE_TITLES = ("p50 ms", "p95 ms", "x idle", "waits ms")
+#: titles, and what is made of a system's figures; "-" where it has none
+COLUMNS = {
+    "iteration ms": "{iteration_ms:.1f}",
+    "quartiles": "{first_quartile_ms:.0f} to {third_quartile_ms:.0f}",
+    "x T*": "{to_optimum:.3f}",
+    "vs plain": "{speedup_over_plain:.2f}x",
+    "vs best": "{speedup_over_best:.2f}x",
+    "of gain": "{share_of_possible_gain:.0%}",
+    "bus MB/s": "{bus_mb_per_s:.1f}",
+    "duplex": "{duplex_share:.0%}",
+    "p50 ms": "{exchange_p50_ms:.1f}",
+    "p95 ms": "{exchange_p95_ms:.1f}",
+    "x idle": "{exchange_p95_to_idle:.2f}x",
+    "waits ms": "{exchange_wait_ms:.0f}",
+    "CPU ms": "{cpu_ms:.0f}",
+    "peak MB": "{peak_mb:.1f}",
+    "state MB": "{state_mb:.1f}",
+}
+OF_EXCHANGES = ("p50 ms", "p95 ms", "x idle", "waits ms")
 EXCHANGE_LEGEND = (
     "p50, p95: of all-to-alls of all ranks, from call to end (bytesched-pieces: how long each "
     "piece was waited for); x idle: that p95 over the one where no gradients are sent. waits: how "
@@ -194,20 +197,32 @@ EXCHANGE_LEGEND = (
 def table(result: dict[str, Any]) -> str:
     """The result as text."""
     systems = result["systems"]
-    titles = list(TITLES)
-    if "nominal_bytes_per_s" in result:
-        titles[titles.index(BUS)] = DUPLEX
     has_exchanges = any("exchange_p95_ms" in system["figures"] for system in systems.values())
-    at = titles.index("CPU ms")
-    rows = [_row(name, system) for name, system in systems.items()]
-    if has_exchanges:
-        titles[at:at] = EXCHANGE_TITLES
-        for row, system in zip(rows, systems.values(), strict=True):
-            row[at:at] = _exchange_cells(system)
-    columns = "<" + (len(titles) - 2) * ">" + "<"
-    lines = [headline(result), *notes(result), "", *aligned([titles, *rows], columns), ""]
+    left_out = {"bus MB/s" if "nominal_bytes_per_s" in result else "duplex"}
+    if not has_exchanges:
+        left_out.update(OF_EXCHANGES)
+    columns = {title: cell for title, cell in COLUMNS.items() if title not in left_out}
+    rows = [["system", *columns, "losses"]]
+    for name, system in systems.items():
+        cells = [_cell(cell, system["figures"]) for cell in columns.values()]
+        named = f"{name} ({chosen(system)})" if chosen(system) else name
+        rows.append([named, *cells, system["losses"]])
+    sides = "<" + len(columns) * ">" + "<"
+    lines = [headline(result), *notes(result), "", *aligned(rows, sides), ""]
     lines += [f"{name}: {_own(system)}" for name, system in systems.items() if _own(system)]
     return "\n".join([*lines, *_legend(systems), *(EXCHANGE_LEGEND if has_exchanges else ())])
+
+
+def _cell(text: str, figures: dict[str, float]) -> str:
+    megabytes = {
+        name.replace("_bytes", "_mb"): figures[name] / 1e6
+        for name in ("peak_bytes", "state_bytes")
+        if name in figures
+    }
+    try:
+        return text.format_map(figures | megabytes)
+    except KeyError:
+        return "-"
 
 
 def chosen(system: dict[str, Any]) -> str:
@@ -298,58 +313,12 @@ def _own(system: dict[str, Any]) -> str:
         return ""
     if "partition_bytes" not in stats:
         return f"mode {stats['mode']}"
+    bound = system["figures"].get("to_sharded_optimum")
+    sharded = "" if bound is None else f", {bound:.3f} x T* of a sharded update"
     levels = ", sums in two levels" if stats.get("levels", 1) > 1 else ""
     return (
         f"mode {stats['mode']}, order {stats['order']}{levels}, partition "
         f"{stats['partition_bytes'] / 1e6:.2f} MB, credit {stats['credit_bytes'] / 1e6:.2f} MB, "
         f"barrier crossed by {stats['barrier_crossed_pct']:.0f}% of the bytes, waited for "
-        f"communication {stats['exposed_comm_ms']:.1f} ms per step{_to_sharded(system)}"
+        f"communication {stats['exposed_comm_ms']:.1f} ms per step{sharded}"
     )
-
-
-def _exchange_cells(system: dict[str, Any]) -> list[str]:
-    figures = system["figures"]
-    return [
-        f"{figures['exchange_p50_ms']:.1f}",
-        f"{figures['exchange_p95_ms']:.1f}",
-        _times(figures.get("exchange_p95_to_idle")),
-        f"{figures['exchange_wait_ms']:.0f}",
-    ]
-
-
-def _to_sharded(system: dict[str, Any]) -> str:
-    """How a system whose parameters leave after ``step()`` compares with the best of those."""
-    found = system["figures"].get("to_sharded_optimum")
-    return f", {found:.3f} x T* of a sharded update" if found is not None else ""
-
-
-def _row(name: str, system: dict[str, Any]) -> list[str]:
-    figures = system["figures"]
-    return [
-        f"{name} ({chosen(system)})" if chosen(system) else name,
-        f"{figures['iteration_ms']:.1f}",
-        f"{figures['first_quartile_ms']:.0f} to {figures['third_quartile_ms']:.0f}",
-        f"{figures['to_optimum']:.3f}",
-        _times(figures.get("speedup_over_plain")),
-        _times(figures.get("speedup_over_best")),
-        _percent(figures.get("share_of_possible_gain")),
-        _percent(figures["duplex_share"])
-        if "duplex_share" in figures
-        else f"{figures['bus_mb_per_s']:.1f}",
-        f"{figures['cpu_ms']:.0f}",
-        _megabytes(figures.get("peak_bytes")),
-        _megabytes(figures.get("state_bytes")),
-        system["losses"],
-    ]
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def _megabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e6:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from .memory import peak_bytes, state_bytes
+from .machine import peak_bytes, state_bytes
 from .systems.data_parallel import Running
 from .workloads.experts import Exchanges
 from .workloads.models import Workload

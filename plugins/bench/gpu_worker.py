@@ -25,11 +25,11 @@ from bytesched.bench.systems import System, ddp_arguments
 from bytesched.environment import set_variables
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
+from bytesched.observe import Observer
 
 from ..registry import session_of
 from .block import SEED
-from .gpu_trace import Spans, traced
-from .memory import peak_bytes, reset_peak
+from .machine import peak_bytes, reset_peak
 from .rank import Ranks, run_rank
 from .systems.data_parallel import Running, make_optimizer, scheduled
 from .workloads.gpu import gpu_workload
@@ -282,6 +282,54 @@ def _prepare(spec: GpuSpecification, place: Place) -> str:
         raise PluginError("there is no CUDA device; --device cpu tries it without")
     torch.cuda.set_device(0)
     return "nccl"
+
+
+class Spans(Observer):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
+        self.ready: list[tuple[int, int]] = []
+
+    def on_span(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        self.spans.append((track, name, start_ns, end_ns, args or {}))
+
+    def on_flow(self, phase: str, flow_id: int, track: str, at_ns: int) -> None:
+        if phase == "s":
+            self.ready.append((at_ns, flow_id))
+
+
+def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any]]:
+    """An iteration in ms from the start of its backward pass, the first of these.
+
+    Chunks with when they were ready, sent and there, gates with when the training thread came to
+    them and went on, and passes with their starts; the last one is the end.
+    """
+    began_ns, until_ns = passes[0][1], passes[-1][1]
+
+    def ms(at_ns: int) -> float:
+        return round((at_ns - began_ns) / 1e6, 3)
+
+    spans = sorted((s for s in seen.spans if began_ns <= s[2] < until_ns), key=lambda s: s[2])
+    ready = {chunk: at_ns for at_ns, chunk in seen.ready if began_ns <= at_ns < until_ns}
+    return {
+        "chunks": [
+            [name, ms(ready.get(args.get("chunk", -1), start)), ms(start), ms(end)]
+            for track, name, start, end, args in spans
+            if track == "send"
+        ],
+        "gates": [
+            [name, ms(start), ms(end)] for track, name, start, end, _ in spans if track == "wait"
+        ],
+        "passes": [[name, ms(at_ns)] for name, at_ns in passes],
+    }
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bytesched.bench.paces import common_rates
-from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification
+from bytesched.bench.sharing import CROSSOVER, DDP, SIDE_BY_SIDE, ShareSpecification, common_rates
 from bytesched.environment import set_variables
 from bytesched.lab.ranks import BenchError, Place
 from bytesched.link.bound import gradients, optimum_s, split_optimum_s
@@ -25,8 +24,8 @@ from .block import SEED, train
 from .link import PROBE_BYTES, all_reduces_s
 from .rank import Ranks, run_rank
 from .systems.data_parallel import Running, make_optimizer, scheduled
+from .workloads.emulated import SharedPace
 from .workloads.models import emulated
-from .workloads.shared_pace import SharedPace
 
 _PROBES: Final = 5
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from bytesched.bench.profile import Profile
 from bytesched.bench.specification import Specification
-from bytesched.bench.stolen import core_times, stolen_share
 from bytesched.bench.systems import HOROVOD_SYSTEMS, KVSTORE_SYSTEMS, System
 from bytesched.files import write_text
 from bytesched.lab.ranks import Place
@@ -31,10 +30,9 @@ from bytesched.link.bound import (
 from .block import SEED, train
 from .course import SWEEP_WARMUP, SWEPT_BUCKETS_MB, estimate, first_round
 from .link import Link
-from .memory import reset_peak
+from .machine import core_times, reset_peak, stolen_share
 from .rank import Ranks, run_rank
-from .systems.data_parallel import make_optimizer, set_up
-from .systems.expert_parallel import set_up_experts
+from .systems.data_parallel import make_optimizer, set_up, set_up_experts
 from .systems.processes import run_block
 from .workloads.compute import Traffic, measure_compute, measure_update, record_profile
 from .workloads.models import build

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.bench.systems import DDP_WITH_OPTIONS, ddp_arguments
+from bytesched.bench.systems import DDP_WITH_OPTIONS, EXCHANGE_PIECES, ddp_arguments
 from bytesched.errors import PluginError
 
-from ..workloads.experts import Exchanges
-from .finalizing import Finalizing
+from ...exchanges.peers import peers_of
+from ..workloads.experts import EmulatedExperts, Exchanges, InPieces
 
 MIB = 2**20
 FSDP_UNITS = 12
@@ -133,3 +134,95 @@ def _chain(model: nn.Module) -> list[nn.Module]:
     """The longest list of modules in the model that run one after another."""
     chains = [list(m) for m in model.modules() if isinstance(m, nn.Sequential)]
     return max(chains, key=len, default=[])
+
+
+class Finalizing:
+    """What stands for an optimizer in a training loop: its steps are late, and its numbers are not.
+
+    `step()` returns at once. When the next forward pass begins, it waits for all gradients, then
+    updates and zeroes: until then all-reduces run beside whatever the script does.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ddp: Any) -> None:
+        #: with the state
+        self.optim = optimizer
+        self._ddp = ddp
+        self._ddp.require_manual_backward_finalization = True
+        self._ddp.register_forward_pre_hook(lambda *_: self._update())
+        self._is_due = False
+        self._is_finalized = False
+
+    def zero_grad(self) -> None:
+        """Nothing: the late step zeroes."""
+
+    def step(self) -> None:
+        """To be done before the next forward pass; at once, if gradients are here already."""
+        self._is_due = True
+        if self._is_finalized:
+            self._update()
+
+    def synchronize(self) -> None:
+        """Waits for all gradients: for a script that reads them, such as one that clips."""
+        self._ddp.finalize_backward()
+        self._is_finalized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """As Horovod has it: inside, `step()` does not wait, because `synchronize()` did."""
+        yield
+
+    def close(self) -> dict[str, int | float | str]:
+        """Does the step that is due; there are no figures."""
+        self._update()
+        return {}
+
+    def _update(self) -> None:
+        if self._is_due:
+            if not self._is_finalized:
+                self._ddp.finalize_backward()
+            self.optim.step()
+            self.optim.zero_grad()
+        self._is_due = self._is_finalized = False
+
+
+def _in_pieces() -> Exchanges:
+    peers = peers_of(None)
+    assert peers is not None
+    return InPieces(peers, count=EXCHANGE_PIECES)
+
+
+def _own_group(*, is_urgent: bool = False) -> Exchanges:
+    return Exchanges(torch.distributed.new_group(), is_urgent=is_urgent)
+
+
+#: what carries all-to-alls, and the system that carries gradients; "" sends none
+_WITH_EXPERTS: dict[str, tuple[Callable[[], Exchanges], str]] = {
+    "ddp": (lambda: Exchanges(None, is_urgent=False), "ddp"),
+    "ddp-own-group": (_own_group, "ddp"),
+    "bytesched-no-lane": (_own_group, "bytesched"),
+    "bytesched": (lambda: _own_group(is_urgent=True), "bytesched"),
+    "bytesched-pieces": (_in_pieces, "bytesched"),
+    "idle": (_own_group, ""),
+}
+
+
+def set_up_experts(
+    kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str
+) -> Running:
+    """The system ``kind`` around ``model``, whose layers of experts exchange; collective."""
+    make, carrier = _WITH_EXPERTS[kind]
+    exchanges = make()
+    for module in model.modules():
+        if isinstance(module, EmulatedExperts):
+            module.exchanges = exchanges
+    if carrier:
+        running = set_up(carrier, options, model, optimizer_name)
+    else:
+        running = Running(model, make_optimizer(optimizer_name, model.parameters()))
+
+    def close() -> dict[str, int | float | str]:
+        figures = running.close()
+        exchanges.close()
+        return figures
+
+    return replace(running, close=close, exchanges=exchanges)

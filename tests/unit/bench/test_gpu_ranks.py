@@ -14,7 +14,7 @@ from bytesched.bench import gpu_ranks
 from bytesched.bench.gpu_ranks import mps, nccl_variables
 from bytesched.bench.gpu_table import agreement, interval, report
 from bytesched.commands import bench
-from bytesched.plugins.bench.gpu_trace import Spans, traced
+from bytesched.plugins.bench.gpu_worker import Spans, traced
 
 
 def test_each_rank_is_on_a_host_of_its_own() -> None:

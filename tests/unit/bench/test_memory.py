@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bytesched.plugins.bench.memory import peak_bytes, reset_peak, state_bytes
+from bytesched.plugins.bench.machine import peak_bytes, reset_peak, state_bytes
 
 
 def test_a_peak_is_seen_after_it_is_over() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytesched.bench.paces import LEAST_ITERATIONS, common_rates
+from bytesched.bench.sharing import LEAST_ITERATIONS, common_rates
 
 
 @given(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bytesched.bench.stolen import core_times, stolen_share
+from bytesched.plugins.bench.machine import core_times, stolen_share
 
 
 def test_the_share_is_of_the_time_in_which_there_was_something_to_do(tmp_path: Path) -> None:
