@@ -12,14 +12,7 @@ from bytesched.bench.profile import shipped_profiles
 from bytesched.bench.systems import EXCHANGE_SYSTEMS, SYSTEMS
 from bytesched.parser import CommandParser
 
-__all__ = [
-    "CONTROLLERS",
-    "DEFAULT_RATE",
-    "DEFAULT_WORKERS",
-    "MODELS",
-    "bench_parser",
-    "same_again",
-]
+__all__ = ["CONTROLLERS", "DEFAULT_RATE", "DEFAULT_WORKERS", "MODELS", "bench_parser", "same_again"]
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -58,30 +51,18 @@ def same_again(command: str, arguments: Sequence[str]) -> list[str]:
     Files that it wrote, and what it was compared with, are left out.
     """
     recorded = shlex.split(command)
+    recorded = recorded[recorded.index("bench") + 1 :] if "bench" in recorded else []
+    words = [part for word in recorded for part in word.split("=", word.startswith("--"))]
     kept: list[str] = []
-    is_kept = True
-    for argument in recorded[recorded.index("bench") + 1 :] if "bench" in recorded else []:
-        if argument.startswith("--"):
-            is_kept = argument.partition("=")[0] not in _OUTPUTS
-        if is_kept:
-            kept.append(argument)
-    if "--record" in {argument.partition("=")[0] for argument in recorded}:
-        kept = _largest_batch(kept)
+    flag = ""
+    for word in words:
+        flag = word if word.startswith("--") else flag
+        if flag == "--batch" != word and "--record" in words:
+            # What systems got.
+            kept.append(str(_batches(word)[-1]))
+        elif flag not in _OUTPUTS:
+            kept.append(word)
     return [*kept, *arguments]
-
-
-def _largest_batch(arguments: Sequence[str]) -> list[str]:
-    """The same with the largest batch of a list, which is what systems get."""
-    found: list[str] = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name == "--batch" and equals:
-            found.append(f"{name}={max(_batches(value))}")
-        elif found and found[-1] == "--batch":
-            found.append(str(max(_batches(argument))))
-        else:
-            found.append(argument)
-    return found
 
 
 def _batches(text: str) -> list[int]:

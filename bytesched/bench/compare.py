@@ -117,12 +117,12 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
             if _is_ours(name) and "rounds" in before:
                 found += _times(name, old["systems"], new["systems"])
             for key, (figure, tolerance) in COUNTS.items():
-                counts = before.get("counts", {}).get(key), now.get("counts", {}).get(key)
-                found += _change(name, figure, *counts, tolerance)
-            losses = before.get("losses"), now.get("losses")
-            if losses[0] == _SAME or losses[1] is None:
-                differ = (None if one is None else float(one != _SAME) for one in losses)
-                found += _change(name, _LOSSES, *differ, 0.0)
+                was, is_now = (its.get("counts", {}).get(key) for its in (before, now))
+                found += _change(name, figure, was, is_now, tolerance)
+            told, tells = before.get("losses"), now.get("losses")
+            if told == _SAME or tells is None:
+                differs = None if tells is None else float(tells != _SAME)
+                found += _change(name, _LOSSES, None if told is None else 0.0, differs, 0.0)
     return found
 
 

@@ -166,13 +166,16 @@ def _called(command: list[str], environment: dict[str, str], log: Path, text: st
 
 def _left(pipes: Path) -> list[int]:
     """The daemon and its servers, as far as they run."""
-    try:
+    found = []
+    with suppress(OSError, ValueError):
         daemon = int((pipes / f"{_DAEMON}.pid").read_text())
         servers = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
-        found = [daemon, *map(int, servers)]
-        return [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().strip() == _SHOWN]
-    except (OSError, ValueError):
-        return []
+        for pid in (daemon, *map(int, servers)):
+            # One that ends meanwhile does not hide the others.
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == _SHOWN:
+                    found.append(pid)
+    return found
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from bytesched.table import aligned
@@ -51,7 +52,7 @@ def _table(systems: Mapping[str, Any], optimum_ms: float) -> list[str]:
     times = {
         label: [turn["iteration_ms"] for turn in its["rounds"]] for label, its in systems.items()
     }
-    medians = {label: _median(rounds) for label, rounds in times.items()}
+    medians = {label: statistics.median(chain(*rounds)) for label, rounds in times.items()}
     peers = [label for label in medians if not label.startswith("bytesched")]
     best = min(peers, key=medians.__getitem__, default="")
     rows: list[tuple[str, ...]] = [
@@ -60,15 +61,14 @@ def _table(systems: Mapping[str, Any], optimum_ms: float) -> list[str]:
     plain = next((label for label in systems if label.startswith("ddp")), next(iter(systems)))
     for label, its in systems.items():
         low, high = interval(times[best], times[label]) if best else (0.0, 0.0)
+        cpu_ms = statistics.median(turn["cpu_ms"] for turn in its["rounds"])
+        peak = max(turn["peak_bytes"] for turn in its["rounds"]) / _MIB
+        speed = f"{medians[best] / medians[label]:.3f}x" if best else "-"
         rows.append(
             (
-                label,
-                f"{medians[label]:.2f}",
-                f"{medians[label] / optimum_ms:.3f}x",
-                f"{medians[best] / medians[label]:.3f}x" if best else "-",
+                *(label, f"{medians[label]:.2f}", f"{medians[label] / optimum_ms:.3f}x", speed),
                 f"{low:.3f}-{high:.3f}" if best not in ("", label) else "-",
-                f"{statistics.median(turn['cpu_ms'] for turn in its['rounds']):.1f}",
-                f"{max(turn['peak_bytes'] for turn in its['rounds']) / _MIB:.0f}",
+                *(f"{cpu_ms:.1f}", f"{peak:.0f}"),
                 agreement(systems[plain]["losses"], its["losses"]),
             )
         )
@@ -81,10 +81,6 @@ def _table(systems: Mapping[str, Any], optimum_ms: float) -> list[str]:
     ]
 
 
-def _median(rounds: Sequence[Sequence[float]]) -> float:
-    return statistics.median(ms for turn in rounds for ms in turn)
-
-
 def interval(
     theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
@@ -95,11 +91,9 @@ def interval(
     draw = random.Random(0)
     ratios = []
     for _ in range(_DRAWS):
-        rounds = draw.choices(range(len(ours)), k=len(ours))
+        turns = draw.choices(range(len(ours)), k=len(ours))
         one, other = (
-            statistics.median(
-                ms for turn in rounds for ms in draw.choices(side[turn], k=len(side[turn]))
-            )
+            statistics.median(chain(*(draw.choices(side[t], k=len(side[t])) for t in turns)))
             for side in (theirs, ours)
         )
         ratios.append(one / other)
@@ -112,11 +106,7 @@ def agreement(expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]
     """Whether every rank has the same losses, or nearly."""
     if expected == got:
         return "same bits"
-    pairs = [
-        (one, other)
-        for ours, theirs in zip(expected, got, strict=True)
-        for one, other in zip(ours, theirs, strict=True)
-    ]
+    pairs = zip(chain(*expected), chain(*got), strict=True)
     apart = [abs(one - other) / max(abs(one), 1e-12) for one, other in pairs]
     # Of what is no number, nothing is at most anything.
     is_close = all(each <= _CLOSE for each in apart)
@@ -125,12 +115,9 @@ def agreement(expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]
 
 def trace_lines(trace: Mapping[str, Any]) -> list[str]:
     """The tables of an iteration: its passes, its chunks and its gates."""
-    chunks, gates = (
-        [head, *((name, *(f"{ms:.1f}" for ms in times)) for name, *times in trace[kind])]
-        for kind, head in (
-            ("chunks", ("chunk", "ready", "sent", "arrived")),
-            ("gates", ("gate", "reached", "passed")),
-        )
-    )
-    passes = ", ".join(f"{name} {ms:.1f}" for name, ms in trace["passes"])
-    return [passes, *aligned(chunks, "<>>>"), "", *aligned(gates, "<>>")]
+    lines = [", ".join(f"{name} {ms:.1f}" for name, ms in trace["passes"])]
+    for kind, head in (("chunks", "chunk ready sent arrived"), ("gates", "gate reached passed")):
+        rows = [(name, *(f"{ms:.1f}" for ms in times)) for name, *times in trace[kind]]
+        titles = head.split()
+        lines += [*aligned([titles, *rows], "<" + ">" * (len(titles) - 1)), ""]
+    return lines[:-1]

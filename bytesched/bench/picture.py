@@ -71,27 +71,11 @@ def _draw_case(axes: Any, case: dict[str, Any], bars: int) -> None:
     for row, (name, system) in enumerate(systems.items()):
         _draw_bar(axes, row, name, system["figures"], optimum_ms)
     axes.plot([optimum_ms] * 2, [-0.62, len(systems) - 0.5], color=OPTIMUM, linewidth=1.4)
-    axes.annotate(
-        f"T* {optimum_ms:.0f} ms",
-        (optimum_ms, -0.62),
-        xytext=(4, -2),
-        textcoords="offset points",
-        size=9,
-        color=OPTIMUM,
-        va="center",
-    )
-    axes.set_title(
-        str(case.get("workload", "")), loc="left", size=12, weight="bold", color=INK, pad=22
-    )
-    axes.annotate(
-        _circumstances(case),
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 8),
-        textcoords="offset points",
-        size=9,
-        color=QUIET,
-    )
+    _write(axes, f"T* {optimum_ms:.0f} ms", (optimum_ms, -0.62), (4, -2), color=OPTIMUM)
+    title = str(case.get("workload", ""))
+    axes.set_title(title, loc="left", size=12, weight="bold", color=INK, pad=22)
+    place = {"xycoords": "axes fraction", "va": "baseline"}
+    _write(axes, _circumstances(case), (0, 1), (0, 8), color=QUIET, **place)
 
 
 def _draw_bar(axes: Any, row: int, name: str, figures: dict[str, Any], optimum_ms: float) -> None:
@@ -101,25 +85,17 @@ def _draw_bar(axes: Any, row: int, name: str, figures: dict[str, Any], optimum_m
     colour = AFTER if name.startswith("bytesched") else BEFORE
     axes.barh(row, length_ms, height=0.66, color=colour)
     axes.plot([first_ms, third_ms], [row, row], color=INK, linewidth=1.2, solid_capstyle="butt")
-    axes.annotate(
-        f"{length_ms:.0f} ms",
-        (0, row),
-        xytext=(7, 0),
-        textcoords="offset points",
-        size=10,
-        weight="bold",
-        color="white",
-        va="center",
-    )
-    axes.annotate(
-        f"{length_ms / optimum_ms:.2f} x T*",
-        (max(length_ms, third_ms), row),
-        xytext=(6, 0),
-        textcoords="offset points",
-        size=9,
-        color=INK,
-        va="center",
-    )
+    inside = {"size": 10, "weight": "bold", "color": "white"}
+    _write(axes, f"{length_ms:.0f} ms", (0, row), (7, 0), **inside)
+    beside = max(length_ms, third_ms), row
+    _write(axes, f"{length_ms / optimum_ms:.2f} x T*", beside, (6, 0), color=INK)
+
+
+def _write(
+    axes: Any, text: str, at: tuple[float, float], offset: tuple[int, int], **style: Any
+) -> None:
+    style = {"size": 9, "va": "center"} | style
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", **style)
 
 
 def _label(name: str, system: dict[str, Any]) -> str:

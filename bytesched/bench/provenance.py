@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -64,10 +65,9 @@ def source(root: Path = _ROOT) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory, kernel, and the installed torch."""
-    try:
+    torch = ""
+    with suppress(metadata.PackageNotFoundError):
         torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
     return {
         "cpu": _cpu(Path("/proc/cpuinfo")),
         "cores": len(os.sched_getaffinity(0)),
@@ -118,24 +118,15 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _cpu(path: Path) -> str:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = path.read_text().splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
 
 def _git(root: Path, *arguments: str) -> str:
     """What git says, or "" where it is missing, fails or takes too long."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), *arguments]
+        quiet = subprocess.DEVNULL
+        return subprocess.check_output(command, text=True, timeout=_GIT_S, stderr=quiet).strip()
+    return ""

@@ -41,11 +41,7 @@ _DDP = {
     "bucket_view": "gradient_as_bucket_view",
     "static_graph": "static_graph",
 }
-_OF_DDP: Parsers = {
-    "bucket_mb": _above_0,
-    "bucket_view": parse_flag,
-    "static_graph": parse_flag,
-}
+_OF_DDP: Parsers = {**dict.fromkeys(_DDP, parse_flag), "bucket_mb": _above_0}
 _OF_HOROVOD: Parsers = {"fusion_mb": _above_0, "cycle_ms": _above_0}
 _OF_STORES: Parsers = {"transfer": one_of("two-sided", "one-sided"), "updates": parse_flag}
 _SLICES: Parsers = {"slice": whole_number(1, 1 << 40), "window": whole_number(1, 1 << 20)}

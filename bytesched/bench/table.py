@@ -215,9 +215,9 @@ def table(result: dict[str, Any]) -> str:
 
 def _cell(text: str, figures: dict[str, float]) -> str:
     megabytes = {
-        name.replace("_bytes", "_mb"): figures[name] / 1e6
-        for name in ("peak_bytes", "state_bytes")
-        if name in figures
+        f"{kind}_mb": figures[f"{kind}_bytes"] / 1e6
+        for kind in ("peak", "state")
+        if f"{kind}_bytes" in figures
     }
     try:
         return text.format_map(figures | megabytes)
@@ -257,14 +257,11 @@ def _legend(systems: dict[str, Any]) -> list[str]:
 
 def headline(result: dict[str, Any]) -> str:
     """What was measured on what, in a line."""
-    compute = result["compute"]
-    ranks_per_host = result.get("ranks_per_host", 1)
-    ranks = f"{result['world_size']} ranks"
-    if ranks_per_host > 1:
-        ranks += f", {ranks_per_host} on each host"
+    compute, ranks_per_host = result["compute"], result.get("ranks_per_host", 1)
+    shared = f", {ranks_per_host} on each host" if ranks_per_host > 1 else ""
     return (
         f"{result['workload']}, {compute['model_bytes'] / 1e6:.1f} MB in {compute['tensors']} "
-        f"tensors, {ranks}, {result['network']}"
+        f"tensors, {result['world_size']} ranks{shared}, {result['network']}"
     )
 
 

@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from .machine import peak_bytes, state_bytes
 from .systems.data_parallel import Running
-from .workloads.experts import Exchanges
 from .workloads.models import Workload
 
 SEED = 1
@@ -22,7 +21,6 @@ SEED = 1
 def train(
     workload: Workload,
     running: Running,
-    *,
     warmup: int,
     iterations: int,
     seed_of: Callable[[int], int],
@@ -33,19 +31,19 @@ def train(
     An iteration is timed from its beginning to that of the next. `seed_of` says which batch an
     iteration trains on. With `clip`, gradients are clipped to that norm.
     """
-    starts_s: list[float] = []
-    cpu_s: list[float] = []
-    main_cpu_s: list[float] = []
+    #: wall clock, CPU time of the process, and of this thread
+    clocks_s: list[tuple[float, float, float]] = []
     losses: list[float] = []
+    exchanged: dict[str, Any] = {}
     exchanges = running.exchanges
     for step in range(warmup + iterations + 1):
         if step == warmup and exchanges is not None:
             exchanges.clear()
-        elif step == warmup + iterations:
-            exchanged = _exchanged(exchanges, iterations)
-        starts_s.append(time.perf_counter())
-        cpu_s.append(time.process_time())
-        main_cpu_s.append(time.thread_time())
+        elif step == warmup + iterations and exchanges is not None:
+            # What each took, and how long an iteration waited for them.
+            exchanged["exchange_ms"] = [round(taken_ms, 2) for taken_ms in exchanges.taken_ms]
+            exchanged["exchange_wait_ms"] = sum(exchanges.waited_ms) / iterations
+        clocks_s.append((time.perf_counter(), time.process_time(), time.thread_time()))
         running.optimizer.zero_grad()
         loss = workload.loss(running.module, seed_of(step))
         loss.backward()
@@ -54,27 +52,20 @@ def train(
     # Before the end, where a sharded optimizer gets the state of all ranks back.
     peak, state = peak_bytes(), state_bytes(running.optimizer)
     figures = running.close()
-    spans_s = [after - before for before, after in pairwise(starts_s)]
+    spans_s = [after[0] - before[0] for before, after in pairwise(clocks_s[warmup:])]
+    cpu_ms, main_cpu_ms = (
+        1e3 * (clocks_s[-1][n] - clocks_s[warmup][n]) / iterations for n in (1, 2)
+    )
     return {
-        "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s[warmup:]],
-        "cpu_ms": 1e3 * (cpu_s[-1] - cpu_s[warmup]) / iterations,
-        "main_cpu_ms": 1e3 * (main_cpu_s[-1] - main_cpu_s[warmup]) / iterations,
+        "iteration_ms": [round(1e3 * span_s, 3) for span_s in spans_s],
+        "cpu_ms": cpu_ms,
+        "main_cpu_ms": main_cpu_ms,
         "peak_bytes": peak,
         "state_bytes": state,
         "losses": losses,
         "weights": _digest(workload.model),
         "stats": figures,
         **exchanged,
-    }
-
-
-def _exchanged(exchanges: Exchanges | None, iterations: int) -> dict[str, Any]:
-    """Of all-to-alls: what each took, and how long an iteration waited for them."""
-    if exchanges is None:
-        return {}
-    return {
-        "exchange_ms": [round(taken_ms, 2) for taken_ms in exchanges.taken_ms],
-        "exchange_wait_ms": sum(exchanges.waited_ms) / iterations,
     }
 
 

@@ -6,9 +6,9 @@ import gc
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -83,8 +83,7 @@ _PIECES, _MANY_PIECES = 4, 32
 _TRIES: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """A model without compute, and in how many collectives it is sent."""
 
     tensors: int
@@ -92,8 +91,7 @@ class _Shape:
     pieces: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
+class _Used(NamedTuple):
     """CPU time of an iteration, and of it that of the thread that trains."""
 
     all_s: float
@@ -113,19 +111,17 @@ def cpu_costs(kind: str, nbytes: int, messages: int) -> CpuCosts:
         messages: of an all-reduce.
     """
     base = _Shape(_TENSORS, nbytes, _PIECES)
-    pieces = _Shape(_TENSORS, nbytes, _MANY_PIECES)
-    tensors = _Shape(_MANY_TENSORS, nbytes, _PIECES)
-    more = _Shape(_TENSORS, 2 * nbytes, _PIECES)
+    pieces, tensors = base._replace(pieces=_MANY_PIECES), base._replace(tensors=_MANY_TENSORS)
+    more = base._replace(nbytes=2 * nbytes)
     plain = {shape: _used("plain", shape) for shape in (base, tensors, more)}
     used = {shape: _used(kind, shape) for shape in (base, pieces, tensors, more)}
-    collective_s = (used[pieces].all_s - used[base].all_s) / (
-        used[pieces].collectives - used[base].collectives
+    per_collective = [used[pieces][n] - used[base][n] for n in (0, 2)]
+    tensor_s, byte_s = (
+        used[shape][n] - used[base][n] - (plain[shape][n] - plain[base][n])
+        for shape, n in ((tensors, 1), (more, 0))
     )
-    tensor_s = used[tensors].main_s - used[base].main_s
-    tensor_s -= plain[tensors].main_s - plain[base].main_s
-    byte_s = used[more].all_s - used[base].all_s - (plain[more].all_s - plain[base].all_s)
     return CpuCosts(
-        message_s=max(0.0, collective_s / (messages + MESSAGES_BY_ITSELF)),
+        message_s=max(0.0, per_collective[0] / per_collective[1] / (messages + MESSAGES_BY_ITSELF)),
         tensor_s=max(0.0, tensor_s / (_MANY_TENSORS - _TENSORS)),
         byte_s=max(0.0, byte_s / nbytes),
     )
@@ -136,10 +132,12 @@ def _used(kind: str, shape: _Shape) -> _Used:
     if kind == "plain":
         running = Running(workload.model, make_optimizer(_OPTIMIZER, workload.model.parameters()))
     else:
-        running = set_up(kind, _options(kind, shape), workload.model, _OPTIMIZER)
-    found = train(
-        workload, running, warmup=_WARMUP, iterations=_ITERATIONS, seed_of=lambda step: step
-    )
+        piece_bytes = shape.nbytes // shape.pieces
+        options = {"bucket_mb": str(piece_bytes / MIB), "bucket_view": "1"}
+        if kind != "ddp":
+            options = {"partition_bytes": str(piece_bytes), "credit_bytes": str(2 * piece_bytes)}
+        running = set_up(kind, options, workload.model, _OPTIMIZER)
+    found = train(workload, running, _WARMUP, _ITERATIONS, lambda step: step)
     del workload, running
     gc.collect()
     collectives = int(found["stats"].get("chunks", shape.pieces))
@@ -152,13 +150,6 @@ def _profile(shape: _Shape) -> Profile:
     # No profile may take no time at all.
     last = LayerProfile("last", 1e-3, 0.0, ())
     return Profile("costs", "", (*(layer,) * _LAYERS, last))
-
-
-def _options(kind: str, shape: _Shape) -> dict[str, str]:
-    piece_bytes = shape.nbytes // shape.pieces
-    if kind == "ddp":
-        return {"bucket_mb": str(piece_bytes / MIB), "bucket_view": "1"}
-    return {"partition_bytes": str(piece_bytes), "credit_bytes": str(2 * piece_bytes)}
 
 
 def update_bytes_per_s(nbytes: int) -> float:

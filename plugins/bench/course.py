@@ -22,15 +22,14 @@ def first_round(kinds: Sequence[str]) -> list[int]:
     bytesched begins, then what it is compared with as that is; what is swept comes last. So a
     bench that is stopped early has measured what was asked about.
     """
-    return sorted(range(len(kinds)), key=lambda place: _eagerness(kinds[place]))
 
+    def eagerness(place: int) -> int:
+        kind = kinds[place]
+        if kind.startswith("bytesched"):
+            return 0
+        return 1 if kind in _PLAIN else 2 + (kind in _SWEPT)
 
-def _eagerness(kind: str) -> int:
-    if kind.startswith("bytesched"):
-        return 0
-    if kind in _PLAIN:
-        return 1
-    return 3 if kind in _SWEPT else 2
+    return sorted(range(len(kinds)), key=eagerness)
 
 
 def estimate(spec: Specification, iteration_s: float) -> str:

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from bytesched.bench.gpu_ranks import GpuSpecification, nccl_variables
-from bytesched.bench.systems import System, ddp_arguments
+from bytesched.bench.systems import System
 from bytesched.environment import set_variables
 from bytesched.errors import PluginError
 from bytesched.lab.ranks import Place
@@ -31,7 +30,7 @@ from ..registry import session_of
 from .block import SEED
 from .machine import peak_bytes, reset_peak
 from .rank import Ranks, run_rank
-from .systems.data_parallel import Running, make_optimizer, scheduled
+from .systems.data_parallel import Running, make_optimizer, set_up
 from .workloads.gpu import gpu_workload
 
 #: of the collectives beside compute
@@ -66,17 +65,16 @@ class GpuBench:
 
     def run(self) -> dict[str, Any]:
         """The result, on every rank."""
-        model = self._workload.make()
-        sizes = [p.numel() for p in model.parameters()]
+        sizes = [p.numel() for p in self._workload.make().parameters()]
+        say, rounds = self._ranks.say, self._spec.rounds
         device, carrier = "CPU", "Gloo"
         if self._on_gpu:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             device, carrier = torch.cuda.get_device_name(0), f"NCCL {version} over sockets"
-        self._ranks.say(
-            f"{self._ranks.size} ranks on one device ({device}), which run {self._spec.sharing}"
-        )
+        count, sharing = self._ranks.size, self._spec.sharing
+        say(f"{count} ranks on one device ({device}), which run {sharing}")
         found: dict[str, Any] = {
-            "ranks": self._ranks.size,
+            "ranks": count,
             "device": device,
             "carrier": carrier,
             "torch": torch.__version__,
@@ -85,28 +83,23 @@ class GpuBench:
             "batch": len(self._workload.batches[0][0]),
             "bounds": [],
         }
-        del model
         systems: dict[str, dict[str, Any]] = {}
         # Kernels that give the same bits each time, where there are such.
         torch.use_deterministic_algorithms(True, warn_only=True)
         for system in self._spec.systems:
             losses = self._block(system, _COMPARED)["losses"]
             systems[system.label] = {"losses": self._ranks.gather(losses), "rounds": []}
-            self._ranks.say(f"losses     {system.label:<18} {losses[-1]:.6f}")
+            say(f"losses     {system.label:<18} {losses[-1]:.6f}")
         torch.use_deterministic_algorithms(False)
-        for turn in range(self._spec.rounds):
+        for turn in range(rounds):
             found["bounds"].append(self._bounds())
             # There and back: what drifts is nobody's advantage.
             for system in self._spec.systems[:: -1 if turn % 2 else 1]:
                 block = self._block(system, self._spec.iterations)
                 systems[system.label]["rounds"].append(block)
                 took_ms = statistics.median(block["iteration_ms"])
-                self._ranks.say(
-                    f"round {turn + 1}/{self._spec.rounds}  {system.label:<18} {took_ms:8.1f} ms"
-                )
+                say(f"round {turn + 1}/{rounds}  {system.label:<18} {took_ms:8.1f} ms")
         return found | {"systems": systems}
-
-    # -- what bounds all systems -------------------------------------------------------
 
     def _bounds(self) -> dict[str, float]:
         """Milliseconds of compute alone, of an all-reduce of all gradients, and of both at once.
@@ -152,8 +145,6 @@ class GpuBench:
         self._synchronize()
         return self._ranks.mean(1e3 * (time.perf_counter() - began_s) / _TIMED)
 
-    # -- systems -----------------------------------------------------------------------
-
     def _block(self, system: System, iterations: int, *, is_traced: bool = False) -> dict[str, Any]:
         """Trains from the beginning; what all ranks found, and the losses of this one."""
         self._clear()
@@ -191,16 +182,10 @@ class GpuBench:
         if system.kind == "fsdp2":
             self._shard(model)
             return Running(model, make_optimizer(self._spec.optimizer, model.parameters()))
-        arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
+        ddp: dict[str, Any] = {"gradient_as_bucket_view": True}
         if self._on_gpu:
-            arguments["device_ids"] = [0]
-        if system.kind == "ddp":
-            arguments |= ddp_arguments(system.options)
-        wrapped = DistributedDataParallel(model, **arguments)
-        optimizer = make_optimizer(self._spec.optimizer, model.parameters())
-        if system.kind == "ddp":
-            return Running(wrapped, optimizer)
-        return scheduled(optimizer, wrapped, {"guard": "off", **system.options})
+            ddp["device_ids"] = [0]
+        return set_up(system.kind, system.options, model, self._spec.optimizer, **ddp)
 
     def _shard(self, model: nn.Module) -> None:
         """FSDP2 whose parameters stay after the forward pass: it sends what an all-reduce does."""
@@ -242,8 +227,6 @@ class GpuBench:
             clip_grad_norm_(module.parameters(), self._spec.clip)
         optimizer.step()
         return loss.detach()  # type: ignore[no-any-return]
-
-    # -- the device and the other ranks ------------------------------------------------
 
     def _model(self) -> nn.Module:
         torch.manual_seed(SEED)
@@ -291,14 +274,7 @@ class Spans(Observer):
         self.spans: list[tuple[str, str, int, int, dict[str, Any]]] = []
         self.ready: list[tuple[int, int]] = []
 
-    def on_span(
-        self,
-        track: str,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        args: dict[str, Any] | None = None,
-    ) -> None:
+    def on_span(self, track: str, name: str, start_ns: int, end_ns: int, args: Any = None) -> None:
         self.spans.append((track, name, start_ns, end_ns, args or {}))
 
     def on_flow(self, phase: str, flow_id: int, track: str, at_ns: int) -> None:
@@ -319,17 +295,14 @@ def traced(seen: Spans, passes: Sequence[tuple[str, int]]) -> dict[str, list[Any
 
     spans = sorted((s for s in seen.spans if began_ns <= s[2] < until_ns), key=lambda s: s[2])
     ready = {chunk: at_ns for at_ns, chunk in seen.ready if began_ns <= at_ns < until_ns}
-    return {
-        "chunks": [
-            [name, ms(ready.get(args.get("chunk", -1), start)), ms(start), ms(end)]
-            for track, name, start, end, args in spans
-            if track == "send"
-        ],
-        "gates": [
-            [name, ms(start), ms(end)] for track, name, start, end, _ in spans if track == "wait"
-        ],
-        "passes": [[name, ms(at_ns)] for name, at_ns in passes],
-    }
+    found: dict[str, list[Any]] = {"chunks": [], "gates": []}
+    for track, name, start, end, args in spans:
+        if track == "send":
+            ready_ns = ready.get(args.get("chunk", -1), start)
+            found["chunks"].append([name, ms(ready_ns), ms(start), ms(end)])
+        elif track == "wait":
+            found["gates"].append([name, ms(start), ms(end)])
+    return found | {"passes": [[name, ms(at_ns)] for name, at_ns in passes]}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -39,12 +39,9 @@ def state_bytes(optimizer: Any) -> int:
     return sum(
         getattr(tensor, "_local_tensor", tensor).nbytes
         for entry in dict.values(getattr(optimizer, "state", {}))
-        for tensor in _tensors(entry)
+        for tensor in entry.values()
+        if isinstance(tensor, torch.Tensor)
     )
-
-
-def _tensors(entry: Any) -> Iterator[Any]:
-    return (value for value in entry.values() if isinstance(value, torch.Tensor))
 
 
 def _status(name: str) -> int:

@@ -94,20 +94,17 @@ class SharingBench:
 
     def _described(self, alone: list[list[float]]) -> list[dict[str, Any]]:
         bound_s = split_optimum_s if self._spec.clip else optimum_s
-        found = []
-        for profile, rates in zip(self._profiles, zip(*alone, strict=True), strict=True):
-            work = gradients(profile.chain())
-            best_s = bound_s(work, profile.compute_s, self._bytes_per_s)
-            found.append(
-                {
-                    "name": profile.name,
-                    "compute_ms": 1e3 * profile.compute_s,
-                    "alone_ms": 1e3 / statistics.median(rates),
-                    "link_ms": 1e3 * profile.nbytes / self._bytes_per_s,
-                    "optimum_ms": 1e3 * best_s,
-                }
-            )
-        return found
+        rate = self._bytes_per_s
+        return [
+            {
+                "name": one.name,
+                "compute_ms": 1e3 * one.compute_s,
+                "alone_ms": 1e3 / statistics.median(rates),
+                "link_ms": 1e3 * one.nbytes / rate,
+                "optimum_ms": 1e3 * bound_s(gradients(one.chain()), one.compute_s, rate),
+            }
+            for one, rates in zip(self._profiles, zip(*alone, strict=True), strict=True)
+        ]
 
     def _block(self, arm: str, jobs: Any) -> dict[int, dict[str, Any]]:
         """Trains these jobs from their beginning; what each of them found."""
@@ -119,14 +116,8 @@ class SharingBench:
         if self._job in jobs:
             together = len(jobs) > 1
             iterations = _Iterations(self._group, self._spec.warmup, together=together)
-            trained = train(
-                workload,
-                running,
-                warmup=self._spec.warmup,
-                iterations=self._spec.iterations,
-                seed_of=iterations.seed_of,
-                clip=self._spec.clip,
-            )
+            length, seed_of = (self._spec.warmup, self._spec.iterations), iterations.seed_of
+            trained = train(workload, running, *length, seed_of, self._spec.clip)
             if self._host == 0:
                 found = {
                     "job": self._job,

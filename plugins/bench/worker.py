@@ -140,8 +140,8 @@ class Bench:
             swept = sweep(self.horovod_ms, **given)
             self.sweeps_ms["horovod_sweep_ms"] = {str(tried): ms for tried, ms in swept.items()}
             best = min(swept, key=swept.__getitem__)
-            system = replace(system, kind="horovod", options=best.options())
-            return system, {"settings": str(best)}
+            chosen = {"settings": str(best)}
+            return replace(system, kind="horovod", options=best.options()), chosen
         return system, {}
 
     def horovod_ms(self, settings: Settings) -> float:
@@ -266,14 +266,8 @@ class Bench:
         build_up = set_up_experts if self.exchanges else set_up
         running = build_up(system.kind, system.options, workload.model, self.spec.optimizer)
         dist.barrier()
-        found = train(
-            workload,
-            running,
-            warmup=warmup,
-            iterations=iterations,
-            seed_of=self.seed_of,
-            clip=self.spec.clip,
-        )
+        clip = self.spec.clip
+        found = train(workload, running, warmup, iterations, self.seed_of, clip)
         del workload, running
         gc.collect()
         # Beyond what the process had: other systems ran in it before.

@@ -49,35 +49,35 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}
 
 
-def set_up(kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str) -> Running:
+def set_up(
+    kind: str, options: Mapping[str, str], model: nn.Module, optimizer_name: str, **ddp: Any
+) -> Running:
     """The system `kind` around `model`; options are texts as the command line has them.
 
     DDP takes `bucket_mb`, `bucket_view` and `static_graph`, bytesched the fields of its
-    configuration.
+    configuration. `ddp` has further arguments of DDP.
     """
+    parameters = model.parameters
     if kind in HOROVOD:
         return _horovod(kind, options, model, optimizer_name)
     if kind == "fsdp2":
         _shard(model)
-        return Running(model, make_optimizer(optimizer_name, model.parameters()))
-    if kind in DDP_WITH_OPTIONS:
-        wrapped = DistributedDataParallel(model, **ddp_arguments(options))
-        optimizer = make_optimizer(optimizer_name, model.parameters())
-        if kind == "ddp":
-            return Running(wrapped, optimizer)
-        finalizing = Finalizing(optimizer, wrapped)
-        return Running(wrapped, finalizing, finalizing.close)
-    wrapped = DistributedDataParallel(model)
+        return Running(model, make_optimizer(optimizer_name, parameters()))
+    own = ddp_arguments(options) if kind in DDP_WITH_OPTIONS else {}
+    wrapped = DistributedDataParallel(model, **ddp | own)
     if kind == "zero1":
         # It compiles optimizers of TorchScript when it is imported, which warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        inner, settings = _optimizer(optimizer_name)
-        return Running(
-            wrapped,
-            ZeroRedundancyOptimizer(model.parameters(), optimizer_class=inner, **settings),
-        )
-    optimizer = make_optimizer(optimizer_name, model.parameters())
+        inner, more = _optimizer(optimizer_name)
+        sharded = ZeroRedundancyOptimizer(parameters(), optimizer_class=inner, **more)
+        return Running(wrapped, sharded)
+    optimizer = make_optimizer(optimizer_name, parameters())
+    if kind == "ddp":
+        return Running(wrapped, optimizer)
+    if kind == "ddp-finalize":
+        finalizing = Finalizing(optimizer, wrapped)
+        return Running(wrapped, finalizing, finalizing.close)
     # What is measured here is compared here.
     return scheduled(optimizer, wrapped, {"guard": "off", **options})
 

@@ -1,4 +1,8 @@
-"""Blocks of `bytesched bench` that need processes of their own: started, waited for and read."""
+"""Blocks of `bytesched bench` that need processes of their own: started, and what runs in them.
+
+Ranks of Horovod, or workers and servers of a store over MPI:
+``python -m bytesched.plugins.bench.systems.processes BLOCK``
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from bytesched.bench.specification import Specification
@@ -17,11 +22,17 @@ from bytesched.bench.systems import System
 from bytesched.errors import PluginError
 from bytesched.lab.hosts import die_with_parent
 from bytesched.lab.ranks import Place
-from bytesched.records import to_json
+from bytesched.records import from_json, to_json
+from bytesched.values import parse_flag
+
+from ..block import SEED, train
+from ..rank import leave_after
+from ..workloads.models import Workload, build
+from .data_parallel import Running, set_up
 
 __all__ = ["Block", "run_block"]
 
-_RANK: Final = "bytesched.plugins.bench.systems.block_rank"
+_RANK: Final = "bytesched.plugins.bench.systems.processes"
 #: Of the rank that starts a process, which must not think it is that rank; and the user's settings.
 _NOT_INHERITED: Final = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"),
@@ -87,3 +98,70 @@ def _run(command: list[str], kind: str, timeout_s: float) -> None:
         ) from None
     if done.returncode:
         raise PluginError(f"{kind} ended with exit code {done.returncode}")
+
+
+def main(argv: list[str]) -> int:
+    """Train, and write what `train` found into the block's folder, a file for each rank."""
+    block = from_json(Block, argv[0])
+    spec = block.specification
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    train_here = _train_on_horovod if spec.servers is None else _train_on_a_store
+    train_here(block)
+    return 0
+
+
+def _train_on_horovod(block: Block) -> None:
+    import horovod.torch as hvd
+
+    spec = block.specification
+    if spec.controller == "mpi" and not hvd.mpi_built():
+        raise PluginError("the installed Horovod was built without MPI: use --controller gloo")
+    hvd.init()
+    if hvd.size() != block.world_size:
+        raise PluginError(f"Horovod sees {hvd.size()} ranks, {block.world_size} were started")
+    workload = build(spec, SEED)
+    running = set_up(block.system.kind, block.system.options, workload.model, spec.optimizer)
+    hvd.barrier()
+    _train(block, workload, running, hvd.rank(), local_size=hvd.local_size())
+    hvd.shutdown()
+
+
+def _train_on_a_store(block: Block) -> None:
+    from ...stores.mpi.opening import open_store
+    from .servers import set_up_store
+
+    spec, options = block.specification, dict(block.system.options)
+    assert spec.servers is not None, "a block of a store has a store"
+    # A rank that serves ends in here.
+    store = open_store(
+        servers=spec.servers,
+        transfer=options.pop("transfer", "two-sided"),
+        updates=parse_flag(options.pop("updates", "0")),
+        timeout_s=spec.timeout_s,
+    )
+    workload = build(spec, SEED)
+    system = block.system.kind, options, workload.model, spec.optimizer
+    running = set_up_store(*system, store, servers=spec.servers, timeout_s=spec.timeout_s)
+    store.barrier()
+    _train(block, workload, running, store.rank)
+    store.close()
+
+
+def _train(block: Block, workload: Workload, running: Running, rank: int, **more: int) -> None:
+
+    def seed_of(step: int) -> int:
+        return step * block.world_size + rank
+
+    clip = block.specification.clip
+    found = train(workload, running, block.warmup, block.iterations, seed_of, clip)
+    # Of a process that has done nothing else.
+    del found["peak_bytes"], found["state_bytes"]
+    Path(block.folder, f"rank{rank}.json").write_text(json.dumps(found | more))
+
+
+if __name__ == "__main__":
+    if from_json(Block, sys.argv[1]).specification.servers is None:
+        leave_after(main)
+    # MPI is to be told at the end of the interpreter.
+    raise SystemExit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -48,15 +49,8 @@ def set_up_store(
         WholeKeys(model, optimizer, store, servers=servers, timeout_s=timeout_s)
         return Running(model, optimizer)
     if kind == "kv-p3":
-        elements = int(options.get("slice", _SLICE_ELEMENTS))
-        p3 = P3(
-            model,
-            optimizer_name,
-            store,
-            slice_elements=elements,
-            window=int(options.get("window", 1)),
-            timeout_s=timeout_s,
-        )
+        sizes = int(options.get("slice", _SLICE_ELEMENTS)), int(options.get("window", 1))
+        p3 = P3(model, optimizer_name, store, *sizes, timeout_s)
         return Running(model, p3, p3.close)
     return scheduled(make_optimizer(optimizer_name, model.parameters()), model, options, store)
 
@@ -83,9 +77,7 @@ class WholeKeys:
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         for name, parameter in model.named_parameters():
             parts = max(servers, 1) if parameter.numel() > _LARGE_ELEMENTS else 1
-            keys = [f"{name}/{part}" for part in range(parts)]
-            for key, part in zip(keys, _split(parameter.detach(), parts), strict=True):
-                store.init(key, part)
+            keys = _put(store, name, parameter, parts)
             parameter.register_post_accumulate_grad_hook(partial(self._exchange, keys))
         optimizer.register_step_pre_hook(self._wait)
 
@@ -113,6 +105,14 @@ class WholeKeys:
         self._outstanding = 0
 
 
+def _put(store: Any, name: str, parameter: torch.Tensor, parts: int) -> list[str]:
+    """The keys of a parameter, of which each stands for a part of it in the store."""
+    keys = [f"{name}/{part}" for part in range(parts)]
+    for key, part in zip(keys, _split(parameter.detach(), parts), strict=True):
+        store.init(key, part)
+    return keys
+
+
 def _split(tensor: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
     return tensor.view(-1).tensor_split(parts)
 
@@ -137,7 +137,6 @@ class P3:
         model: nn.Module,
         optimizer_name: str,
         store: Any,
-        *,
         slice_elements: int,
         window: int,
         timeout_s: float,
@@ -153,12 +152,10 @@ class P3:
         self._error: BaseException | None = None
         of: dict[int, _P3Tensor] = {}
         for name, parameter in model.named_parameters():
-            parts = -(-parameter.numel() // slice_elements)
-            keys = [f"{name}/{part}" for part in range(parts)]
-            for key, part in zip(keys, _split(parameter.detach(), parts), strict=True):
-                store.init(key, part)
+            keys = _put(store, name, parameter, -(-parameter.numel() // slice_elements))
             optimizer = make_optimizer(optimizer_name, [parameter])
             tensor = _P3Tensor(len(self._tensors), parameter, optimizer, keys)
+            tensor.updated.set()
             self._tensors.append(tensor)
             of[id(parameter)] = tensor
             parameter.register_post_accumulate_grad_hook(partial(self._on_grad, tensor))
@@ -244,22 +241,15 @@ class P3:
             tensor.updated.set()
 
 
+@dataclass(eq=False)
 class _P3Tensor:
     """A parameter, and how far its gradient is."""
 
-    def __init__(
-        self,
-        number: int,
-        parameter: nn.Parameter,
-        optimizer: torch.optim.Optimizer,
-        keys: list[str],
-    ) -> None:
-        self.number = number
-        self.parameter = parameter
-        self.optimizer = optimizer
-        self.keys = keys
-        self.grad: torch.Tensor | None = None
-        #: slices that are not back
-        self.missing = 0
-        self.updated = threading.Event()
-        self.updated.set()
+    number: int
+    parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer
+    keys: list[str]
+    grad: torch.Tensor | None = None
+    #: slices that are not back
+    missing: int = 0
+    updated: threading.Event = field(default_factory=threading.Event)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from bytesched.link.bound import Gradient
 
 from .emulated import EmulatedModel
 from .models import Workload
+
+NumberT = TypeVar("NumberT", int, float)
 
 TRAFFIC_PIECE_BYTES = 1 << 20
 TRAFFIC_DEPTH = 2
@@ -63,10 +67,11 @@ class Traffic:
         self._group = dist.new_group()
         self._pieces = max(1, round(nbytes / TRAFFIC_PIECE_BYTES))
         self._buffers = [torch.zeros(TRAFFIC_PIECE_BYTES // 4) for _ in range(TRAFFIC_DEPTH)]
-        self._works: deque[dist.Work] = deque()
+        self._works: list[Any] = []
 
     def start(self) -> None:
-        """Queue the bytes of one iteration; they cross the link one piece after another."""
+        """Queue the bytes of one iteration when nothing is on the link; one piece after another."""
+        self.finish()
         for piece in range(self._pieces):
             buffer = self._buffers[piece % TRAFFIC_DEPTH]
             self._works.append(dist.all_reduce(buffer, group=self._group, async_op=True))
@@ -74,7 +79,7 @@ class Traffic:
     def finish(self) -> None:
         """Wait until nothing is on the link."""
         while self._works:
-            self._works.popleft().wait()
+            self._works.pop(0).wait()
 
     def close(self) -> None:
         """Release the process group."""
@@ -93,14 +98,16 @@ def measure_compute(
     parameters = dict(model.named_parameters())
     used_at: dict[str, float] = {}
     ready_at: dict[str, float] = {}
-    handles = [model.register_forward_pre_hook(_stamp("", used_at))]
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_pre_hook(_stamp(name, used_at)))
-    for name, parameter in parameters.items():
-        handles.append(parameter.register_post_accumulate_grad_hook(_stamp(name, ready_at)))
+
+    def stamp(name: str, *_: Any) -> None:
+        ready_at.setdefault(name, time.perf_counter())
+
     samples = []
-    try:
+    with ExitStack() as hooks:
+        _watch_calls(hooks, model, lambda name, _: used_at.setdefault(name, time.perf_counter()))
+        for name, parameter in parameters.items():
+            handle = parameter.register_post_accumulate_grad_hook(partial(stamp, name))
+            hooks.callback(handle.remove)
         for step in range(iterations + 1):
             used_at.clear()
             ready_at.clear()
@@ -109,19 +116,16 @@ def measure_compute(
             loss = workload.loss(model, seed_of(step))
             turn_s = time.perf_counter()
             if traffic is not None:
-                traffic.finish()
                 traffic.start()
             backward_s = time.perf_counter()
             loss.backward()
             end_s = time.perf_counter()
             release_s = [ready_at.get(name, end_s) - backward_s for name in parameters]
-            first_use_s = [_first_use(name, used_at, start_s) - start_s for name in parameters]
+            owners = (name.rpartition(".")[0] for name in parameters)
+            first_use_s = [_nearest(owner, used_at, start_s) - start_s for owner in owners]
             samples.append((turn_s - start_s, end_s - backward_s, release_s, first_use_s))
-    finally:
-        for handle in handles:
-            handle.remove()
-        if traffic is not None:
-            traffic.finish()
+    if traffic is not None:
+        traffic.finish()
     forward, backward, release, first_use = zip(*samples[1:], strict=True)
     return ComputeTimes(
         forward_s=statistics.median(forward),
@@ -164,7 +168,7 @@ def record_profile(name: str, workload: Workload, times: ComputeTimes) -> Profil
     shapes = {name: tuple(p.shape) for name, p in workload.model.named_parameters()}
     batch, read_bytes = _read_bytes(workload)
     # What a layer hands on is what the next one reads; the last one's is small.
-    output_bytes = [_read_by(module, read_bytes) for module in order[1:]] + [0]
+    output_bytes = [_nearest(module, read_bytes, 0) for module in order[1:]] + [0]
     layers = tuple(
         LayerProfile(
             module or "model",
@@ -197,41 +201,28 @@ def _read_bytes(workload: Workload) -> tuple[int, dict[str, int]]:
             batches.extend(tensor.shape[0] for tensor in tensors if tensor.dim())
         nbytes.setdefault(name, sum(tensor.nbytes for tensor in tensors))
 
-    def hook(name: str) -> Callable[..., None]:
-        return lambda _, args: note(name, args)
-
-    handles = [
-        module.register_forward_pre_hook(hook(name))
-        for name, module in workload.model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            workload.loss(workload.model, 0)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        _watch_calls(hooks, workload.model, note)
+        workload.loss(workload.model, 0)
     if not batches:
         return 0, {}
     return batches[0], {name: total // batches[0] for name, total in nbytes.items()}
 
 
-def _read_by(module: str, nbytes: dict[str, int]) -> int:
-    """What a module reads, or the nearest one around it that is called at all."""
-    while module and module not in nbytes:
+def _watch_calls(
+    hooks: ExitStack, model: nn.Module, note: Callable[[str, tuple[object, ...]], object]
+) -> None:
+    """Has `note` called with the name and the arguments of each module that is called."""
+
+    def hook(name: str, _: nn.Module, args: tuple[object, ...]) -> None:
+        note(name, args)
+
+    for name, module in model.named_modules():
+        hooks.callback(module.register_forward_pre_hook(partial(hook, name)).remove)
+
+
+def _nearest(module: str, found: Mapping[str, NumberT], default: NumberT) -> NumberT:
+    """What was found of a module, or of the nearest one around it that is called at all."""
+    while module and module not in found:
         module = module.rpartition(".")[0]
-    return nbytes.get(module, 0)
-
-
-def _stamp(name: str, stamps: dict[str, float]) -> Callable[..., None]:
-    def hook(*_: Tensor) -> None:
-        stamps.setdefault(name, time.perf_counter())
-
-    return hook
-
-
-def _first_use(parameter: str, used_at: dict[str, float], start_s: float) -> float:
-    """First call of the owner, or of the nearest module around it that is called at all."""
-    owner = parameter.rpartition(".")[0]
-    while owner and owner not in used_at:
-        owner = owner.rpartition(".")[0]
-    return used_at.get(owner, start_s)
+    return found.get(module, default)

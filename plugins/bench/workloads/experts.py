@@ -55,7 +55,8 @@ class Exchanges:
         compute(1.0)
         computed_s = time.perf_counter()
         found = self.exchanged(arrived, nbytes)
-        self._waits(time.perf_counter() - began_s - (computed_s - computing_s))
+        waited_s = time.perf_counter() - began_s - (computed_s - computing_s)
+        self.waited_ms.append(1e3 * waited_s)
         return found
 
     def exchanged(self, x: Tensor, nbytes: int) -> Tensor:
@@ -76,9 +77,6 @@ class Exchanges:
         """Lets go of the group, if it is its own."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
-
-    def _waits(self, waited_s: float) -> None:
-        self.waited_ms.append(1e3 * waited_s)
 
     def _buffers_for(self, nbytes: int, least: int) -> tuple[Tensor, Tensor]:
         """To send and to receive so many bytes, a row for each rank."""
@@ -112,7 +110,7 @@ class InPieces(Exchanges):
             compute(1 / self._count)
             returning.append((arrived, self._begin(arrived, each)))
         found = torch.cat([self._arrived(piece, transfer) for piece, transfer in returning])
-        self._waits((waited_ms + sum(self.taken_ms)) / 1e3)
+        self.waited_ms.append(waited_ms + sum(self.taken_ms))
         return found
 
     def _begin(self, piece: Tensor, nbytes: int) -> Transfer:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .models import CLASSES, GPT, Block, Bottleneck, NextToken
+from .models import CLASSES, GPT, Block, Bottleneck, NextToken, bottlenecks
 
 __all__ = ["GpuWorkload", "gpu_workload"]
 
@@ -63,16 +63,12 @@ def _gpt(is_small: bool) -> nn.Module:
 
 def _conv(is_small: bool) -> nn.Module:
     """The blocks of a ResNet-50, behind one convolution instead of that and a pool."""
-    stages = [(4, 1), (8, 1)] if is_small else [(64, 3), (128, 4), (256, 6), (512, 3)]
+    stages = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]
+    if is_small:
+        stages = [(4, 1, 1), (8, 1, 2)]
     channels = stages[0][0]
-    layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 4, padding=3, bias=False)]
-    layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-    for width, blocks in stages:
-        for index in range(blocks):
-            stride = 2 if width > stages[0][0] and not index else 1
-            layers.append(Bottleneck(channels, width, stride))
-            channels = 4 * width
-    return _Classifier(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+    before = nn.Conv2d(3, channels, 7, 4, padding=3, bias=False), nn.BatchNorm2d(channels)
+    return _Classifier(*before, nn.ReLU(), *bottlenecks(channels, stages))
 
 
 def _many(is_small: bool) -> nn.Module:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -138,15 +138,19 @@ class Bottleneck(nn.Module):
 
 def resnet() -> nn.Sequential:
     """Bottleneck blocks with batch normalisation: many small tensors."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)]
-    layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    channels = 32
-    for width, blocks, stride in ((32, 2, 1), (64, 3, 2), (128, 4, 2), (256, 3, 2)):
+    stages = ((32, 2, 1), (64, 3, 2), (128, 4, 2), (256, 3, 2))
+    before = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+    return nn.Sequential(*before, nn.MaxPool2d(2), *bottlenecks(32, stages))
+
+
+def bottlenecks(channels: int, stages: Iterable[tuple[int, int, int]]) -> list[nn.Module]:
+    """Stages of blocks, each with a width, how many, and the first one's stride; and a head."""
+    layers: list[nn.Module] = []
+    for width, blocks, stride in stages:
         for index in range(blocks):
             layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
             channels = 4 * width
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
-    return nn.Sequential(*layers)
+    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
 
 
 @lru_cache(maxsize=BATCHES)

@@ -118,6 +118,6 @@ def test_the_same_again_leaves_out_what_was_written() -> None:
 
 def test_the_same_again_records_nothing_and_so_takes_one_batch() -> None:
     """The one that systems had: of several batches, the largest."""
-    for before, kept in (("--batch 4,16,8", "--batch 16"), ("--batch=4,16", "--batch=16")):
+    for before, kept in (("--batch 4,16,8", "--batch 16"), ("--batch=4,16", "--batch 16")):
         recorded = f"bytesched bench --model vgg {before} --record vgg.json --rounds 1"
         assert same_again(recorded, []) == f"--model vgg {kept} --rounds 1".split()
