@@ -188,8 +188,8 @@ def catches_and_goes_on(moment: str, timeout_s: float) -> None:
 def stays_alive(who: int, moment: str, timeout_s: float) -> None:
     """Rank `who` catches its exception and lives on, but takes no part any more.
 
-    In backward, the other rank has not begun its own: a chunk of the leader's is on the wire, and
-    a follower is listening. It unwraps then.
+    In backward, the other rank has not begun its own: a chunk of rank 0 is on the wire, and
+    rank 1 may have begun its part. It unwraps then.
     """
     rank = dist.get_rank()
 

@@ -20,7 +20,7 @@ from faults_runner import Runs, Scenario
 runs = pytest.fixture(scope="module")(selected)
 pytestmark = pytest.mark.procs
 
-LEADER, FOLLOWER = 0, 1
+FIRST, OTHER = 0, 1
 MOMENTS = ("before_backward", "in_backward", "after_backward", "after_step", "in_next_forward")
 
 
@@ -35,7 +35,7 @@ def scenario(
     fields: Mapping[str, object] | None = None,
     **about: Any,
 ) -> Scenario:
-    name = f"{fault}-{'follower' if victim else 'leader'}-{moment}{suffix}"
+    name = f"{fault}-{'rank1' if victim else 'rank0'}-{moment}{suffix}"
     args = (victim, moment, fault, timeout_s, fault_step, dict(fields or {}))
     return Scenario(name, train_until_fault, args, **about)
 
@@ -51,72 +51,70 @@ def each(scenarios: list[Scenario], more: list[Scenario] | None = None) -> pytes
 KILLED = [
     scenario(victim, moment, "kill")
     for moment in (*MOMENTS, "in_update")
-    for victim in (LEADER, FOLLOWER)
+    for victim in (FIRST, OTHER)
 ]
 # Where `timeout_s` must help.
 STOPPED = [
-    scenario(victim, moment, "stop", TIMEOUT_S)
-    for moment in MOMENTS
-    for victim in (LEADER, FOLLOWER)
+    scenario(victim, moment, "stop", TIMEOUT_S) for moment in MOMENTS for victim in (FIRST, OTHER)
 ]
 # The moment is where the two ranks race most.
 AGAIN = [
     scenario(victim, "in_backward", "kill", suffix=f"-{number}")
     for number in range(5)
-    for victim in (LEADER, FOLLOWER)
+    for victim in (FIRST, OTHER)
 ]
 CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "shard": True}
 IN_WARM_UP = [
-    scenario(LEADER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
-    scenario(FOLLOWER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
-    scenario(LEADER, "in_measurement", "kill", fault_step=0, fields=CHOSEN),
-    scenario(FOLLOWER, "before_backward", "stop", TIMEOUT_S, fault_step=0, suffix="-of-warm-up"),
+    scenario(FIRST, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
+    scenario(OTHER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
+    scenario(FIRST, "in_measurement", "kill", fault_step=0, fields=CHOSEN),
+    scenario(OTHER, "before_backward", "stop", TIMEOUT_S, fault_step=0, suffix="-of-warm-up"),
 ]
 # Once a plan is followed.
-REPLAY: dict[str, Any] = {"fault_step": 8}
-IN_REPLAY = [
-    scenario(LEADER, "in_backward", "kill", suffix="-of-replay", **REPLAY),
-    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, suffix="-of-replay", **REPLAY),
+PLANNED: dict[str, Any] = {"fault_step": 8}
+WHEN_PLANNED = [
+    scenario(FIRST, "in_backward", "kill", suffix="-when-planned", **PLANNED),
+    scenario(OTHER, "in_backward", "stop", TIMEOUT_S, suffix="-when-planned", **PLANNED),
 ]
 SPLIT: dict[str, Any] = {"suffix": "-of-split", "fields": {"split": "on"}}
 IN_SPLIT = [
-    *(scenario(LEADER, moment, "kill", **SPLIT) for moment in MOMENTS),
-    scenario(FOLLOWER, "in_backward", "kill", **SPLIT),
-    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SPLIT),
-    scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SPLIT),
+    *(scenario(FIRST, moment, "kill", **SPLIT) for moment in MOMENTS),
+    scenario(OTHER, "in_backward", "kill", **SPLIT),
+    scenario(OTHER, "in_backward", "stop", TIMEOUT_S, **SPLIT),
+    scenario(FIRST, "after_step", "stop", TIMEOUT_S, **SPLIT),
 ]
 SHARD: dict[str, Any] = {"suffix": "-of-shard", "fields": {"shard": True}}
 IN_SHARD = [
-    *(scenario(LEADER, moment, "kill", **SHARD) for moment in (*MOMENTS, "in_update")),
-    scenario(FOLLOWER, "in_backward", "kill", **SHARD),
-    scenario(FOLLOWER, "after_step", "kill", **SHARD),
-    scenario(FOLLOWER, "in_backward", "stop", TIMEOUT_S, **SHARD),
-    scenario(LEADER, "after_step", "stop", TIMEOUT_S, **SHARD),
+    *(scenario(FIRST, moment, "kill", **SHARD) for moment in (*MOMENTS, "in_update")),
+    scenario(OTHER, "in_backward", "kill", **SHARD),
+    scenario(OTHER, "after_step", "kill", **SHARD),
+    scenario(OTHER, "in_backward", "stop", TIMEOUT_S, **SHARD),
+    scenario(FIRST, "after_step", "stop", TIMEOUT_S, **SHARD),
 ]
 ROWS = [
     scenario(victim, moment, fault, *limit, suffix="-of-rows", fields={"shard": True, "rows": True})
     for victim, moment, fault, *limit in (
-        (LEADER, "in_backward", "kill"),
-        (FOLLOWER, "after_step", "kill"),
-        (FOLLOWER, "in_backward", "stop", TIMEOUT_S),
+        (FIRST, "in_backward", "kill"),
+        (OTHER, "after_step", "kill"),
+        (OTHER, "in_backward", "stop", TIMEOUT_S),
     )
 ]
 ANSWERING = [
-    Scenario(f"{fault}-in-an-answer", fails_in_an_answer, (FOLLOWER, fault, timeout_s))
+    Scenario(f"{fault}-in-an-answer", fails_in_an_answer, (OTHER, fault, timeout_s))
     for fault, timeout_s in (("kill", NO_TIMEOUT_S), ("stop", TIMEOUT_S), ("raise", NO_TIMEOUT_S))
 ]
 RAISED = [
-    scenario(LEADER, "in_next_forward", "raise"),
-    scenario(FOLLOWER, "in_next_forward", "raise"),
-    scenario(LEADER, "in_backward", "raise"),
-    scenario(FOLLOWER, "in_backward", "raise"),
-    scenario(LEADER, "in_gradient_hook", "raise"),
-    scenario(FOLLOWER, "in_module_hook", "raise"),
-    scenario(LEADER, "after_backward", "raise"),
-    scenario(FOLLOWER, "in_step_hook", "raise"),
-    scenario(LEADER, "in_update", "raise"),
-    scenario(FOLLOWER, "in_update", "raise"),
-    scenario(FOLLOWER, "in_backward", "raise", fault_step=0, suffix="-of-the-warm-up"),
+    scenario(FIRST, "in_next_forward", "raise"),
+    scenario(OTHER, "in_next_forward", "raise"),
+    scenario(FIRST, "in_backward", "raise"),
+    scenario(OTHER, "in_backward", "raise"),
+    scenario(FIRST, "in_gradient_hook", "raise"),
+    scenario(OTHER, "in_module_hook", "raise"),
+    scenario(FIRST, "after_backward", "raise"),
+    scenario(OTHER, "in_step_hook", "raise"),
+    scenario(FIRST, "in_update", "raise"),
+    scenario(OTHER, "in_update", "raise"),
+    scenario(OTHER, "in_backward", "raise", fault_step=0, suffix="-of-the-warm-up"),
 ]
 ENDED = {
     "exit": ("SystemExit", 3),
@@ -126,13 +124,13 @@ ENDED = {
 EXITED = [
     scenario(victim, moment, fault)
     for fault in ENDED
-    for victim, moment in ((LEADER, "in_backward"), (FOLLOWER, "after_step"))
+    for victim, moment in ((FIRST, "in_backward"), (OTHER, "after_step"))
 ]
 # Where others wait for its parameters, which nothing but its word tells them.
 EXITED_OF_SHARD = [
-    scenario(FOLLOWER, "after_backward", "exit", world_size=3, **SHARD),
-    scenario(LEADER, "after_backward", "exit", **SHARD),
-    scenario(FOLLOWER, "after_backward", "raise", **SHARD),
+    scenario(OTHER, "after_backward", "exit", world_size=3, **SHARD),
+    scenario(FIRST, "after_backward", "exit", **SHARD),
+    scenario(OTHER, "after_backward", "raise", **SHARD),
 ]
 
 
@@ -140,7 +138,7 @@ EXITED_OF_SHARD = [
 def test_killed(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]
-    died, survivor = ends if victim == LEADER else reversed(ends)
+    died, survivor = ends if victim == FIRST else reversed(ends)
     assert died.code == -9
     assert not died.hung, died.stderr
     check_trace(died)
@@ -151,22 +149,22 @@ def test_killed(scenario: Scenario, runs: Runs) -> None:
 def test_stopped(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim = scenario.args[0]
-    stopped, survivor = ends if victim == LEADER else reversed(ends)
+    stopped, survivor = ends if victim == FIRST else reversed(ends)
     assert stopped.stopped
     check_trace(stopped)
     check_told_of(survivor, {"SchedulerTimeout"})
 
 
-@each([scenario(FOLLOWER, "in_backward", "kill", suffix="-of-three", world_size=3)])
+@each([scenario(OTHER, "in_backward", "kill", suffix="-of-three", world_size=3)])
 def test_every_survivor_is_told(scenario: Scenario, runs: Runs) -> None:
     """Also a rank that was not talking to the dead one: the first to notice breaks its links."""
-    leader, _, other = runs.of(scenario)
-    for survivor in (leader, other):
+    first, _, other = runs.of(scenario)
+    for survivor in (first, other):
         check_told_of(survivor, {"PeerLost"})
         assert f"rank 1 on {socket.gethostname()} is gone" in survivor.stderr
 
 
-@each([scenario(LEADER, "in_backward", "stop", TIMEOUT_S, suffix="-continued", continues=True)])
+@each([scenario(FIRST, "in_backward", "stop", TIMEOUT_S, suffix="-continued", continues=True)])
 def test_a_stopped_rank_that_goes_on_is_told(scenario: Scenario, runs: Runs) -> None:
     late, survivor = runs.of(scenario)
     assert late.stopped
@@ -175,11 +173,11 @@ def test_a_stopped_rank_that_goes_on_is_told(scenario: Scenario, runs: Runs) -> 
     assert "rank 1 said: SchedulerTimeout" in late.told["message"]
 
 
-@each(IN_WARM_UP + IN_REPLAY)
-def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
+@each(IN_WARM_UP + WHEN_PLANNED)
+def test_dies_in_warm_up_or_when_an_order_is_planned(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == LEADER else reversed(ends)
+    died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
     assert died.told["order"] == "planned"
@@ -189,7 +187,7 @@ def test_dies_in_warm_up_or_replay(scenario: Scenario, runs: Runs) -> None:
 def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == LEADER else reversed(ends)
+    died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
     assert died.told["order"] == "halves"
@@ -199,7 +197,7 @@ def test_dies_where_all_reduces_are_split(scenario: Scenario, runs: Runs) -> Non
 def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == LEADER else reversed(ends)
+    died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
     assert died.told["order"] == "exchange"
@@ -209,7 +207,7 @@ def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> Non
 def test_dies_where_rows_are_summed_by_collectives(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == LEADER else reversed(ends)
+    died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
     assert died.told["order"] == "rows"
@@ -218,7 +216,7 @@ def test_dies_where_rows_are_summed_by_collectives(scenario: Scenario, runs: Run
 @each(ANSWERING)
 def test_fails_while_it_answers_for_its_state(scenario: Scenario, runs: Runs) -> None:
     """Its part of a state dict that another rank wants, which waits for nothing else."""
-    survivor = runs.of(scenario)[LEADER]
+    survivor = runs.of(scenario)[FIRST]
     expected = "SchedulerTimeout" if scenario.args[1] == "stop" else "PeerLost"
     check_told_of(survivor, {expected})
     if scenario.args[1] == "raise":
@@ -230,7 +228,7 @@ def test_raises(scenario: Scenario, runs: Runs) -> None:
     """The user's own exception goes its way on one rank, and the other repeats what it said."""
     ends = runs.of(scenario)
     victim = scenario.args[0]
-    raised, survivor = ends if victim == LEADER else reversed(ends)
+    raised, survivor = ends if victim == FIRST else reversed(ends)
     assert (raised.code, raised.told["error"], raised.told["message"]) == (1, "ValueError", "boom")
     check_ended_well(raised)
     check_told_of(survivor, {"PeerLost"})
@@ -241,7 +239,7 @@ def test_raises(scenario: Scenario, runs: Runs) -> None:
 def test_ends_the_interpreter(scenario: Scenario, runs: Runs) -> None:
     ends = runs.of(scenario)
     victim, _, fault, *_ = scenario.args
-    ended, survivor = ends if victim == LEADER else reversed(ends)
+    ended, survivor = ends if victim == FIRST else reversed(ends)
     error, code = ENDED[str(fault)]
     assert (ended.code, ended.told.get("error")) == (code, error)
     if fault == "terminate":

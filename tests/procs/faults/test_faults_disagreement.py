@@ -13,7 +13,7 @@ from faults_runner import RankEnd, Runs, Scenario
 runs = pytest.fixture(scope="module")(selected)
 pytestmark = pytest.mark.procs
 
-LEADER, FOLLOWER = 0, 1
+FIRST, OTHER = 0, 1
 
 
 def each(*scenarios: Scenario) -> pytest.MarkDecorator:
@@ -22,13 +22,13 @@ def each(*scenarios: Scenario) -> pytest.MarkDecorator:
 
 def on_each_rank(name: str, case: Callable[..., object], *args: object) -> list[Scenario]:
     return [
-        Scenario(f"{name}-{'follower' if who else 'leader'}", case, (who, *args))
-        for who in (LEADER, FOLLOWER)
+        Scenario(f"{name}-{'rank1' if who else 'rank0'}", case, (who, *args))
+        for who in (FIRST, OTHER)
     ]
 
 
 def culprit_and_other(scenario: Scenario, ends: list[RankEnd]) -> tuple[RankEnd, RankEnd]:
-    return (ends[0], ends[1]) if scenario.args[0] == LEADER else (ends[1], ends[0])
+    return (ends[0], ends[1]) if scenario.args[0] == FIRST else (ends[1], ends[0])
 
 
 def check_mismatch(ends: list[RankEnd], said: str) -> None:
@@ -213,14 +213,14 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
     Scenario(
         "drops-a-gradient-of-shard",
         cases.skips_step_of_shard,
-        (FOLLOWER, "gradient", NO_TIMEOUT_S),
+        (OTHER, "gradient", NO_TIMEOUT_S),
         world_size=3,
     ),
     *(
         Scenario(
             f"drops-a-{drops}-of-rows",
             cases.skips_step_of_shard,
-            (FOLLOWER, drops, NO_TIMEOUT_S, True),
+            (OTHER, drops, NO_TIMEOUT_S, True),
             world_size=3,
         )
         for drops in ("step", "gradient")

@@ -23,11 +23,11 @@ import unseen_models
 from comparing import check
 from ranks import Ranks, run_fresh
 
-READERS = pytest.mark.parametrize("reader", [0, 1], ids=["leader_reads", "follower_reads"])
+READERS = pytest.mark.parametrize("reader", [0, 1], ids=["rank0_reads", "rank1_reads"])
 
 
 def by_turns(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Every look once: the first by the leader, the second by its follower, and so on."""
+    """Every look once: the first by rank 0, the second by rank 1, and so on."""
     return pytest.mark.parametrize(
         ("name", "reader"), [(name, turn % 2) for turn, name in enumerate(names)]
     )

@@ -180,15 +180,15 @@ SPACE = {"tune_space": "partition_bytes=32KiB..128KiB", "tune_steps": 40}
 def test_a_training_tunes_itself_and_the_next_one_knows(two_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     # Twice the steps and more: on a busy machine the cluster may seem to change meanwhile.
-    leader, follower = two_ranks.run(tuned, str(file), 120, SPACE)
-    assert leader["sizes"] == follower["sizes"], "the ranks ran with different sizes"
-    assert len(leader["sizes"]) > 2
-    assert any(off for *_, off in leader["sizes"]), "scheduling was never off"
+    first, other = two_ranks.run(tuned, str(file), 120, SPACE)
+    assert first["sizes"] == other["sizes"], "the ranks ran with different sizes"
+    assert len(first["sizes"]) > 2
+    assert any(off for *_, off in first["sizes"]), "scheduling was never off"
     tuning = TuningFile.read(file)
     assert tuning.state == "done"
     assert tuning.steps <= 40
     assert tuning.fingerprint.ranks_per_host == (2,)
-    assert tuning.fingerprint.model_bytes == leader["bytes"]
+    assert tuning.fingerprint.model_bytes == first["bytes"]
     assert tuning.setting is not None
 
     known, _ = two_ranks.run(tuned, str(file), 8, SPACE)
@@ -199,12 +199,12 @@ def test_a_training_tunes_itself_and_the_next_one_knows(two_ranks: Ranks, tmp_pa
 
 
 def test_what_is_measured_is_what_happened(two_ranks: Ranks, tmp_path: Path) -> None:
-    leader, _ = two_ranks.run(tuned, str(tmp_path / "x.json"), 60, SPACE)
-    assert 0 < leader["steps"] <= 60, "steps are told when a word is due"
+    first, _ = two_ranks.run(tuned, str(tmp_path / "x.json"), 60, SPACE)
+    assert 0 < first["steps"] <= 60, "steps are told when a word is due"
     # The last step before a decision is waited for after its end.
-    assert 0 < leader["busy_s"] < leader["seconds"]
-    assert 0 < leader["step_s"] < leader["seconds"]
-    assert 0 < leader["sent_bytes"] <= leader["bytes"] * leader["steps"]
+    assert 0 < first["busy_s"] < first["seconds"]
+    assert 0 < first["step_s"] < first["seconds"]
+    assert 0 < first["sent_bytes"] <= first["bytes"] * first["steps"]
 
 
 class Failing:

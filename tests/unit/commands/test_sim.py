@@ -29,7 +29,7 @@ def said(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--systems bytesched:partition_bytes=big", "not a size"),
         ("--systems bytesched:order=replay", "'order'"),
         ("--systems bytesched:policy=none", "no policy"),
-        ("--systems ddp:bucket_mb=0", "no size"),
+        ("--systems ddp:bucket_mb=0", "above 0"),
         ("--jitter x", "a share"),
         ("--straggler x:3%", "a rank"),
         ("--ranks 4,8 --straggler 4:3%", "no such rank among 4"),

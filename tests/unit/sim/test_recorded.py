@@ -37,9 +37,9 @@ def test_the_jitter_of_ranks_of_different_pace(tmp_path: Path) -> None:
 
 def test_the_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path, 0, [1.0, 1.0, *(1.0, 1.1) * 4])
-    arguments = ["--profile", "resnet", "--ranks", "2", "--systems", "ddp", "--iterations", "2"]
+    arguments = ["--profile", "resnet", "--ranks", "2", "--systems", "ddp", "--iterations", "16"]
     assert main([*arguments, "--jitter", str(tmp_path / "rank0.trace.json")]) == 0
-    assert "2 iterations, jitter 5.1 %" in capsys.readouterr().out
+    assert "16 iterations, jitter 5.1 %" in capsys.readouterr().out
 
 
 def test_a_timeline_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from bytesched.policy import Fifo, Priority
 from bytesched.task import CommTask, TaskState
 
 
-def leader(credit_bytes: int) -> SchedulerCore:
+def core_of(credit_bytes: int) -> SchedulerCore:
     return SchedulerCore(Leading(Priority()), credit_bytes=credit_bytes)
 
 
@@ -31,7 +31,7 @@ def drain(core: SchedulerCore, started: list[CommTask]) -> list[CommTask]:
 
 
 def test_ready_tasks_start_at_once_while_credit_lasts() -> None:
-    core = leader(100)
+    core = core_of(100)
     a, b, c = planned([60, 60, 60])
     assert ready(core, a) == [a]
     assert ready(core, b) == [b], "60 of 100 bytes in flight leave credit: b may overdraw it"
@@ -43,14 +43,14 @@ def test_ready_tasks_start_at_once_while_credit_lasts() -> None:
 
 
 def test_a_full_window_admits_nothing() -> None:
-    core = leader(100)
+    core = core_of(100)
     a, b = planned([100, 1])
     assert ready(core, a) == [a]
     assert ready(core, b) == [], "exactly credit_bytes in flight is a full window"
 
 
 def test_a_task_larger_than_the_credit_goes_alone() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b = planned([1000, 1])
     assert ready(core, a) == [a]
     assert ready(core, b) == []
@@ -58,7 +58,7 @@ def test_a_task_larger_than_the_credit_goes_alone() -> None:
 
 
 def test_an_urgent_task_overtakes_all_that_wait() -> None:
-    core = leader(1)
+    core = core_of(1)
     tasks = planned([4] * 5)
     first = [started for task in reversed(tasks) for started in ready(core, task)]
     assert first == [tasks[4]], "the first to be ready starts at once"
@@ -73,7 +73,7 @@ def test_fifo_keeps_the_order_of_readiness() -> None:
 
 
 def test_equal_priorities_go_in_order_of_readiness_and_are_never_compared() -> None:
-    core = leader(1)
+    core = core_of(1)
     tasks = planned([4] * 50, priorities=[7] * 50)
     with pytest.raises(TypeError):
         sorted(tasks)  # type: ignore[type-var]
@@ -83,7 +83,7 @@ def test_equal_priorities_go_in_order_of_readiness_and_are_never_compared() -> N
 
 
 def test_more_credit_starts_more_and_less_waits_for_room() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b, c, d = planned([10] * 4)
     for task in (a, b, c, d):
         ready(core, task)
@@ -100,15 +100,15 @@ def test_more_credit_starts_more_and_less_waits_for_room() -> None:
 @pytest.mark.parametrize("credit_bytes", [0, -1])
 def test_credit_is_at_least_a_byte(credit_bytes: int) -> None:
     with pytest.raises(ValueError, match="credit"):
-        leader(credit_bytes)
-    core = leader(5)
+        core_of(credit_bytes)
+    core = core_of(5)
     with pytest.raises(ValueError, match="credit"):
         core.set_credit(credit_bytes)
     assert core.credit_bytes == 5
 
 
 def test_a_failed_task_gives_its_bytes_back() -> None:
-    core = leader(10)
+    core = core_of(10)
     (a,) = planned([10])
     ready(core, a)
     core.fail(a)
@@ -119,7 +119,7 @@ def test_a_failed_task_gives_its_bytes_back() -> None:
 
 
 def test_nothing_is_started_after_a_failure() -> None:
-    core = leader(20)
+    core = core_of(20)
     a, b, c, d = planned([10] * 4)
     for task in (a, b, c):
         ready(core, task)
@@ -132,7 +132,7 @@ def test_nothing_is_started_after_a_failure() -> None:
 
 
 def test_stop_leaves_what_is_in_flight() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b = planned([10] * 2)
     ready(core, a)
     core.stop()
@@ -143,7 +143,7 @@ def test_stop_leaves_what_is_in_flight() -> None:
 
 
 def test_wrong_events_are_refused_with_the_story() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b = planned([10, 10])
     with pytest.raises(InvalidTransition, match="t0"):
         core.ready(a)
@@ -159,7 +159,7 @@ def test_wrong_events_are_refused_with_the_story() -> None:
 
 
 def test_the_queue_changes_only_between_iterations() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b = planned([10, 10])
     ready(core, a)
     with pytest.raises(InvalidTransition, match="cannot change"):
@@ -174,7 +174,7 @@ def test_the_queue_changes_only_between_iterations() -> None:
 
 
 def test_story_tells_one_task_or_all() -> None:
-    core = leader(10)
+    core = core_of(10)
     a, b = planned([10, 10])
     ready(core, a)
     ready(core, b)
@@ -192,7 +192,7 @@ def test_story_tells_one_task_or_all() -> None:
 
 
 def test_the_story_is_bounded() -> None:
-    core = leader(10)
+    core = core_of(10)
     (task,) = planned([1])
     for _ in range(2000):
         core.finish(*ready(core, task))
@@ -203,7 +203,7 @@ def test_the_story_is_bounded() -> None:
 
 
 def test_repr_shows_the_state() -> None:
-    core = leader(4 << 20)
+    core = core_of(4 << 20)
     for task in planned([3 << 20] * 3):
         ready(core, task)
     assert "1 ready, 2 sending, 6.00/4.00 MiB credit" in repr(core)
@@ -213,7 +213,7 @@ def test_repr_shows_the_state() -> None:
 def test_the_same_events_give_the_same_story(seed: int) -> None:
     def told() -> str:
         chance = random.Random(seed)
-        core = leader(20)
+        core = core_of(20)
         tasks = planned([chance.randint(1, 30) for _ in range(6)], priorities=[1, 0, 1, 0, 2, 2])
         in_flight: list[CommTask] = []
         waiting = list(tasks)
@@ -229,7 +229,7 @@ def test_the_same_events_give_the_same_story(seed: int) -> None:
 
 def test_validate_notices_what_is_broken() -> None:
     def busy() -> tuple[SchedulerCore, list[CommTask]]:
-        core, tasks = leader(15), planned([10] * 4)
+        core, tasks = core_of(15), planned([10] * 4)
         for task in tasks:
             ready(core, task)
         core.validate()
@@ -257,7 +257,7 @@ def test_validate_notices_what_is_broken() -> None:
 
 def calls_per_task(tasks: int, credit_bytes: int) -> float:
     """Python calls that the core makes per task, over an iteration of that many tasks."""
-    core = leader(credit_bytes)
+    core = core_of(credit_bytes)
     plan = planned([1] * tasks)
     calls = 0
 
