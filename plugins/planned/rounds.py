@@ -227,8 +227,10 @@ class Rounds:
                 {id(slot.parameter): slot.bundle.number for slot in self._slots}
             )
         if not is_early:
-            chunks = sum(len(bucket.chunks) for bucket in buckets)
-            nbytes = sum(bucket.buffer.nbytes for bucket in buckets)
+            chunks = nbytes = 0
+            for bucket in buckets:
+                chunks += len(bucket.chunks)
+                nbytes += bucket.buffer.nbytes
             if (chunks, nbytes) != self._last_sent:
                 self._last_sent = chunks, nbytes
                 self.meter.active(nbytes, chunks, self._setting)

@@ -335,11 +335,13 @@ class Source:
 
         Their parameters have other strides than when its reducer was made.
         """
-        return self._holds_gradients and any(
-            member.parameter.stride() != member.view.stride()
-            for bucket in buckets
-            for member in bucket.members
-        )
+        if self._holds_gradients:
+            # In every round, for every tensor: without a call for each.
+            for bucket in buckets:
+                for member in bucket.members:
+                    if member.parameter.stride() != member.view.stride():
+                        return True
+        return False
 
     def _land(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
