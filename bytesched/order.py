@@ -94,6 +94,7 @@ class Following:
         return self._ready.get(self._order[0]) if self._order else None
 
     def may_be_next(self, task: CommTask) -> bool:
+        # Of a task that is not ready yet the index is still there, whoever pops meanwhile.
         order = self._order
         return bool(order) and order[0] == task.index
 

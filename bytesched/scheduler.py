@@ -48,8 +48,6 @@ class EventThread:
     """Events, handled on a thread of their own: who puts one goes on at once."""
 
     def __init__(self) -> None:
-        #: events that are over
-        self.handled = 0
         self._inbox: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytesched-scheduler", daemon=True)
         self._thread.start()
@@ -70,7 +68,6 @@ class EventThread:
         while (item := self._inbox.get()) is not _CLOSE:
             handle, event = item
             handle(event)
-            self.handled += 1
 
 
 class InTurn:

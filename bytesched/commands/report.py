@@ -16,7 +16,7 @@ from bytesched.report.iteration import draw_iteration
 from bytesched.report.ranks import draw_ranks
 from bytesched.report.shares import KINDS, shares_of
 from bytesched.table import aligned
-from bytesched.trace.file import Event
+from bytesched.trace.file import Event, load_events
 from bytesched.trace.reading import Iteration, Trace, merge_traces, read_traces, traces_of
 from bytesched.trace.timeline import trace_name
 from bytesched.tuning.file import TuningFile
@@ -108,7 +108,7 @@ def _report_traces(runs: Sequence[Sequence[Path]], options: argparse.Namespace) 
     elif output and len(runs) == 2 and len({read_traces(run[0])[0].rank for run in runs}) == 1:
         draw_iteration(runs[0][0], runs[1][0], output)
     else:
-        traces = read_traces(files[0]) if len(files) == 1 else traces_of(_merged(files))
+        traces = _read(files[0]) if len(files) == 1 else traces_of(_merged(files))
         if output:
             draw_ranks(traces, output)
         else:
@@ -132,6 +132,14 @@ def _files(path: Path) -> list[Path]:
     if not inside:
         raise ValueError(f"{path}: holds no {trace_name('*')}")
     return inside
+
+
+def _read(file: Path) -> list[Trace]:
+    """The ranks of one file, which may be merged already."""
+    traces = read_traces(file)
+    if not load_events(file)[1]:
+        _complain(f"{file}: cut off; what comes before the cut is used")
+    return traces
 
 
 def _merged(files: Sequence[Path]) -> list[Event]:

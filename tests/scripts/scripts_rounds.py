@@ -1128,38 +1128,6 @@ def joined(job: Job, views: bool, finds_unused: bool, first: int) -> None:
     job.record_state(model, optimizer)
 
 
-# -- ends ----------------------------------------------------------------------------------
-
-
-def exception_inside(job: Job, views: bool) -> None:
-    """In the middle of a backward pass, on all ranks: DDP refuses the next forward pass.
-
-    A new DDP and a new optimizer go on, over the same model.
-    """
-    module = layers()
-    fails = False
-
-    def fail(*_: object) -> None:
-        if fails:
-            raise ZeroDivisionError
-
-    module[4].register_full_backward_hook(fail)
-    for turn in range(2):
-        model = ddp(job, module, views)
-        optimizer = job.wrap(adamw(model), model)
-        looped(job, model, optimizer, steps=4, first_step=10 * turn)
-        fails = True
-        with contextlib.suppress(ZeroDivisionError):
-            loss_of(model, batch(job, 10 * turn + 4)).backward()
-        fails = False
-        optimizer.zero_grad()
-        try:
-            loss_of(model, batch(job, 10 * turn + 5)).backward()
-        except RuntimeError:
-            job.record("refused", True)
-    job.record_state(module)
-
-
 # -- compiled ------------------------------------------------------------------------------
 
 
