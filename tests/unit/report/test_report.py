@@ -324,3 +324,15 @@ def test_help_says_how_to_get_the_two_traces(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     assert "BYTESCHED_TIMELINE=runs/before" in shown
     assert "torchrun --nproc-per-node 2 -m bytesched run train.py" in shown
+
+
+def test_a_file_that_was_cut_off_says_so(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = runs[1].read_bytes()
+    runs[1].write_bytes(whole[:-40])
+    assert cli.main(["report", str(runs[1])]) == 0
+    assert "cut off; what comes before the cut is used" in capsys.readouterr().err
+    runs[1].write_bytes(whole)
+    assert cli.main(["report", str(runs[1])]) == 0
+    assert "cut off" not in capsys.readouterr().err
