@@ -105,7 +105,7 @@ class Config:
     `auto`: if a trial on the link shows that it is faster; `on` or `off`."""
     shard: bool = False
     """Each rank updates a part of the model, holds the optimizer's state for that part only, and
-    sends the new parameters to the other ranks. On torch.distributed, with Gloo or NCCL."""
+    sends the new parameters to the other ranks. For a model in DDP, on Gloo or NCCL."""
     share: str = ""
     """Jobs of one machine with the same name here take turns on each device: one computes while
     gradients of the others travel. A name, or a folder in which they meet; empty: no turns."""
@@ -151,7 +151,7 @@ class Config:
 
     @property
     def cell(self) -> Cell:
-        """The way for gradients that is asked for, on any wire."""
+        """The way for gradients that is asked for."""
         carried = "sharded" if self.shard else "split" if self.split == "on" else "whole"
         levels = "two levels" if self.hierarchy == "on" else "flat"
         return Cell(carried, levels, "tuned" if self.tune else "given")

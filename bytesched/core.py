@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from bytesched.admission import Admission
 from bytesched.errors import InvalidTransition
-from bytesched.lane import Lane
 from bytesched.order import ReadyQueue
 from bytesched.task import CommTask, TaskState
 
@@ -21,31 +20,33 @@ STORY_EVENTS = 2000
 
 
 class SchedulerCore:
-    """Starts ready hops, in the order of each lane's queue and while its credit lasts.
+    """Starts ready tasks, in the order of its queue and while its credit lasts.
 
-    A chunk's route is a row of hops: the end of each is a source of its `CommTask.followers`. Where
-    one queue is enough, there is one lane, number 0.
+    A task starts as long as fewer than ``credit_bytes`` are in flight, so at most ``credit_bytes``
+    plus one task are (ByteScheduler's rule, counted in bytes). With an ``admission`` more may start
+    at such a moment, in one block.
 
     Args:
-        queue: the order of lane 0, with its credit and admission.
+        queue: which of the ready tasks is next.
     """
 
     def __init__(
         self, queue: ReadyQueue, *, credit_bytes: int, admission: Admission | None = None
     ) -> None:
-        #: by the number that hops have in `CommTask.lane`
-        self.lanes = [Lane(queue, credit_bytes=credit_bytes, admission=admission)]
+        self._queue = queue
+        self._admission = admission
+        #: size of the window
+        self.credit_bytes = _checked(credit_bytes)
+        self._in_flight: dict[int, CommTask] = {}
+        #: bytes started and not finished
+        self.in_flight_bytes = 0
+        #: bytes in flight and window just before the latest start
+        self._last_start = (0, self.credit_bytes)
         self._stopped = False
         #: how many holds are in force
         self._held = 0
         self._story: deque[tuple[int, str, CommTask]] = deque(maxlen=STORY_EVENTS)
         self._events = 0
-
-    def add_lane(self, lane: Lane) -> int:
-        """One more lane; returns its number."""
-        lane.is_held = self.is_held
-        self.lanes.append(lane)
-        return len(self.lanes) - 1
 
     # -- events ------------------------------------------------------------------------
 
@@ -54,26 +55,19 @@ class SchedulerCore:
         if task.state is not TaskState.READY:
             raise InvalidTransition(f"ready: {task!r}\n{self.story(task)}")
         self._note("ready", task)
-        lane = self.lanes[task.lane]
-        lane.queue.add(task)
-        if lane.admission is not None:
-            lane.admission.ready(task)
-        return self._start_next(lane)
+        self._queue.add(task)
+        if self._admission is not None:
+            self._admission.ready(task)
+        return self._start_next()
 
     def finish(self, task: CommTask) -> list[CommTask]:
-        """The transport is done with ``task``: its credit returns, its followers may start."""
-        lane = self._landed(task)
+        """The transport is done with ``task``: its credit returns."""
+        self._landed(task)
         task.notify_finish()
         self._note("finish", task)
-        if lane.admission is not None:
-            lane.admission.finished(task)
-        started: list[CommTask] = []
-        for follower in task.followers:
-            if follower.notify_ready():
-                started += self.ready(follower)
-        if len(lane.queue) or lane.followers:
-            started += self._start_next(lane)
-        return started
+        if self._admission is not None:
+            self._admission.finished(task)
+        return self._start_next()
 
     def fail(self, task: CommTask) -> None:
         """The transport gave ``task`` up; nothing is started any more."""
@@ -89,74 +83,54 @@ class SchedulerCore:
     def hold(self) -> None:
         """Until as many calls of `release`, nothing starts; what is in flight goes on."""
         self._held += 1
-        for lane in self.lanes:
-            lane.is_held = True
 
     def release(self) -> list[CommTask]:
         """One `hold` is over; with the last one, what waited starts."""
         if not self._held:
             raise InvalidTransition(f"{self!r} is not held")
         self._held -= 1
-        if self._held:
-            return []
-        for lane in self.lanes:
-            lane.is_held = False
-        return [task for lane in self.lanes for task in self._start_next(lane)]
+        return self._start_next()
 
-    def ordered(self, indices: Sequence[int], lane: int = 0) -> list[CommTask]:
-        """The next hops of a lane whose order is given, by index."""
-        self.lanes[lane].queue.extend(indices)
-        return self._start_next(self.lanes[lane])
+    def ordered(self, indices: Sequence[int]) -> list[CommTask]:
+        """The next tasks where their order is given, by index."""
+        self._queue.extend(indices)
+        return self._start_next()
 
-    def set_credit(self, credit_bytes: int, lane: int = 0) -> list[CommTask]:
+    def set_credit(self, credit_bytes: int) -> list[CommTask]:
         """A new window; bytes already in flight stay there."""
-        self.lanes[lane].set_credit(credit_bytes)
-        return self._start_next(self.lanes[lane])
+        self.credit_bytes = _checked(credit_bytes)
+        return self._start_next()
 
-    def yield_to(self, lane: int, lanes: tuple[Lane, ...]) -> list[CommTask]:
-        """``lanes``, and no others, go before this one from now on."""
-        self.lanes[lane].yield_to(lanes)
-        return self._start_next(self.lanes[lane])
-
-    def use_queue(self, queue: ReadyQueue, lane: int = 0) -> None:
+    def use_queue(self, queue: ReadyQueue) -> None:
         """A new way of ordering, between iterations (nothing ready, nothing in flight)."""
-        self._idle(lane, "queue").queue = queue
+        self._refuse_unless_idle("queue")
+        self._queue = queue
 
-    def use_admission(self, admission: Admission | None, lane: int = 0) -> None:
+    def use_admission(self, admission: Admission | None) -> None:
         """A new way of admitting, or none beside the credit; between iterations as well."""
-        self._idle(lane, "admission").admission = admission
+        self._refuse_unless_idle("admission")
+        self._admission = admission
 
     # -- state -------------------------------------------------------------------------
 
-    @property
-    def credit_bytes(self) -> int:
-        """Size of the window of lane 0."""
-        return self.lanes[0].credit_bytes
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes started and not finished."""
-        return sum(lane.in_flight_bytes for lane in self.lanes)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a `hold` is in force."""
-        return self._held > 0
+    def may_start(self, task: CommTask) -> bool:
+        """Whether ``task`` may start at once when it becomes ready. A hint, on any thread."""
+        return self.in_flight_bytes < self.credit_bytes and self._queue.may_be_next(task)
 
     @property
     def is_held_back(self) -> bool:
-        """Whether a hop would start now, were nothing held."""
-        return self.is_held and any(lane.is_held_back for lane in self.lanes)
+        """Whether a task would start now, were nothing held."""
+        has_room = self.in_flight_bytes < self.credit_bytes
+        return bool(self._held) and has_room and self._queue.peek() is not None
 
     def held_back(self) -> list[CommTask]:
-        """The ready hops while a `hold` is in force; none without one."""
-        lanes = self.lanes if self.is_held else []
-        return [task for lane in lanes for task in lane.queue.tasks()]
+        """The ready tasks while a `hold` is in force; none without one."""
+        return list(self._queue.tasks()) if self._held else []
 
     @property
     def idle(self) -> bool:
         """True if nothing is ready or in flight."""
-        return all(lane.is_idle for lane in self.lanes)
+        return not self._in_flight and not len(self._queue)
 
     def story(self, task: CommTask | None = None) -> str:
         """The last transitions, of one task or of all, one line each."""
@@ -169,37 +143,49 @@ class SchedulerCore:
 
     def validate(self) -> None:
         """Raises AssertionError unless every invariant holds."""
-        for lane in self.lanes:
-            lane.validate()
-            flying, queued = lane.in_flight.values(), list(lane.queue.tasks())
-            assert all(task.state is TaskState.SENDING for task in flying), flying
-            assert all(task.state is TaskState.READY for task in queued), queued
+        flying, queued = list(self._in_flight.values()), list(self._queue.tasks())
+        assert self.in_flight_bytes == sum(task.nbytes for task in flying)
+        before_bytes, window_bytes = self._last_start
+        assert before_bytes < window_bytes, repr(self)
+        if flying:
+            assert self.in_flight_bytes <= before_bytes + flying[-1].nbytes, repr(self)
+        assert len({id(task) for task in queued}) == len(self._queue)
+        assert all(task.state is TaskState.SENDING for task in flying), flying
+        assert all(task.state is TaskState.READY for task in queued), queued
 
     # -- decisions ---------------------------------------------------------------------
 
-    def _start_next(self, lane: Lane) -> list[CommTask]:
-        if self._stopped:
-            return []
-        started = lane.start_next()
-        if lane.followers and lane.queue.peek() is None:
-            # Its last hop has begun: what goes after it may.
-            for follower in lane.followers:
-                if len(follower.queue):
-                    started += follower.start_next()
-        for task in started:
+    def _start_next(self) -> list[CommTask]:
+        """The tasks that start now, in this order; they are in flight from here on."""
+        started: list[CommTask] = []
+        window_bytes = self.credit_bytes
+        if self._stopped or self._held or self.in_flight_bytes >= window_bytes:
+            return started
+        if self._admission is not None:
+            window_bytes = max(window_bytes, self._admission.block_bytes(window_bytes))
+        while self.in_flight_bytes < window_bytes:
+            task = self._queue.pop()
+            if task is None:
+                break
+            task.start()
+            if self._admission is not None:
+                self._admission.started(task)
+            self._last_start = (self.in_flight_bytes, window_bytes)
+            self._in_flight[id(task)] = task
+            self.in_flight_bytes += task.nbytes
             self._note("start", task)
+            started.append(task)
         return started
 
-    def _landed(self, task: CommTask) -> Lane:
-        lane = self.lanes[task.lane]
-        if not lane.landed(task):
+    def _landed(self, task: CommTask) -> None:
+        """``task`` is over, well or not."""
+        if self._in_flight.pop(id(task), None) is None:
             raise InvalidTransition(f"{task!r} is not in flight\n{self.story(task)}")
-        return lane
+        self.in_flight_bytes -= task.nbytes
 
-    def _idle(self, lane: int, what: str) -> Lane:
-        if not self.lanes[lane].is_idle:
-            raise InvalidTransition(f"the {what} of {self.lanes[lane]!r} cannot change now")
-        return self.lanes[lane]
+    def _refuse_unless_idle(self, what: str) -> None:
+        if not self.idle:
+            raise InvalidTransition(f"the {what} of {self!r} cannot change now")
 
     def _note(self, event: str, task: CommTask) -> None:
         self._events += 1
@@ -207,4 +193,13 @@ class SchedulerCore:
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "held" if self._held else "open"
-        return f"<SchedulerCore {state}, {', '.join(map(repr, self.lanes))}>"
+        return (
+            f"<SchedulerCore {state}, {len(self._queue)} ready, {len(self._in_flight)} sending, "
+            f"{self.in_flight_bytes / 2**20:.2f}/{self.credit_bytes / 2**20:.2f} MiB credit>"
+        )
+
+
+def _checked(credit_bytes: int) -> int:
+    if credit_bytes < 1:
+        raise ValueError(f"credit must be at least 1 byte, got {credit_bytes}")
+    return credit_bytes

@@ -49,8 +49,8 @@ class Figures(TypedDict):
     mode: str
     """`cross`, `backward` (scheduled inside backward, stepped whole) or `plain`."""
     order: str
-    """`planned`, or `halves` where gradients go in two; after the first round with `shard=True`
-    `exchange` (messages) or `rows` (collectives), and with Horovod `negotiated`."""
+    """`planned`, `halves` where gradients go in two, `owners` with `shard=True`; with Horovod
+    `negotiated`."""
     levels: int
     """2 if ranks of one host sum among themselves first, else 1."""
     world_size: int

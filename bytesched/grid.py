@@ -17,7 +17,6 @@ __all__ = ["Cell", "as_markdown", "cells", "refusal", "why_not"]
 CARRIED: Final = ("whole", "split", "sharded")
 LEVELS: Final = ("flat", "two levels")
 SIZES: Final = ("given", "tuned")
-WIRES: Final = ("messages", "collectives")
 
 #: the setting that asks for it
 _SETTINGS: Final = {
@@ -33,9 +32,6 @@ _IMPOSSIBLE: Final = {
         "gradients go in two halves between two ranks, which are two hosts or one"
     ),
     ("split", "tuned"): "sizes that are tuned are those of whole all-reduces",
-    ("split", "collectives"): (
-        "gradients go in two halves between two ranks over Gloo on CPUs, and whole on all others"
-    ),
     ("sharded", "two levels"): (
         "sums go to their owners, and parameters from them, between all ranks at once, so that no "
         "host sums first"
@@ -53,13 +49,11 @@ class Cell(NamedTuple):
     carried: str = "whole"
     levels: str = "flat"
     sizes: str = "given"
-    #: of the two halves; a whole all-reduce is one collective, on every wire
-    wire: str = "messages"
 
 
 def cells() -> Iterator[Cell]:
     """All of them."""
-    return map(Cell._make, product(CARRIED, LEVELS, SIZES, WIRES))
+    return map(Cell._make, product(CARRIED, LEVELS, SIZES))
 
 
 def why_not(cell: Cell) -> str:
@@ -81,14 +75,13 @@ def refusal(cell: Cell) -> ConfigError | None:
 
 def as_markdown() -> str:
     """The table of all cells, with the reasons below it."""
-    columns = list(product(SIZES, WIRES))
     reasons = list(dict.fromkeys(filter(None, map(why_not, cells()))))
     lines = [
-        "| | " + " | ".join(f"sizes {sizes}, {wire}" for sizes, wire in columns) + " |",
-        "|---|" + "---|" * len(columns),
+        "| | " + " | ".join(f"sizes {sizes}" for sizes in SIZES) + " |",
+        "|---|" + "---|" * len(SIZES),
     ]
     for carried, levels in product(CARRIED, LEVELS):
-        found = [why_not(Cell(carried, levels, *column)) for column in columns]
+        found = [why_not(Cell(carried, levels, sizes)) for sizes in SIZES]
         shown = [f"no ({1 + reasons.index(why)})" if why else "works" for why in found]
         lines.append(f"| {carried}, {levels} | " + " | ".join(shown) + " |")
     lines.append("")

@@ -119,8 +119,7 @@ class Scheduler:
 
     Args:
         core: the decisions.
-        transport: what sends; its ``start`` is called where events are handled. It looks at
-            `CommTask.lane`, if it has several.
+        transport: what sends; its ``start`` is called where events are handled.
         announce: called with the tasks that start now, before they do (MXNet's worker 0 tells the
             others).
         on_finish: called there for every finished task, which is re-armed already.
@@ -158,7 +157,7 @@ class Scheduler:
         self.tasks_started = 0
         self.bytes_started = 0
         self.cpu_ns = 0
-        #: time in which a hop did not start for a hold; since when one does not, or 0
+        #: time in which a task did not start for a hold; since when one does not, or 0
         self.held_ns = 0
         self._held_since_ns = 0
         self._is_held = False
@@ -179,10 +178,6 @@ class Scheduler:
     def ordered(self, indices: Sequence[int]) -> None:
         """The next tasks of the agreed order, by index."""
         self._put(lambda: self.core.ordered(indices))
-
-    def act(self, event: _Event) -> None:
-        """Calls ``event``, which returns the tasks that it makes the core start, in its turn."""
-        self._events.put(self._handle, event)
 
     def set_credit(self, credit_bytes: int) -> None:
         """A new credit window, in bytes."""

@@ -63,12 +63,10 @@ class CommTask:
     """
 
     __slots__ = (
-        "followers",
         "group",
         "index",
         "is_part",
         "itemsize",
-        "lane",
         "members",
         "missing",
         "name",
@@ -106,12 +104,8 @@ class CommTask:
         #: the unmerged, unpartitioned tasks that lie (partly) in this range; itself if alone
         self.members: tuple[CommTask, ...] = (self,)
         self.is_part = False
-        #: number of the lane that carries it
-        self.lane = 0
         #: which of its groups of ranks reduces it; 0: all ranks
         self.group = 0
-        #: the hops that its end is a source of
-        self.followers: tuple[CommTask, ...] = ()
         self.parts: tuple[CommTask, ...] = ()
         #: sources that have not called notify_ready in this iteration
         self.missing = 1

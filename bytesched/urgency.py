@@ -229,9 +229,9 @@ def urgent(name: str = "urgent") -> Iterator[None]:
     Put it around what a forward or backward pass itself waits for: an all-to-all between experts, a
     sum of metrics, an operation of tensor or sequence parallelism. From its beginning to its end no
     wrapped model or store of this process starts a chunk, but for a DDP that is planned, whose
-    chunks start in backward, and under ``shard=True``; at most the credit and one chunk are still
-    on their way. Use a process group of its own for the collective: on the group of the
-    gradients it would queue behind those. `name` is what the timeline calls the section.
+    chunks start in backward; at most the credit and one chunk are still on their way. Use a process
+    group of its own for the collective: on the group of the gradients it would queue behind those.
+    `name` is what the timeline calls the section.
 
     No rank tells another one. A rank may only start later, never in another order, so it is safe if
     some ranks enter a section and others do not. A section never holds for ever: while this rank

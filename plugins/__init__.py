@@ -66,15 +66,14 @@ def explain_optimizer(optimizer: Any) -> str:
 def sharded_state(optimizer: Any) -> ShardedState:
     """See :func:`bytesched.sharded_state`."""
     session = session_of(optimizer)
-    if session is None or not getattr(session, "is_sharded", False):
+    owners = getattr(session, "owners", None)
+    if owners is None:
         raise PluginError(
             f"{type(optimizer).__name__} was not wrapped with shard=True: its state_dict() is what "
             "there is to save"
         )
-    from .engine.session import Session
-
-    assert isinstance(session, Session)
-    return session.sharded_state(optimizer)
+    state: ShardedState = owners.state_of(optimizer)
+    return state
 
 
 def wrap_found(

@@ -10,34 +10,21 @@ from bytesched.round.bundle import (
 )
 from bytesched.round.gradient import (
     AFTER,
-    ALLOWED,
-    LENT,
-    MEMORY_AFTER,
     TAKEN,
     TO_COME,
-    UNREADABLE,
     UNTAKEN,
     Gradient,
     GradientEvent,
     GradientState,
-    Memory,
-    MemoryEvent,
-    Use,
-    on_memory,
 )
 from bytesched.round.machine import Round
-from bytesched.round.under_way import UnderWay
 
 __all__ = [
     "AFTER",
-    "ALLOWED",
     "BUNDLE_AFTER",
-    "LENT",
-    "MEMORY_AFTER",
     "OUTSTANDING",
     "TAKEN",
     "TO_COME",
-    "UNREADABLE",
     "UNTAKEN",
     "Bundle",
     "BundleEvent",
@@ -46,10 +33,5 @@ __all__ = [
     "GradientEvent",
     "GradientState",
     "Job",
-    "Memory",
-    "MemoryEvent",
     "Round",
-    "UnderWay",
-    "Use",
-    "on_memory",
 ]

@@ -14,13 +14,13 @@ __all__ = ["BUNDLE_AFTER", "OUTSTANDING", "Bundle", "BundleEvent", "BundleState"
 
 
 class BundleState(Enum):
-    """Where the update of a bundle stands. Whether its gradients travel is `UnderWay`'s to know."""
+    """Where the update of a bundle stands. Whether its gradients travel is `Round`'s to know."""
 
     #: its parameters are as a script may read them
     FREE = "free"
     #: a step was taken, and what its update needs is not all there
     ARMED = "armed"
-    #: some of its update can be done, or is being done
+    #: its update can be done, or is being done
     READY = "ready"
     #: its update is done; its parameters are held until their first use
     APPLIED = "applied"
@@ -33,12 +33,10 @@ class BundleEvent(Enum):
 
     #: a step takes some of its gradients
     ARM = "arm"
-    #: something that was armed has all that it needs
+    #: all of its sums are there
     COMPLETE = "complete"
     #: all that was armed is done
     UPDATED = "updated"
-    #: some of it is done, and some is still to be done
-    UPDATED_IN_PART = "updated in part"
     #: one of its parameters is used
     READ = "read"
     #: the process is forked, and this is the child
@@ -59,7 +57,6 @@ BUNDLE_AFTER: Final[Mapping[tuple[BundleState, BundleEvent], BundleState]] = {
     (_S.ARMED, _E.COMPLETE): _S.READY,
     (_S.READY, _E.COMPLETE): _S.READY,
     (_S.READY, _E.UPDATED): _S.APPLIED,
-    (_S.READY, _E.UPDATED_IN_PART): _S.ARMED,
     (_S.APPLIED, _E.READ): _S.FREE,
     **{(state, _E.FORK): _S.FREE for state in _S},
 }
@@ -90,9 +87,8 @@ class Bundle(Generic[G, J]):
     #: of its gradients
     nbytes: int
     state: BundleState = field(init=False, default=BundleState.FREE)
-    #: the update: what needs sums, and what needs what owners send as well
+    #: the update
     jobs: list[J] = field(init=False, default_factory=list)
-    arrivals: list[J] = field(init=False, default_factory=list)
 
     @property
     def is_outstanding(self) -> bool:

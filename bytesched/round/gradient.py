@@ -1,14 +1,12 @@
-"""One gradient within a round: its states, the memory that it lies in, and what may be done when.
+"""One gradient within a round: its states, and what leads from one to another.
 
-Two tables, since two parties move it. What backward, the wire and ``step()`` do with it is its
-*state*. What its memory holds is `Memory`: that differs from rank to rank only where ranks own
-gradients, and stays WHOLE everywhere else. What a script did with it meanwhile is data beside both
-(`Gradient.is_read` and the like), and `ALLOWED` says what that permits.
+What backward, the wire and ``step()`` do with it is its *state*. What a script did with it
+meanwhile is data beside that (`Gradient.is_read` and the like).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -18,19 +16,12 @@ from bytesched.task import CommTask
 
 __all__ = [
     "AFTER",
-    "ALLOWED",
-    "LENT",
-    "MEMORY_AFTER",
     "TAKEN",
     "TO_COME",
     "UNTAKEN",
     "Gradient",
     "GradientEvent",
     "GradientState",
-    "Memory",
-    "MemoryEvent",
-    "Use",
-    "on_memory",
     "refused",
 ]
 
@@ -76,7 +67,7 @@ class GradientEvent(Enum):
     GRADIENT = "gradient"
     #: backward is over without it
     NONE = "none"
-    #: some rank has computed it, or a step takes what is there of an earlier round
+    #: some rank has computed it
     USED = "used"
     #: no rank has
     UNUSED = "unused"
@@ -105,8 +96,6 @@ AFTER: Final[Mapping[tuple[GradientState, GradientEvent], GradientState]] = {
     # What travels for it in this round is zeros.
     (_S.FREE, _E.SUM): _S.FREE,
     (_S.FREE, _E.STEP): _S.FREE,
-    (_S.FREE, _E.USED): _S.TRAVELLING,
-    (_S.FREE, _E.ARM): _S.DUE,
     (_S.AWAITED, _E.READ): _S.AWAITED,
     (_S.AWAITED, _E.GRADIENT): _S.TRAVELLING,
     (_S.AWAITED, _E.NONE): _S.ABSENT,
@@ -121,15 +110,11 @@ AFTER: Final[Mapping[tuple[GradientState, GradientEvent], GradientState]] = {
     (_S.SUMMED, _E.ROUND_HELD): _S.AWAITED,
     (_S.SUMMED, _E.STEP): _S.FREE,
     (_S.SUMMED, _E.ARM): _S.DUE,
-    # ``step()`` may be called twice after one backward pass.
-    (_S.ARMED, _E.ARM): _S.ARMED,
     (_S.ARMED, _E.SUM): _S.DUE,
-    (_S.DUE, _E.ARM): _S.DUE,
     (_S.DUE, _E.UPDATE): _S.APPLIED,
     (_S.APPLIED, _E.ROUND): _S.AWAITED,
     (_S.APPLIED, _E.ROUND_HELD): _S.UNREAD,
     (_S.APPLIED, _E.STEP): _S.APPLIED,
-    (_S.APPLIED, _E.ARM): _S.DUE,
     **{(state, _E.FORK): _S.FREE for state in _S},
     **{(state, _E.FORK_UNDER_WAY): _S.LOST for state in _S},
 }
@@ -142,91 +127,12 @@ TAKEN: Final = frozenset({_S.ARMED, _S.DUE, _S.APPLIED})
 TO_COME: Final = frozenset({_S.AWAITED, _S.UNREAD})
 
 
-class Use(Enum):
-    """What a script may do with a gradient, without waiting for its sum."""
-
-    #: ask for its norm, or note down a change of it: that is done with the sum when it is here
-    ASK = "ask"
-    #: set it to zero, in other memory, as the one that it has is needed for an update
-    ZERO_APART = "zero apart"
-
-    __hash__ = object.__hash__
-
-
-#: In which states; what else a script does waits until nothing of the gradient is under way.
-ALLOWED: Final[Mapping[Use, frozenset[GradientState]]] = {
-    Use.ASK: frozenset(_S) - TAKEN - {_S.LOST},
-    Use.ZERO_APART: TAKEN,
-}
-
-
-class Memory(Enum):
-    """What the memory of a gradient holds on this rank, once its first chunks are summed."""
-
-    #: all of its sum
-    WHOLE = "whole"
-    #: of its sum what this rank owns; the rest is with other ranks
-    SHARE = "share"
-    #: its owner, which is this rank, has taken it: no other rank can have it any more
-    ALONE = "alone"
-    #: its owner, another rank, sends the parameter into it
-    GONE = "gone"
-    #: backward has added to what was ALONE or GONE: its sum is no gradient
-    SPOILED = "spoiled"
-
-    __hash__ = object.__hash__
-
-
-class MemoryEvent(Enum):
-    """What can happen to that memory, where ranks own gradients."""
-
-    #: a round begins
-    ROUND = "round"
-    #: a round begins whose backward pass adds to what a step has taken
-    ROUND_ADDS = "round that adds"
-    #: what other ranks own of it has come
-    CAME = "came"
-    #: a step updates what this rank owns of the parameter
-    OWNER_STEP = "owner's step"
-    #: a step has others send what they own of the parameter
-    OTHERS_STEP = "others' step"
-
-    __hash__ = object.__hash__
-
-
-_M, _ME = Memory, MemoryEvent
-
-#: Where ranks own gradients; elsewhere a gradient is WHOLE for good.
-MEMORY_AFTER: Final[Mapping[tuple[Memory, MemoryEvent], Memory]] = {
-    **{(memory, _ME.ROUND): _M.SHARE for memory in _M},
-    (_M.ALONE, _ME.ROUND_ADDS): _M.SPOILED,
-    (_M.GONE, _ME.ROUND_ADDS): _M.SPOILED,
-    (_M.SPOILED, _ME.ROUND_ADDS): _M.SPOILED,
-    (_M.WHOLE, _ME.CAME): _M.WHOLE,
-    (_M.SHARE, _ME.CAME): _M.WHOLE,
-    (_M.WHOLE, _ME.OWNER_STEP): _M.ALONE,
-    (_M.SHARE, _ME.OWNER_STEP): _M.ALONE,
-    (_M.ALONE, _ME.OWNER_STEP): _M.ALONE,
-    # Of one that several ranks own, other parts are gone.
-    (_M.GONE, _ME.OWNER_STEP): _M.GONE,
-    # The script has put a gradient of its own in its place.
-    (_M.SPOILED, _ME.OWNER_STEP): _M.ALONE,
-    **{(memory, _ME.OTHERS_STEP): _M.GONE for memory in _M},
-}
-
-#: a step has taken it, here or elsewhere: zeroing it gives it other memory on every rank
-LENT: Final = frozenset({_M.ALONE, _M.GONE, _M.SPOILED})
-#: its elements cannot be read
-UNREADABLE: Final = frozenset({_M.GONE, _M.SPOILED})
-
-
 @dataclass(eq=False, repr=False)
 class Gradient:
     """One gradient, which travels in some chunks."""
 
     name: str
     state: GradientState = field(init=False, default=GradientState.FREE)
-    memory: Memory = field(init=False, default=Memory.WHOLE)
     chunks: list[CommTask] = field(init=False, default_factory=list)
     #: how often backward has come to it in this round
     fired: int = field(init=False, default=0)
@@ -248,17 +154,7 @@ class Gradient:
             raise refused(self, event) from None
 
     def __repr__(self) -> str:
-        memory = "" if self.memory is Memory.WHOLE else f", {self.memory.value}"
-        return f"<{type(self).__name__} {self.name} {self.state.value}{memory}>"
-
-
-def on_memory(gradients: Iterable[Gradient], event: MemoryEvent) -> None:
-    """``event`` happens to the memory of these."""
-    for gradient in gradients:
-        try:
-            gradient.memory = MEMORY_AFTER[gradient.memory, event]
-        except KeyError:
-            raise refused(gradient, event) from None
+        return f"<{type(self).__name__} {self.name} {self.state.value}>"
 
 
 def refused(of: object, event: Enum) -> InvalidTransition:

@@ -30,7 +30,6 @@ from bytesched.round.gradient import (
     GradientState,
     refused,
 )
-from bytesched.round.under_way import UnderWay
 from bytesched.task import CommTask
 
 __all__ = ["Round"]
@@ -49,7 +48,9 @@ class Round(Generic[G, J]):
         #: by the index of a chunk
         self._gradients_of: Sequence[Sequence[G]] = ()
         self._bundles_of: Sequence[Sequence[Bundle[G, J]]] = ()
-        self.under_way = UnderWay()
+        #: chunks that are under way: the only count of what is complete. Written under one lock; a
+        #: question may be asked without it, and is answered at once
+        self.unsummed: set[CommTask] = set()
         #: bundles that are not free
         self.held = 0
         #: gradients that have not come, in a round that has begun
@@ -73,7 +74,7 @@ class Round(Generic[G, J]):
         Args:
             gradients_of: those in each chunk, by its index; ``bundles_of`` likewise.
         """
-        if not self.under_way.is_empty:
+        if self.unsummed:
             raise InvalidTransition(f"'cut' of {self!r}")
         self._chunks, self._gradients_of = chunks, gradients_of
         self._bundles, self._bundles_of = bundles, bundles_of
@@ -81,7 +82,9 @@ class Round(Generic[G, J]):
 
     def begin(self) -> None:
         """The first gradient of a backward pass is about to come; nothing is outstanding."""
-        self.under_way.begin(self._chunks)
+        if self.unsummed:
+            raise InvalidTransition(f"a round begins on {self!r}")
+        self.unsummed.update(self._chunks)
         held = {id(g) for b in self._bundles if b.state is BundleState.APPLIED for g in b.slots}
         for gradient in self._gradients:
             event = GradientEvent.ROUND_HELD if id(gradient) in held else GradientEvent.ROUND
@@ -135,15 +138,22 @@ class Round(Generic[G, J]):
 
     def summed(self, chunk: CommTask) -> list[Bundle[G, J]]:
         """The sum of ``chunk`` is complete. Returns the bundles that can be updated now."""
-        self.under_way.summed(chunk)
-        unsummed = self.under_way.unsummed
+        unsummed = self.unsummed
+        if chunk not in unsummed:
+            raise InvalidTransition(f"'summed' of {chunk!r}, which is not on its way in {self!r}")
+        unsummed.remove(chunk)
         for gradient in self._gradients_of[chunk.index]:
             if unsummed.isdisjoint(gradient.chunks):
                 try:
                     gradient.state = AFTER[gradient.state, GradientEvent.SUM]
                 except KeyError:
                     raise refused(gradient, GradientEvent.SUM) from None
-        return self._complete(chunk)
+        ready = []
+        for bundle in self._bundles_of[chunk.index]:
+            if bundle.jobs and unsummed.isdisjoint(bundle.chunks):
+                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
+                ready.append(bundle)
+        return ready
 
     def step(self, gradients: Iterable[G]) -> None:
         """A step uses these at once."""
@@ -153,68 +163,52 @@ class Round(Generic[G, J]):
             except KeyError:
                 raise refused(gradient, GradientEvent.STEP) from None
 
-    def arm(
-        self, jobs: Mapping[Bundle[G, J], Sequence[J]], arrivals: Mapping[Bundle[G, J], J]
-    ) -> tuple[list[Bundle[G, J]], int]:
-        """A step takes the gradients of all jobs, which wait for sums, or for what owners send.
+    def arm(self, jobs: Mapping[Bundle[G, J], Sequence[J]]) -> tuple[list[Bundle[G, J]], int]:
+        """A step takes the gradients of all jobs, which wait for sums.
 
-        What is to come for ``arrivals`` is expected already. Returns the bundles that can be
-        updated now, and the bytes of those that cannot, and that no step had armed before.
+        Returns the bundles that can be updated now, and the bytes of those that cannot, and that
+        no step had armed before.
         """
         ready, crossing_bytes = [], 0
-        unsummed, coming = self.under_way.unsummed, self.under_way.coming
-        for bundle in {**jobs, **arrivals}:
-            added = jobs.get(bundle, ())
-            arriving = [arrivals[bundle]] if bundle in arrivals else []
-            self._arm((*added, *arriving))
+        for bundle, added in jobs.items():
+            for job in added:
+                for gradient in job.slots:
+                    try:
+                        gradient.state = AFTER[gradient.state, GradientEvent.ARM]
+                    except KeyError:
+                        raise refused(gradient, GradientEvent.ARM) from None
             bundle.jobs += added
-            bundle.arrivals += arriving
             before = bundle.state
             self.held += before is BundleState.FREE
             bundle.state = BUNDLE_AFTER[before, BundleEvent.ARM]
-            is_summed = unsummed.isdisjoint(bundle.chunks)
-            has_come = not coming or coming.keys().isdisjoint(bundle.chunks)
-            if before not in OUTSTANDING and not (is_summed and has_come):
-                crossing_bytes += bundle.nbytes
-            if is_summed and (bundle.jobs or (bundle.arrivals and has_come)):
+            if self.unsummed.isdisjoint(bundle.chunks):
                 bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
                 ready.append(bundle)
+            elif before not in OUTSTANDING:
+                crossing_bytes += bundle.nbytes
         return ready, crossing_bytes
-
-    def came(self, chunk: CommTask) -> list[Bundle[G, J]]:
-        """What its owner sends of ``chunk`` is here. Returns bundles that can be updated now."""
-        self.under_way.came(chunk)
-        return self._complete(chunk)
 
     def take(self, bundle: Bundle[G, J]) -> list[J]:
         """What can be done of the update of ``bundle``, which is the caller's to do."""
-        taken: list[J] = []
-        if self.under_way.unsummed.isdisjoint(bundle.chunks):
-            taken, bundle.jobs = bundle.jobs, []
-            if bundle.arrivals and not self.under_way.comes(bundle.chunks):
-                taken, bundle.arrivals = [*taken, *bundle.arrivals], []
+        if self.sums(bundle.chunks):
+            return []
+        taken, bundle.jobs = bundle.jobs, []
         return taken
 
     def updated(self, bundles: Iterable[Bundle[G, J]], gradients: Iterable[G]) -> None:
         """The updates that were taken of these are done."""
-        armed_again: set[Gradient] = set()
         for bundle in bundles:
-            if bundle.jobs or bundle.arrivals:
-                armed_again.update(*(job.slots for job in (*bundle.jobs, *bundle.arrivals)))
-                bundle.on(BundleEvent.UPDATED_IN_PART)
-                if self._can_be_done(bundle):
-                    bundle.on(BundleEvent.COMPLETE)
-                continue
-            try:
-                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.UPDATED]
-            except KeyError:
-                raise refused(bundle, BundleEvent.UPDATED) from None
-        for gradient in dict.fromkeys(gradients):
-            if gradient not in armed_again:
+            # Another step may have armed more of it meanwhile.
+            if not bundle.jobs:
                 try:
-                    gradient.state = AFTER[gradient.state, GradientEvent.UPDATE]
+                    bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.UPDATED]
                 except KeyError:
-                    raise refused(gradient, GradientEvent.UPDATE) from None
+                    raise refused(bundle, BundleEvent.UPDATED) from None
+        for gradient in gradients:
+            try:
+                gradient.state = AFTER[gradient.state, GradientEvent.UPDATE]
+            except KeyError:
+                raise refused(gradient, GradientEvent.UPDATE) from None
 
     def use(self, bundle: Bundle[G, J]) -> None:
         """A parameter of ``bundle`` is used for the first time since the update."""
@@ -233,11 +227,7 @@ class Round(Generic[G, J]):
         Returns the gradients that never come, and those whose parameters are never updated.
         """
         stale = [gradient for b in self._bundles if b.is_outstanding for gradient in b.slots]
-        lost = [
-            gradient
-            for gradient in self._gradients
-            if self.under_way.sums(gradient.chunks) or self.under_way.comes(gradient.chunks)
-        ]
+        lost = [gradient for gradient in self._gradients if self.sums(gradient.chunks)]
         for gradient in self._gradients:
             gradient.on(GradientEvent.FORK)
         for gradient in lost:
@@ -248,6 +238,10 @@ class Round(Generic[G, J]):
         return lost, stale
 
     # -- state -------------------------------------------------------------------------
+
+    def sums(self, chunks: Iterable[CommTask]) -> bool:
+        """Whether any of ``chunks`` is not summed."""
+        return not self.unsummed.isdisjoint(chunks)
 
     @property
     def incomplete(self) -> bool:
@@ -269,64 +263,32 @@ class Round(Generic[G, J]):
     def validate(self) -> None:
         """Raises AssertionError unless every invariant holds."""
         for gradient in self._gradients:
-            travels = self.under_way.sums(gradient.chunks)
+            travels = self.sums(gradient.chunks)
             if gradient.state in _TRAVELLING:
                 assert travels or not self._chunks, repr(gradient)
             if gradient.state in _SUMMED:
                 assert not travels, repr(gradient)
-        armed = {g for b in self._bundles for job in (*b.jobs, *b.arrivals) for g in job.slots}
+        armed = {g for b in self._bundles for job in b.jobs for g in job.slots}
         for taken in armed:
             assert taken.state in {GradientState.ARMED, GradientState.DUE}, repr(taken)
         assert self.held == sum(bundle.state is not BundleState.FREE for bundle in self._bundles)
         for bundle in self._bundles:
-            if bundle.jobs or bundle.arrivals:
+            if bundle.jobs:
                 assert bundle.is_outstanding, repr(bundle)
             if bundle.state is BundleState.ARMED:
-                assert self._waits(bundle), repr(bundle)
+                assert self.sums(bundle.chunks), repr(bundle)
 
     # -- decisions ---------------------------------------------------------------------
-
-    def _arm(self, jobs: Iterable[J]) -> None:
-        for job in jobs:
-            for gradient in job.slots:
-                if gradient.state is GradientState.FREE and self.under_way.sums(gradient.chunks):
-                    gradient.on(GradientEvent.USED)
-                try:
-                    gradient.state = AFTER[gradient.state, GradientEvent.ARM]
-                except KeyError:
-                    raise refused(gradient, GradientEvent.ARM) from None
 
     def _catch_up(self, gradient: G) -> None:
         """Its chunks may have been summed before it was known that it is used."""
         is_travelling = gradient.state is GradientState.TRAVELLING
-        if is_travelling and not self.under_way.sums(gradient.chunks):
+        if is_travelling and not self.sums(gradient.chunks):
             gradient.on(GradientEvent.SUM)
-
-    def _complete(self, chunk: CommTask) -> list[Bundle[G, J]]:
-        """The bundles with ``chunk`` of which something can be done now."""
-        ready = []
-        unsummed, coming = self.under_way.unsummed, self.under_way.coming
-        for bundle in self._bundles_of[chunk.index]:
-            if not unsummed.isdisjoint(bundle.chunks):
-                continue
-            if bundle.jobs or (bundle.arrivals and coming.keys().isdisjoint(bundle.chunks)):
-                bundle.state = BUNDLE_AFTER[bundle.state, BundleEvent.COMPLETE]
-                ready.append(bundle)
-        return ready
-
-    def _waits(self, bundle: Bundle[G, J]) -> bool:
-        under_way = self.under_way
-        return under_way.sums(bundle.chunks) or under_way.comes(bundle.chunks)
-
-    def _can_be_done(self, bundle: Bundle[G, J]) -> bool:
-        """Whether `take` would return anything."""
-        if self.under_way.sums(bundle.chunks):
-            return False
-        return bool(bundle.jobs or (bundle.arrivals and not self.under_way.comes(bundle.chunks)))
 
     def __repr__(self) -> str:
         backward = f"backward, {self.missing} to come, " if self.is_open else ""
-        return f"<Round {backward}{self.under_way!r}>"
+        return f"<Round {backward}{len(self.unsummed)} chunks to be summed>"
 
 
 _TRAVELLING = frozenset({GradientState.TRAVELLING, GradientState.ARMED})

@@ -39,7 +39,7 @@ from ..update.delegation import stepping_optimizer
 from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast
-from .carrying import broadcast, levels_of, sharder_of
+from .carrying import broadcast, levels_of
 from .entry import Entry
 from .grouping import (
     grouping_of,
@@ -179,12 +179,11 @@ def begin(
                 "accumulate='adama': this model has been wrapped already, with another optimizer"
             )
         optimizer = stepping_optimizer(optimizer)
-        if isinstance(known[0], Session):
-            if known[0].is_sharded:
-                refuse_to_shard(optimizer)
-            if groups:
-                base = base_of(model)
-                refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
+        if isinstance(known[0], PlannedSession) and known[0].owners is not None:
+            refuse_to_shard(optimizer)
+        if isinstance(known[0], Session) and groups:
+            base = base_of(model)
+            refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
@@ -193,16 +192,19 @@ def begin(
         if config.shard:
             refuse_to_shard(optimizer)
         session: Session | PlannedSession
-        if (
-            ddp is not None
-            and not why_not_planned(
+        why_live = "it is not in DistributedDataParallel"
+        if ddp is not None:
+            why_live = why_not_planned(
                 ddp,
                 config,
                 has_groups=has_groups(model, groups),
                 is_folded=accumulation is not None,
             )
-            and not sums_within_hosts(ddp, config, entry)
-        ):
+        if config.shard and why_live:
+            raise PluginError(f"shard = True cannot be for this model: {why_live}")
+        # Settings of ranks may differ: all of them ask.
+        within = ddp is not None and not why_live and sums_within_hosts(ddp, config, entry)
+        if ddp is not None and not why_live and (config.shard or not within):
             session = attach_planned(optimizer, model, ddp, config, entry)
         else:
             session = attach(optimizer, model, config, entry, groups, accumulation)
@@ -272,6 +274,8 @@ def attach(
         ],
         config.timeout_s,
     )
+    if config.compression != "none" and any(slot.parameter.is_complex() for slot in slots):
+        log.info("compression = %r: complex gradients are sent as they are", config.compression)
     name = f"session{entry.number}"
     with joining(base, name, config) as ranks:
         data, control = ranks.open("data", kind), ranks.open("control")
@@ -303,9 +307,6 @@ def attach(
         slots,
         config,
         backend=backend,
-        sharder=None
-        if parts or is_folded
-        else sharder_of(base, backend, device, name, data.hosts, config),
         sync=Syncing(model, weak_ddp),
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),

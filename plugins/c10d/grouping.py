@@ -163,7 +163,6 @@ def _ranks(group: Any, base: dist.ProcessGroup, where: str) -> tuple[int, ...]:
 def refuse_settings(config: Config) -> None:
     """Raises PluginError for settings that parameters in groups cannot be trained with."""
     for name, is_set in (
-        ("shard = True", config.shard),
         ("split = 'on'", config.split == "on"),
         ("hierarchy = 'on'", config.hierarchy == "on"),
     ):

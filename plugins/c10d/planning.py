@@ -25,7 +25,7 @@ from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
-from . import carrying
+from ..zero1.sharding import Sharding
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import joining
@@ -42,7 +42,9 @@ def why_not_planned(
     ddp: DistributedDataParallel, config: Config, *, has_groups: bool, is_folded: bool
 ) -> str:
     """Why gradients of a DDP go another way; empty if they can be planned."""
-    ways = [Cell(), Cell("split")] if _goes_in_halves(ddp) else [Cell()]
+    ways = [Cell(), Cell("sharded")]
+    if _goes_in_halves(ddp):
+        ways.append(Cell("split"))
     if config.cell not in ways:
         return "another way is asked for"
     if has_groups:
@@ -53,6 +55,9 @@ def why_not_planned(
         return "devices are shared"
     if config.compression != "none":
         return "gradients are compressed"
+    if any(parameter.is_complex() for parameter in ddp.parameters()):
+        # DDP's hook is shown half of each, as real numbers.
+        return "gradients are complex"
     return ""
 
 
@@ -61,7 +66,7 @@ def refuse_halves(base: dist.ProcessGroup, config: Config) -> None:
 
     One rank sends nothing, however that is asked for.
     """
-    if config.split == "on" and not config.shard and base.size() > 1:
+    if config.split == "on" and base.size() > 1:
         raise PluginError(
             "split = 'on': gradients go in two halves between two ranks over Gloo on CPUs, of a "
             "model in DistributedDataParallel, uncompressed and with devices of their own; leave "
@@ -73,7 +78,7 @@ def _goes_in_halves(ddp: DistributedDataParallel) -> bool:
     """Whether a norm can be found before all of its gradients are here."""
     device = next(ddp.parameters()).device
     base = ddp.process_group
-    return base.size() == 2 and not carrying.splits_by_collectives(kind_of(base, device), device)
+    return base.size() == 2 and device.type == "cpu" and kind_of(base, device) == "gloo"
 
 
 def sums_within_hosts(ddp: DistributedDataParallel, config: Config, entry: Entry) -> bool:
@@ -124,20 +129,28 @@ def attach_planned(
         control = data if kind == "gloo" else ranks.open("control")
         has_buffers = ddp.modules_buffers and _has_own_broadcast(ddp)
         buffers = ranks.open("buffers") if has_buffers else None
+        statements = ranks.open("statements") if config.shard else None
+        others = [group for group in (buffers, statements) if group is not None]
+        wire = GroupWire(data, control, others, device)
         session = PlannedSession(
             model,
             ddp,
             slots,
             config,
-            GroupWire(data, control, [] if buffers is None else [buffers], device),
+            wire,
             ranks.observers(),
             cut=partial(cut_whole, chunk_bytes=chunk_bytes),
             setting=Setting(
                 partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
             ),
-            halves_bytes=chunk_bytes // 2 if _goes_in_halves(ddp) else 0,
+            halves_bytes=chunk_bytes // 2 if statements is None and _goes_in_halves(ddp) else 0,
             bucket_bytes=bucket_bytes,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
+            owners=None
+            if statements is None
+            else Sharding(
+                wire, statements, base, reduced, max(1, 2 * partition_bytes // data.size)
+            ),
         )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)

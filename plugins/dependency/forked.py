@@ -32,9 +32,8 @@ def disown(round_: Round[Slot, Job], plan: Plan, give_back: Callable[[Slot], Non
         if give_back is None:
             continue
         if slot in lost:
-            withhold(slot, partial(refuse, f"{slot.name}.grad"), in_child=True)
+            withhold(slot, partial(refuse, f"{slot.name}.grad"))
         else:
-            slot.change()
             give_back(slot)
 
 

@@ -11,16 +11,7 @@ from ..layout.memory import is_laid_out_as, lies_over
 from ..layout.slots import Slot
 from ..proxies.lazy_grads import free, has_aliases, has_own_memory, keep_apart, lazy_over, settle
 
-__all__ = [
-    "give_back",
-    "is_kept",
-    "is_known",
-    "is_left",
-    "is_seen",
-    "kept_or_seen",
-    "moved",
-    "withhold",
-]
+__all__ = ["give_back", "is_left", "kept_or_seen", "moved", "withhold"]
 
 
 def _own_references() -> int:
@@ -33,26 +24,13 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()
 
 
-def is_kept(slot: Slot) -> bool:
-    """True if the user has put the lazy gradient aside: it is to keep its values."""
-    lazy = slot.lazy
-    return getrefcount(lazy) > _OWN_REFERENCES and slot.parameter.grad is not lazy
-
-
-def is_seen(slot: Slot) -> bool:
-    """True if the user has put a view of it aside: the view is to keep its values."""
-    # A query handler hands out views without a read.
-    may_be = slot.is_read or slot.queries is not None
-    return may_be and slot.parameter.grad is not slot.lazy and has_aliases(slot.lazy)
-
-
 def kept_or_seen(slots: Iterable[Slot]) -> list[Slot]:
     """Those whose lazy gradient, or a view of it, the user has put aside."""
     found = []
     for slot in slots:
         lazy = slot.lazy
         is_referred_to = getrefcount(lazy) > _OWN_REFERENCES
-        may_be = is_referred_to or slot.is_read or slot.queries is not None
+        may_be = is_referred_to or slot.is_read
         if may_be and slot.parameter.grad is not lazy and (is_referred_to or has_aliases(lazy)):
             found.append(slot)
     return found
@@ -75,11 +53,6 @@ def moved(slots: Iterable[Slot]) -> list[Slot]:
     return found
 
 
-def is_known(slot: Slot) -> bool:
-    """True if the script has the lazy gradient, or a view of it."""
-    return slot.parameter.grad is slot.lazy or is_kept(slot) or is_seen(slot)
-
-
 def is_left(slot: Slot) -> bool:
     """True if the gradient is what was handed out, not zeroed and not replaced."""
     return slot.parameter.grad is slot.lazy and lies_over(slot.lazy, slot.view)
@@ -87,7 +60,7 @@ def is_left(slot: Slot) -> bool:
 
 def give_back(slot: Slot) -> None:
     """Makes the gradient of ``slot`` an ordinary tensor, for good."""
-    if is_kept(slot) or is_seen(slot):
+    if kept_or_seen([slot]):
         keep_apart(slot.lazy)
     if slot.parameter.grad is slot.lazy:
         settle(slot.lazy)
@@ -95,26 +68,19 @@ def give_back(slot: Slot) -> None:
     free(slot.lazy)
 
 
-def withhold(slot: Slot, refuse: Callable[[], None], *, in_child: bool = False) -> None:
-    """The values of ``slot``'s gradient are not here and never will be: reads call ``refuse``.
+def withhold(slot: Slot, refuse: Callable[[], None]) -> None:
+    """In a forked child, where the values of ``slot``'s gradient never come: reads call ``refuse``.
 
     It can be zeroed still.
-
-    Args:
-        in_child: in a forked child, which has no devices, and no threads for kernels.
     """
     if not lies_over(slot.lazy, slot.view):
         # Of the script's own making.
         give_back(slot)
         return
-    if in_child:
-        # No kernel over its memory: the threads that share it out are the parent's, and so are the
-        # pages.
-        with torch._C.DisableTorchFunctionSubclass():
-            slot.lazy.data = torch.full((), torch.nan, dtype=slot.view.dtype).expand_as(slot.view)
-    elif is_known(slot) and slot.view.device.type == "cpu":
-        # What reads it from C++ cannot be refused.
-        slot.view.fill_(torch.nan)
+    # A child has no devices, and no threads for kernels. No kernel over its memory: the threads
+    # that share it out are the parent's, and so are the pages.
+    with torch._C.DisableTorchFunctionSubclass():
+        slot.lazy.data = torch.full((), torch.nan, dtype=slot.view.dtype).expand_as(slot.view)
     free(slot.lazy)
     slot.lazy.synchronize, slot.lazy.is_taken = refuse, _true
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from math import inf
 from time import monotonic
 from typing import Final
 
@@ -49,7 +48,7 @@ class Progress(Failures):
     @property
     def outstanding(self) -> int:
         """Chunks that are under way."""
-        return len(self.round.under_way)
+        return len(self.round.unsummed)
 
     def notify(self) -> None:
         """Something changed; called with the lock held."""
@@ -65,23 +64,18 @@ class Progress(Failures):
                 "Do not vouch for its class by bytesched.separable, or set cross_barrier = False"
             )
 
-    def wait(self, done: Callable[[], bool], what: str, *, until: float = inf) -> bool:
-        """Returns when ``done()``; raises the first error, or SchedulerTimeout.
-
-        False at the moment ``until`` of the clock, if that is before all of these.
-        """
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Returns when ``done()``; raises the first error, or SchedulerTimeout."""
         self.refuse_in_update(what)
         if URGENCY.is_held:
             with URGENCY.waiting():
-                return self.wait(done, what, until=until)
-        if HELD and not self.done_by(0.0, done):
+                return self.wait(done, what)
+        if HELD and not self._done_by(0.0, done):
             with released():
-                return self.wait(done, what, until=until)
+                return self.wait(done, what)
         deadline = monotonic() + self._timeout_s
-        while not self.done_by(min(deadline, until, monotonic() + _LOOKS_EVERY_S), done):
+        while not self._done_by(min(deadline, monotonic() + _LOOKS_EVERY_S), done):
             self.check()
-            if monotonic() >= until:
-                return False
             if monotonic() < deadline:
                 error = self.look()
             else:
@@ -91,14 +85,13 @@ class Progress(Failures):
             if error is not None:
                 self.fail(error, is_raised=True)
                 raise error
-        return True
 
     def _whole_story(self) -> str:
         with self.lock:
             here = self.round.story()
         return "\n".join(filter(None, (self.story(), here)))
 
-    def done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
+    def _done_by(self, deadline: float, done: Callable[[], bool]) -> bool:
         """Waits until ``done()``, the first error, or a moment of the clock; whether it is done.
 
         Any thread; ``done`` is called with the lock held.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from bytesched.round import OUTSTANDING, TAKEN, TO_COME, BundleState, GradientState, Memory
+from bytesched.round import OUTSTANDING, TO_COME, BundleState, GradientState
 
 from ..figures.meter import Meter
 from ..layout.memory import lies_over
 from ..layout.plan import Plan
-from ..layout.slots import Bundle, Slot, change
+from ..layout.slots import Bundle, Slot
 from ..proxies.compiling import waiting
 from ..proxies.lazy_grads import free, plain
 from ..proxies.pending import release_held
@@ -22,25 +21,11 @@ from ..proxies.spans import span
 from ..routes.streams import Streams
 from .progress import Progress
 
-__all__ = ["Elsewhere", "Synchronizing"]
-
-
-class Elsewhere(Protocol):
-    """What other ranks have of gradients and parameters, where ranks own them."""
-
-    def waits_for_ranks(self) -> None:
-        """A wait begins for what other ranks' steps send."""
-
-    def complete(self, slot: Slot) -> None:
-        """The gradient of ``slot`` is read: what is here of it becomes all of it."""
+__all__ = ["Synchronizing"]
 
 
 class Synchronizing:
-    """What the gates of one model call, in the thread of forward, backward or step.
-
-    Args:
-        elsewhere: what other ranks have; None: everything comes to every rank.
-    """
+    """What the gates of one model call, in the thread of forward, backward or step."""
 
     def __init__(
         self,
@@ -48,15 +33,12 @@ class Synchronizing:
         progress: Progress,
         streams: Streams,
         meter: Meter,
-        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._plan = plan
         self._progress = progress
         self._round = progress.round
-        self._under_way = progress.round.under_way
         self._streams = streams
         self._meter = meter
-        self._elsewhere = elsewhere
         for slot in plan.slots:
             self.make_lazy(slot)
         self.plan_cut()
@@ -78,17 +60,12 @@ class Synchronizing:
             self._streams.read()
             with self._progress.lock:
                 self._round.use(bundle)
-            for slot in bundle.slots:
-                if slot.changes:
-                    self._change_one(slot)
             # A parameter that was not read in this round may be held since an earlier one.
             release_held([slot.parameter for slot in bundle.slots])
 
     def _wait_applied(self, bundle: Bundle, by: str) -> None:
         if bundle.state not in OUTSTANDING:
             return
-        if self._elsewhere is not None and self._under_way.comes(bundle.chunks):
-            self._elsewhere.waits_for_ranks()
         began = self._meter.moment()
         with waiting(), span("bytesched::wait"):
             self._progress.wait(
@@ -125,62 +102,34 @@ class Synchronizing:
 
     def wait_reduced(self) -> None:
         """Returns when nothing is on the wire."""
-        under_way = self._under_way
-        if not under_way.is_empty:
-            if self._elsewhere is not None and under_way.is_coming:
-                self._elsewhere.waits_for_ranks()
+        if self._round.unsummed:
             began = self._meter.moment()
-            self._progress.wait(lambda: under_way.is_empty, "all gradients")
+            self._progress.wait(lambda: not self._round.unsummed, "all gradients")
             self._meter.waited("backward", began)
-        self._change()
 
     def wait_slots(self, slots: Sequence[Slot]) -> None:
         """Returns when gradients and updates of ``slots`` are there."""
-        if not self._under_way.is_empty:
+        if self._round.unsummed:
             began = self._meter.moment()
             chunks = set().union(*(slot.bundle.chunks for slot in slots))
-            self._progress.wait(
-                lambda: not self._under_way.sums(chunks), "the optimizer's gradients"
-            )
+            self._progress.wait(lambda: not self._round.sums(chunks), "the optimizer's gradients")
             self._meter.waited("step", began)
         for slot in slots:
             if slot.bundle.state is not BundleState.FREE:
                 self.synchronize(slot.bundle, "step")
-        change([slot for slot in slots if slot.state not in TAKEN])
 
     def wait_unstepped(self) -> None:
         """Returns when nothing is on the wire that no ``step()`` has taken."""
-        under_way = self._under_way
-        if not under_way.is_empty and any(
-            bundle.state not in OUTSTANDING and under_way.sums(bundle.chunks)
+        if self._round.unsummed and any(
+            bundle.state not in OUTSTANDING and self._round.sums(bundle.chunks)
             for bundle in self._plan.bundles
         ):
             self.wait_reduced()
-        else:
-            self._change()
-
-    def _change(self) -> None:
-        """Makes changes that were noted of gradients which no ``step()`` has taken."""
-        for slot in self._plan.slots:
-            if slot.changes:
-                self._change_one(slot)
-
-    def _change_one(self, slot: Slot) -> None:
-        if slot.state in TAKEN or self._under_way.sums(slot.chunks):
-            return
-        if slot.memory is Memory.WHOLE:
-            slot.change()
 
     def _synchronize_grad(self, slot: Slot) -> None:
         self._progress.refuse_in_update(f"{slot.name}.grad")
         bundle = slot.bundle
-        if (
-            slot.is_read
-            and slot.state is GradientState.SUMMED
-            and bundle.state is BundleState.FREE
-            and self._elsewhere is None
-            and not slot.changes
-        ):
+        if slot.is_read and slot.state is GradientState.SUMMED and bundle.state is BundleState.FREE:
             # It was read in this round, and is what it was then.
             return
         if bundle.state is not BundleState.FREE:
@@ -188,18 +137,14 @@ class Synchronizing:
             self.synchronize(bundle, f"{slot.name}.grad")
         else:
             waited_ns = 0
-            under_way, chunks = self._under_way, bundle.chunks
-            if under_way.sums(chunks) and slot.state not in TO_COME:
+            chunks = bundle.chunks
+            if self._round.sums(chunks) and slot.state not in TO_COME:
                 began = self._meter.moment()
                 self._progress.wait(
-                    lambda: not under_way.sums(chunks), f"the gradient of {slot.name!r}"
+                    lambda: not self._round.sums(chunks), f"the gradient of {slot.name!r}"
                 )
                 waited_ns = self._meter.waited(f"{slot.name}.grad", began, _numbers(bundle))
             self._meter.causes.read(slot.name, waited_ns)
-        if self._elsewhere is not None:
-            self._elsewhere.complete(slot)
-        if slot.changes and slot.state not in TAKEN:
-            slot.change()
         slot.is_read = True
 
     def fill_apart(self, slot: Slot) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..routes.carrier import Traffic
 from ..update.deferred import Deferred
-from ..zero1.checkpoint import HeldEntry
 
 __all__ = ["Life", "Phase"]
 
@@ -83,15 +80,3 @@ class Phase(Life, Protocol):
 
     def stepped(self) -> None:
         """``step()`` has been executed, as far as it was not deferred."""
-
-    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
-        """What this rank has of the state of ``optimizer``, where the update is sharded."""
-
-    def bring(self) -> None:
-        """Gradients that no step has taken are in the memory of `p.grad`; after a flush."""
-
-    def restore(self) -> None:
-        """Optimizers have the state that those of a plain training would have; after a flush."""
-
-    def leave(self) -> None:
-        """Other ranks hear that this one takes no more steps; it waits for none. Idempotent."""

@@ -48,7 +48,7 @@ class Rounds:
 
     Args:
         slots: the parameters.
-        takeover: whether gradients are the session's at the moment.
+        handover: whether gradients are the session's at the moment.
         static_graph: a parameter may be used several times, the same in each round.
         phase: that of the first round.
     """

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from bytesched.errors import PluginError
-from bytesched.round import UNREADABLE, UNTAKEN
+from bytesched.round import UNTAKEN
 from bytesched.tunable import Setting
 
-from ..dependency.context import Context, PlanParts
+from ..dependency.context import Context
 from ..dependency.forked import disown
+from ..dependency.gates import Gates
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
+from ..dependency.synchronizing import Synchronizing
 from ..layout.flags import from_cells, to_cells
+from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..proxies.lazy_grads import keep_apart, move_apart
 from ..proxies.pending import release_held
-from ..routes.carrier import Traffic
+from ..routes.carrier import Carrier, Traffic
 from ..update.deferred import Deferred
 from ..update.pending_updates import PendingUpdates
 from ..update.updater import Updater
 from ..warmup.retuning import Retuning
-from ..zero1.checkpoint import HeldEntry
-from ..zero1.sharding import Sharding
 
 __all__ = ["Running"]
 
@@ -37,13 +36,14 @@ class Running:
         setting: what training begins with.
         find_unused: whether parameters may get no gradient.
         retuning: changes the setting between two steps, if it is tuned.
-        sharding: carries rounds, in place of the carrier of ``parts``.
-        traffic: what all of them have carried.
     """
 
     def __init__(
         self,
-        parts: PlanParts,
+        plan: Plan,
+        gates: Gates,
+        synchronizing: Synchronizing,
+        carrier: Carrier,
         pending_updates: PendingUpdates,
         updater: Updater,
         context: Context,
@@ -51,15 +51,13 @@ class Running:
         setting: Setting,
         find_unused: bool,
         retuning: Retuning | None,
-        sharding: Sharding | None,
-        traffic: Callable[[], Traffic],
     ) -> None:
-        self.plan = parts.plan
+        self.plan = plan
         self.setting = setting
         self.find_unused = find_unused
-        self._gates = parts.gates
-        self._synchronizing = parts.synchronizing
-        self._carrier = parts.carrier
+        self._gates = gates
+        self._synchronizing = synchronizing
+        self._carrier = carrier
         self._pending_updates = pending_updates
         self._updater = updater
         self._progress = context.progress
@@ -68,12 +66,6 @@ class Running:
         self._meter = context.meter
         self._rank = context.backend.rank
         self._retuning = retuning
-        self._sharding = sharding
-        self._whole_carrier = parts.carrier
-        self._traffic = traffic
-        self._optimizers: list[Deferred] = []
-        #: how many steps they took in this round
-        self._steps = 0
 
     # -- forward -----------------------------------------------------------------------
 
@@ -84,8 +76,6 @@ class Running:
     def forward_begins(self) -> None:
         # Backward would add to gradients on the wire.
         self._synchronizing.wait_unstepped()
-        if self._sharding is not None:
-            self._sharding.forward_begins()
 
     def forward_ends(self) -> None:
         pass
@@ -106,21 +96,12 @@ class Running:
             )
         self._synchronizing.wait_reduced()
         self._synchronizing.apply_all()
-        if self._sharding is not None:
-            self._carrier = self._sharding.carrier()
         for slot in kept_or_seen(plan.slots):
-            if self._sharding is not None:
-                self._sharding.complete_kept(slot)
             keep_apart(slot.lazy)
-            if self._sharding is not None:
-                self._sharding.withhold(slot)
             self._synchronizing.make_lazy(slot)
         plan.flags_reduced = False
         with self._progress.lock:
             self._round.begin()
-        self._steps = 0
-        if self._sharding is not None:
-            self._sharding.begin_round()
         self._meter.round_begins()
 
     def gradient(self, slot: Slot) -> None:
@@ -143,8 +124,6 @@ class Running:
         if self.find_unused:
             self._complete()
         self.hand_out()
-        if self._sharding is not None:
-            self._sharding.backward_ends()
         return self
 
     def _complete(self) -> None:
@@ -164,8 +143,7 @@ class Running:
         for slot in missing:
             # It may have a gradient from passes under no_sync(), which DDP reduces now.
             if slot.parameter.grad is not None:
-                is_readable = slot.memory not in UNREADABLE
-                if is_left(slot) and is_readable:
+                if is_left(slot):
                     earlier[slot] = slot.view.clone()
                 if not slot.take_gradient():
                     self._refuse(slot)
@@ -201,16 +179,10 @@ class Running:
     # -- step --------------------------------------------------------------------------
 
     def introduce(self, deferred: Deferred) -> None:
-        self._optimizers = [other for other in self._optimizers if other.is_alive]
-        self._optimizers.append(deferred)
         self._pending_updates.introduce(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
-        eager = self._pending_updates.step(deferred, whole_because=whole_because)
-        self._steps += 1
-        if self._sharding is not None and self._steps == sum(o.is_alive for o in self._optimizers):
-            self._sharding.end_round()
-        return eager
+        return self._pending_updates.step(deferred, whole_because=whole_because)
 
     def stepped(self) -> None:
         self._pending_updates.stepped()
@@ -218,28 +190,11 @@ class Running:
     def synchronize_all(self) -> None:
         self._synchronizing.synchronize_all()
 
-    def bring(self) -> None:
-        if self._sharding is not None:
-            self._sharding.bring()
-
-    def restore(self) -> None:
-        if self._sharding is not None:
-            self._sharding.restore()
-
-    def leave(self) -> None:
-        if self._sharding is not None:
-            self._sharding.leave()
-
-    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
-        self._synchronizing.synchronize_all()
-        assert self._sharding is not None
-        return self._sharding.held(optimizer)
-
     # -- from outside ------------------------------------------------------------------
 
     @property
     def traffic(self) -> Traffic:
-        return self._traffic()
+        return self._carrier.traffic
 
     @property
     def order(self) -> str:
@@ -249,21 +204,13 @@ class Running:
         return self._synchronizing.state()
 
     def disown(self) -> None:
-        disown(self._round, self.plan, partial(self._give_back, in_child=True))
+        disown(self._round, self.plan, give_back)
 
     def close(self, *, release_parameters: bool) -> None:
         self._gates.remove()
-        if self._sharding is not None:
-            self._sharding.close()
-        self._whole_carrier.close()
+        self._carrier.close()
         self._updater.close()
         if release_parameters:
             release_held(slot.parameter for slot in self.plan.slots)
             for slot in self.plan.slots:
-                self._give_back(slot)
-
-    def _give_back(self, slot: Slot, *, in_child: bool = False) -> None:
-        if self._sharding is None:
-            give_back(slot)
-        else:
-            self._sharding.give_back(slot, in_child=in_child)
+                give_back(slot)

@@ -17,6 +17,7 @@ from bytesched.tunable import Setting, find_tuner
 from bytesched.values import size_text
 
 from ..dependency.context import Context
+from ..figures.unseen import ROUNDING, UNSEEN
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..moments.folding import Accumulation, Folding
@@ -27,8 +28,6 @@ from ..routes.backend import Backend
 from ..routes.handover import Handover
 from ..update.stepping import Stepping
 from ..warmup.retuning import Decisions
-from ..zero1.checkpoint import ShardedState, plain_name
-from ..zero1.sharding import Sharder
 from .hooked import HookedModel
 from .phase import Life
 from .round_steps import RoundSteps
@@ -59,7 +58,6 @@ class Session(HookedModel):
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
-        sharder: makes carriers of a sharded update, if there is to be one.
         accumulation: gradients are folded into the moments of its optimizer, for which ``slots``
             are made; it says what is reduced in place of ``sync``.
     """
@@ -75,14 +73,11 @@ class Session(HookedModel):
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
-        sharder: Sharder | None = None,
         accumulation: Accumulation | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
         guard_entries()
         self._sync = sync
-        #: each rank updates a part alone
-        self.is_sharded = config.shard
         self._handover = Handover()
         decisions = None
         if config.tune and backend.knobs:
@@ -104,7 +99,6 @@ class Session(HookedModel):
             first_use=self._first_use,
             handover=self._handover,
             decisions=decisions,
-            sharder=sharder,
             folding=self._folding,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
@@ -123,7 +117,7 @@ class Session(HookedModel):
         self._stepping = Stepping(
             RoundSteps(self._rounds, self._handover, self._progress),
             self._meter,
-            takes_gradients=config.shard or self._folding is not None,
+            takes_gradients=self._folding is not None,
         )
         try:
             self._hook(root)
@@ -162,10 +156,6 @@ class Session(HookedModel):
         """
         if self._folding is not None:
             self._folding.check(optimizer)
-        if self.is_sharded and self.plan is not None:
-            raise PluginError(
-                "with shard=True, wrap every optimizer of a model before its first backward pass"
-            )
         # The user may name the optimizer instead of the model, which is there as long as it is.
         self._stepping.add(optimizer, kind, self.root, cross=cross)
 
@@ -236,6 +226,7 @@ class Session(HookedModel):
         """The user's thread, at the end of the first round."""
         self._drop_forward_hook()
         if self._backend.rank == 0:
+            log.info(UNSEEN)
             log.info("%s", _begun(self._backend.size, running.plan, running.setting, self.mode))
 
     def _drop_forward_hook(self) -> None:
@@ -302,21 +293,6 @@ class Session(HookedModel):
         if not self._rounds.incomplete:
             self.wait_reduced()
         super().flush()
-        if not self._rounds.incomplete:
-            self._rounds.phase.bring()
-
-    def sharded_state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
-        """See `bytesched.sharded_state`."""
-        names = {id(slot.parameter): plain_name(slot) for slot in self._rounds.slots}
-        return ShardedState(optimizer, lambda: self._rounds.phase.held(optimizer), names)
-
-    def restore(self) -> None:
-        super().restore()
-        self._rounds.phase.restore()
-
-    def leave(self) -> None:
-        super().leave()
-        self._rounds.phase.leave()
 
     @property
     def _life(self) -> Life:
@@ -330,9 +306,10 @@ def _nothing() -> None:
 def _begun(ranks: int, plan: Plan, setting: Setting, mode: str) -> str:
     """What is sent from now on, in a line."""
     chunks = f"{len(plan.chunks)} chunk{'s' if len(plan.chunks) > 1 else ''}"
+    rounding = f", {ROUNDING}" if ranks > 2 else ""
     return (
         f"{ranks} ranks, {len(plan.slots)} tensors, {size_text(plan.nbytes)} in {chunks} "
         f"of up to {size_text(setting.partition_bytes)}, "
         f"{size_text(setting.credit_bytes)} under way at a time, "
-        f"policy {setting.policy}, mode {mode}"
+        f"policy {setting.policy}, mode {mode}{rounding}"
     )

@@ -5,34 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, process_time_ns
 
-import torch
-
 from bytesched.config import Config
-from bytesched.errors import PluginError
 from bytesched.round import UNTAKEN
+from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-from ..dependency.context import Context, PlanParts
+from ..dependency.context import Context
 from ..dependency.gates import Gates
 from ..dependency.synchronizing import Synchronizing
-from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..moments.folding import Folding
 from ..moments.updates import MomentUpdates
 from ..proxies.first_use import FirstUse
 from ..routes.carrier import Traffic
 from ..routes.handover import Handover
-from ..update.completions import Completions
 from ..update.deferred import Deferred
 from ..update.pending_updates import PendingUpdates
-from ..update.separable import is_elementwise
 from ..update.updater import Updater
 from ..warmup.changing import Changing
 from ..warmup.first_round import WarmedUp, WarmUp
 from ..warmup.retuning import Decisions, Retuning
-from ..zero1.checkpoint import HeldEntry
-from ..zero1.sharded_updates import ShardedUpdates
-from ..zero1.sharding import Dealing, Sharder, Sharding
 from .running import Running
 
 __all__ = ["WarmingUp"]
@@ -63,7 +55,6 @@ class WarmingUp:
         first_use: FirstUse,
         handover: Handover,
         decisions: Decisions | None,
-        sharder: Sharder | None,
         folding: Folding | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
@@ -78,7 +69,6 @@ class WarmingUp:
         self._first_use = first_use
         self._handover = handover
         self._decisions = decisions
-        self._sharder = sharder
         self._folding = folding
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
@@ -134,51 +124,42 @@ class WarmingUp:
         progress, streams, meter = context.progress, context.streams, context.meter
         self._round.cut(plan.chunks, plan.slots_of, plan.bundles, plan.bundles_of)
         updater = Updater(progress, streams, meter)
-        completions = Completions(plan, progress, updater)
+
+        def reduced(chunk: CommTask) -> None:
+            """A thread of the carrier."""
+            with progress.lock:
+                if chunk is plan.flags_chunk:
+                    plan.flags_reduced = True
+                if ready := self._round.summed(chunk):
+                    updater.push(ready)
+                progress.notify()
+
         carrier = context.backend.carrier(
             plan,
             warm.packer,
             streams,
             setting,
-            reduced=completions.reduced,
+            reduced=reduced,
             failed=progress.fail,
             observers=context.observers,
         )
         progress.story = carrier.story
         meter.active(plan.nbytes, len(plan.chunks), setting)
-        sharding: Sharding | None = None
-        if self._sharder is not None:
-            sharding = Sharding(
-                self._sharder,
-                plan,
-                warm.packer,
-                context,
-                setting,
-                updater,
-                Dealing(self._kinds(plan), self._may_cut(plan)),
-                reduced=completions.reduced,
-            )
-        synchronizing = Synchronizing(plan, progress, streams, meter, sharding)
+        synchronizing = Synchronizing(plan, progress, streams, meter)
         used = [slot for slot in plan.slots if slot.state in UNTAKEN]
         gates = Gates(plan, used, self._first_use, synchronizing, self._inside_compiled)
-        parts = PlanParts(plan, warm.packer, synchronizing, gates, carrier)
-        if sharding is not None:
-            pending_updates: PendingUpdates = ShardedUpdates(
-                plan.slots, synchronizing, updater, context, sharding
-            )
-        elif self._folding is not None:
+        if self._folding is None:
+            pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)
+        else:
             pending_updates = MomentUpdates(
                 plan.slots, synchronizing, updater, context, self._folding
             )
-        else:
-            pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)
-
-        def traffic() -> Traffic:
-            whole = carrier.traffic
-            return whole if sharding is None else whole + sharding.traffic
 
         def cut(changed: Setting) -> None:
-            parts.cut_whole(changed)
+            plan.cut(changed.partition_bytes)
+            for part in (warm.packer, synchronizing, gates):
+                part.plan_cut()
+            carrier.change(changed)
             meter.changed(len(plan.chunks), changed)
 
         retuning = None
@@ -188,38 +169,21 @@ class WarmingUp:
                 warm.decision,
                 Changing(plan.slots, self._handover, cut, setting),
                 synchronizing,
-                traffic,
+                lambda: carrier.traffic,
                 streams=streams,
             )
         return Running(
-            parts,
+            plan,
+            gates,
+            synchronizing,
+            carrier,
             pending_updates,
             updater,
             context,
             setting=setting,
             find_unused=warm.unused if self._asked_to_find is None else self._asked_to_find,
             retuning=retuning,
-            sharding=sharding,
-            traffic=traffic,
         )
-
-    def _kinds(self, plan: Plan) -> list[int]:
-        """Which optimizer updates each parameter, by number; -1 if none does."""
-        numbers = {
-            key: number
-            for number, deferred in enumerate(self._deferred)
-            for key in deferred.parameter_ids()
-        }
-        return [numbers.get(id(slot.parameter), -1) for slot in plan.slots]
-
-    def _may_cut(self, plan: Plan) -> list[bool]:
-        """Whether any part of each parameter can be updated alone."""
-        return [
-            number >= 0
-            and is_elementwise(self._deferred[number].kind)
-            and slot.parameter.stride() == slot.view.stride()
-            for slot, number in zip(plan.slots, self._kinds(plan), strict=True)
-        ]
 
     def wait_reduced(self) -> None:
         pass
@@ -239,21 +203,6 @@ class WarmingUp:
 
     def state(self) -> str:
         return "warming up"
-
-    def bring(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def held(self, optimizer: torch.optim.Optimizer) -> list[HeldEntry]:
-        raise PluginError(
-            "no rank owns anything before the first backward pass: load a checkpoint into the "
-            "optimizer before it is wrapped, or save and load its shards after its first step()"
-        )
 
     def disown(self) -> None:
         pass

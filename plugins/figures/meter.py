@@ -67,6 +67,8 @@ class Meter:
         self._crossed_steps = 0
         #: why every step updates everything at once, where that is known from the start
         self.whole_because = ""
+        #: why sums of this round were awaited inside backward
+        self.landed_because = ""
         self._steps = 0
         #: time spent in the gradient hooks
         self.hook_ns = 0
@@ -120,6 +122,7 @@ class Meter:
             self.is_measuring = True
             self._measure()
         self._is_untaken = True
+        self.landed_because = ""
 
     def begin_anew(self) -> None:
         """Rounds go another way from the next one on, and no figures are of the ones before."""
@@ -150,7 +153,7 @@ class Meter:
         is_first, self._is_untaken = self._is_untaken, False
         self._iterations += is_first
         self._measured_steps += 1
-        if why := self.whole_because or whole_because:
+        if why := self.whole_because or whole_because or self.landed_because:
             self._whole_steps[why] += 1
         self._crossed_bytes += crossing_bytes
         if is_first and self._iterations == _JUDGED_AFTER and self._crossed < _WORTH_IT:

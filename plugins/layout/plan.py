@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
@@ -16,7 +15,7 @@ from .flags import cell_count
 from .partition import Partition
 from .slots import Bundle, Slice, Slot
 
-__all__ = ["Ownership", "Plan", "Share"]
+__all__ = ["Plan"]
 
 
 #: What is sent from where it is kept moves to its arena once; so much of it is there twice.
@@ -35,28 +34,6 @@ class _Arena:
     positions: list[int]
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """Which rank sums which tensor."""
-
-    ranks: int
-    #: by position in the plan; None: no rank alone
-    owners: Sequence[int | None]
-    #: by position: no chunk has tensors of different kinds
-    kinds: Sequence[int] = ()
-    #: by position, of those that every rank owns a part of: where parts end, in elements, by rank
-    bounds: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Elements of a tensor that one rank owns, in memory order."""
-
-    rank: int
-    start_at: int
-    stop_at: int
-
-
 class Plan:
     """Arenas, chunks and bundles for a list of parameters in forward order.
 
@@ -72,22 +49,14 @@ class Plan:
         self.used_flags: torch.Tensor | None = None
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False
-        #: how many times it was cut
-        self.cuts = 0
         self.chunks: list[CommTask] = []
         self.slices: list[list[Slice]] = []
         #: the arena memory of each chunk
         self.buffers: list[torch.Tensor] = []
-        #: with an ownership: the rank that sums each chunk, and the chunks of tensors that no rank
-        #: sums alone
-        self.owners: list[int] = []
-        self.shared: set[int] = set()
         self.bundles: list[Bundle] = []
         #: by the index of a chunk
         self.bundles_of: list[list[Bundle]] = []
         self.slots_of: list[list[Slot]] = []
-        self._position = {slot: position for position, slot in enumerate(slots)}
-        self._ownership: Ownership | None = None
         kinds: dict[_Kind, list[int]] = {}
         kept_bytes = 0
         for position, slot in enumerate(slots):
@@ -103,14 +72,11 @@ class Plan:
             )
         self.cut(partition_bytes)
 
-    def cut(self, partition_bytes: int, ownership: Ownership | None = None) -> None:
+    def cut(self, partition_bytes: int) -> None:
         """Makes chunks and bundles; nothing of those that there were may be under way.
 
-        Gradients stay where they are, and so does everything that refers to a slot. With an
-        ``ownership`` every chunk has one owner.
+        Gradients stay where they are, and so does everything that refers to a slot.
         """
-        self.cuts += 1
-        self._ownership = ownership
         for held in (self.chunks, self.slices, self.buffers):
             held.clear()
         for found in (self.bundles, self.bundles_of, self.slots_of):
@@ -135,64 +101,6 @@ class Plan:
                 slice_.slot.chunks.append(chunk)
                 slice_.slot.slices.append(slice_)
         self._bundle()
-        self._deal()
-
-    def _deal(self) -> None:
-        """Finds the owner of each chunk."""
-        self.owners.clear()
-        self.shared.clear()
-        if self._ownership is None:
-            return
-        owners = [self._owner_at(slices[0]) if slices else None for slices in self.slices]
-        shared = [chunk for chunk in self.chunks if owners[chunk.index] is None]
-        self.shared.update(chunk.index for chunk in shared)
-        loads = [0] * self._ownership.ranks
-        # The largest first, each to the rank that has least.
-        for chunk in sorted(shared, key=lambda chunk: (-chunk.nbytes, chunk.index)):
-            rank = loads.index(min(loads))
-            owners[chunk.index] = rank
-            loads[rank] += chunk.nbytes
-        self.owners.extend(owner for owner in owners if owner is not None)
-
-    def owner(self, slot: Slot) -> int | None:
-        """The rank that sums the gradient of ``slot``; None: no rank alone."""
-        return None if self._ownership is None else self._ownership.owners[self._position[slot]]
-
-    def shares(self, slot: Slot) -> list[Share]:
-        """What ranks own of ``slot``, front to back; empty if no rank owns any of it."""
-        position, whole = self._position[slot], slot.elements
-        bounds = () if self._ownership is None else self._ownership.bounds.get(position, ())
-        if bounds:
-            ranges = enumerate(pairwise([0, *bounds]))
-            return [Share(rank, a, b) for rank, (a, b) in ranges if a < b]
-        owner = self.owner(slot)
-        return [] if owner is None else [Share(owner, 0, whole)]
-
-    def measurer(self, slot: Slot) -> int | None:
-        """Of several ranks that own a part of ``slot``, the one that measures all of it; by turns.
-
-        None if there are not several.
-        """
-        shares = self.shares(slot)
-        if self._ownership is None or len(shares) < 2:
-            return None
-        turn = sorted(self._ownership.bounds).index(self._position[slot])
-        return shares[turn % len(shares)].rank
-
-    def _owner_at(self, slice_: Slice) -> int | None:
-        shares = self.shares(slice_.slot)
-        return next((s.rank for s in shares if s.start_at <= slice_.start_at < s.stop_at), None)
-
-    def kind(self, chunk: CommTask) -> int:
-        """The kind of its tensors."""
-        kinds = () if self._ownership is None else self._ownership.kinds
-        slices = self.slices[chunk.index]
-        return kinds[self._position[slices[0].slot]] if kinds and slices else 0
-
-    def computed(self, chunk: CommTask) -> tuple[int, int]:
-        """Sorts chunks as backward completes them, and those of one tensor front to back."""
-        slices = self.slices[chunk.index]
-        return -min((self._position[s.slot] for s in slices), default=-1), chunk.index
 
     def _lay_out(self, kind: _Kind, positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
@@ -207,44 +115,29 @@ class Plan:
         self, arena: _Arena, partition_bytes: int
     ) -> list[tuple[CommTask, torch.Tensor, list[Slice]]]:
         memory = arena.memory
-        kinds = self._ownership.kinds if self._ownership is not None else ()
-        runs: dict[CommTask, tuple[int | None, int]] = {}
-        slot_of: dict[CommTask, tuple[Slot, int]] = {}
+        slot_of: dict[CommTask, Slot] = {}
         offset = 0
         for position in arena.positions:
             slot = self.slots[position]
-            n = slot.elements
-            shares: list[Share | None] = [*self.shares(slot)] or [None]
-            for share in shares:
-                task = CommTask(
-                    slot.name,
-                    start_at=offset + (share.start_at if share else 0),
-                    stop_at=offset + (share.stop_at if share else n),
-                    itemsize=memory.element_size(),
-                    priority=position,
-                )
-                runs[task] = share.rank if share else None, kinds[position] if kinds else 0
-                slot_of[task] = slot, offset
-            offset += n
+            task = CommTask(
+                slot.name,
+                start_at=offset,
+                stop_at=offset + slot.elements,
+                itemsize=memory.element_size(),
+                priority=position,
+            )
+            slot_of[task] = slot
+            offset += slot.elements
         cut = []
-        for chunk in self._chunks_of(runs, partition_bytes):
+        whole = CommTask.merge(list(slot_of))
+        for chunk in whole.partition(partition_bytes, first_bytes(partition_bytes)):
             slices = []
             for task in chunk.members:
-                slot, at = slot_of[task]
-                a, b = max(task.start_at, chunk.start_at), min(task.stop_at, chunk.stop_at)
-                whole = b - a == slot.elements
-                slices.append(Slice(slot, a - at, b - at, memory[a:b], whole))
+                slot, at = slot_of[task], task.start_at
+                a, b = max(at, chunk.start_at), min(task.stop_at, chunk.stop_at)
+                slices.append(Slice(slot, a - at, b - at, memory[a:b], b - a == slot.elements))
             cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
-
-    def _chunks_of(
-        self, tasks: Mapping[CommTask, tuple[int | None, int]], partition_bytes: int
-    ) -> list[CommTask]:
-        """Chunks of about ``partition_bytes``, none with tasks of two owners or kinds."""
-        runs = [list(run) for _, run in groupby(tasks, key=tasks.__getitem__)]
-        first = CommTask.merge(runs[0]).partition(partition_bytes, first_bytes(partition_bytes))
-        others = (CommTask.merge(run).partition(partition_bytes) for run in runs[1:])
-        return [*first, *chain.from_iterable(others)]
 
     def _bundle(self) -> None:
         by_last: dict[int, list[Slot]] = {}

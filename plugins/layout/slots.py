@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from bytesched.round import ALLOWED, LENT, Gradient, Use
+from bytesched.round import TAKEN, Gradient
 from bytesched.round import Bundle as BundleOf
 
-from ..proxies.lazy_grads import LazyGrad, QueryHandler, has_aliases, lazy_over, plain, point
+from ..proxies.lazy_grads import LazyGrad, has_aliases, lazy_over, plain, point
 from .memory import is_gradient_shared, is_laid_out_as, lies_over, shaped
 from .partition import Partition
 
-__all__ = ["Bundle", "Job", "Slice", "Slot", "Update", "change"]
+__all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 
 
 @dataclass(eq=False, repr=False)
@@ -41,10 +41,6 @@ class Slot(Gradient):
     partition: Partition | None = field(init=False, default=None)
     #: of its gradient hook
     hook_id: int = field(init=False, default=-1)
-    #: see `LazyGrad.queries`
-    queries: QueryHandler | None = field(init=False, default=None)
-    #: what the script has done to the elements of the gradient while it was outstanding
-    changes: list[Callable[[list[torch.Tensor]], None]] = field(init=False, default_factory=list)
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
@@ -111,29 +107,10 @@ class Slot(Gradient):
             self.lazy = lazy_over(self.view)
         self.lazy.synchronize = synchronize
         self.lazy.is_taken = self.is_taken
-        self.lazy.queries, self.lazy.owner = self.queries, self
-
-    def changed(self) -> torch.Tensor:
-        """The gradient after all changes that were noted; its sum must be in the arena."""
-        if not self.changes:
-            return self.view
-        copy = self.view.clone()
-        for change in self.changes:
-            change([copy])
-        return copy
-
-    def change(self) -> None:
-        """Makes the changes that were noted, once; nothing of it may be outstanding."""
-        change([self])
 
     def is_taken(self) -> bool:
-        """True while the memory of the gradient is an update's, or has become a parameter's.
-
-        And where that is so on other ranks: one that is zeroed has other memory on all of them.
-        """
-        if self.memory in LENT:
-            return True
-        return self.state in ALLOWED[Use.ZERO_APART] and self.bundle.is_outstanding
+        """True while the memory of the gradient is an update's."""
+        return self.state in TAKEN and self.bundle.is_outstanding
 
     def realias(self) -> None:
         """Makes the alias anew, after the parameter got other memory."""
@@ -177,25 +154,3 @@ class Job:
 
 #: parameters that are updated together
 Bundle: TypeAlias = BundleOf[Slot, Job]
-
-
-def change(slots: Iterable[Slot]) -> None:
-    """Makes the changes that were noted of ``slots``, once; nothing of them may be outstanding.
-
-    Those with the same changes, as after one of all gradients, are changed in one call.
-    """
-    # Once each: a group may name a parameter twice.
-    changed = [slot for slot in dict.fromkeys(slots) if slot.changes]
-    if not changed:
-        return
-    alike: dict[tuple[int, ...], list[Slot]] = {}
-    with torch.no_grad():
-        for slot in changed:
-            alike.setdefault(tuple(map(id, slot.changes)), []).append(slot)
-        for some in alike.values():
-            changes = some[0].changes
-            for slot in some:
-                slot.changes = []
-            views = [slot.view for slot in some]
-            for make in changes:
-                make(views)

@@ -57,7 +57,6 @@ def _refuse_settings(
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
     for name, is_set, why in (
-        ("shard = True", config.shard, "every rank folds into the moments of all parameters"),
         ("split = 'on'", config.split == "on", "there is no gradient whose norm could be asked"),
         (
             f"compression = {config.compression!r}",

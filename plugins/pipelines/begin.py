@@ -14,7 +14,7 @@ from bytesched.errors import PluginError, in_one_line
 from bytesched.grid import why_not
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast, levels_of, sharder_of
+from ..c10d.carrying import broadcast, levels_of
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
 from ..c10d.joining import joining
@@ -26,7 +26,6 @@ from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
-from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
 from .parted import why_parted
 from .reducing import StageReductions, take_from_ddp
@@ -56,12 +55,12 @@ def begin(
     known = [other for other in sessions(root) if isinstance(other, Session)]
     if known:
         optimizer = stepping_optimizer(optimizer)
-        if known[0].is_sharded:
-            refuse_to_shard(optimizer)
         add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
         return known[0]
     ddps = root.ddps()
     named = named_replicas(root, groups)
+    if config.shard:
+        raise PluginError("shard = True is not there for pipelines: it needs a model in DDP")
     if config.share:
         raise PluginError(
             f"share = {config.share!r} is not there for pipelines: a turn of the device would be "
@@ -91,8 +90,6 @@ def begin(
         entry = entered.enter_context(Entry(base))
         ours = None if named is None else entered.enter_context(Entry(root.schedule.group))
         optimizer = stepping_optimizer(optimizer)
-        if config.shard:
-            refuse_to_shard(optimizer)
         if refusal is not None:
             raise refusal
         if ours is not None:
@@ -170,7 +167,6 @@ def _attach(
         slots,
         config,
         backend=backend,
-        sharder=sharder_of(base, backend, device, name, data.hosts, config),
         sync=None,
         find_unused=find_unused,
         static_graph=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TypeAlias
@@ -12,6 +13,8 @@ from .reducer import hook, renew
 from .source import Source
 
 __all__ = ["Attachment", "Give"]
+
+log = logging.getLogger("bytesched")
 
 #: gives a DDP something, and returns what takes it off
 Give: TypeAlias = Callable[[DistributedDataParallel], Callable[[], None]]
@@ -40,6 +43,8 @@ class Attachment:
         self._bucket_bytes = bucket_bytes
         #: whether there are buckets of our size to come
         self.is_renewal_due = bucket_bytes > 0
+        #: that gradients have moved
+        self._is_said = False
         self._give: Give = _nothing_to_give
         self._take_off: Callable[[], None] = _nothing
         #: takes off all but the hook of the reducer
@@ -60,13 +65,24 @@ class Attachment:
         self.is_renewal_due = False
         if (ddp := self._ddp()) is not None:
             self._source.begin_anew()
-            renew(ddp, self._bucket_bytes, self._source)
+            self._renew(ddp, self._bucket_bytes, self._source)
 
     def leave(self) -> None:
         """The DDP gets a reducer as it was made with, without our hook."""
         self.take_off()
         if (ddp := self._ddp()) is not None:
-            renew(ddp, 0)
+            self._renew(ddp, 0)
+
+    def _renew(
+        self, ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None = None
+    ) -> None:
+        renew(ddp, bucket_bytes, source)
+        if ddp.gradient_as_bucket_view and not self._is_said:
+            self._is_said = True
+            log.info(
+                "gradients lie in other memory from now on, and after each turn with plain DDP: "
+                "those that are kept from before are written no more (gradient_as_bucket_view)"
+            )
 
     def come_back(self) -> None:
         """Undoes `leave`."""

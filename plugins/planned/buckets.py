@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, Protocol, TypeAlias
 from weakref import ref
 
@@ -14,7 +15,7 @@ from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 from .cutting import Cutter
 
-__all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sums", "make_changes", "uses"]
+__all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sent", "Sums", "make_changes", "uses"]
 
 
 def uses(tensor: torch.Tensor) -> int:
@@ -33,41 +34,42 @@ ALONE: Final = uses(_LONELY)
 Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 
 
-class Chunk:
-    """A part of a bucket that is summed in one operation, or in two halves."""
+class Sent:
+    """What one operation carries to all ranks."""
 
-    __slots__ = (
-        "bucket",
-        "index",
-        "landed_on",
-        "name",
-        "owner",
-        "ready",
-        "sent",
-        "work",
-    )
+    __slots__ = ("index", "landed_on", "name", "sent", "work")
 
-    def __init__(
-        self, bucket: Bucket, index: int, sent: torch.Tensor, owner: int | None, name: str
-    ) -> None:
-        self.bucket = bucket
-        #: in the order in which the reducer hands them out
+    def __init__(self, index: int, sent: torch.Tensor, name: str) -> None:
+        #: in the order in which they are made
         self.index = index
         self.name = name
         #: its memory
         self.sent = sent
-        #: the rank that sums it for all; None: they sum it together
-        self.owner = owner
-        #: of this round, at the end of which sums are everywhere; None before it is issued
+        #: at the end of which it is everywhere; None before it is issued
         self.work: Any = None
-        #: where it became ready, on a device: what issues it elsewhere waits for that
-        self.ready: Any = None
         #: the stream that has waited for it last, or the host; None: none yet
         self.landed_on: int | None = None
 
     def __repr__(self) -> str:
         state = "to come" if self.work is None else "under way"
-        return f"<Chunk {self.index} {self.name!r}: {state if self.landed_on is None else 'here'}>"
+        kind = type(self).__name__
+        return f"<{kind} {self.index} {self.name!r}: {state if self.landed_on is None else 'here'}>"
+
+
+class Chunk(Sent):
+    """A part of a bucket that is summed in one operation, or in two halves."""
+
+    __slots__ = ("bucket", "owner", "ready")
+
+    def __init__(
+        self, bucket: Bucket, index: int, sent: torch.Tensor, owner: int | None, name: str
+    ) -> None:
+        super().__init__(index, sent, name)
+        self.bucket = bucket
+        #: the rank that sums it for all; None: they sum it together
+        self.owner = owner
+        #: where it became ready, on a device: what issues it elsewhere waits for that
+        self.ready: Any = None
 
 
 class Member:
@@ -122,7 +124,7 @@ class Member:
 
     def zeroes(self) -> bool:
         """See `Sum`: what an update reads is in the bucket, unless the gradient lies there too."""
-        if not self.taken or self.bucket.holds_gradients:
+        if not self.taken or (self.bucket.holds_gradients and not self.bucket.is_with_owners):
             return False
         self._make_plain()
         return True
@@ -176,6 +178,10 @@ class Bucket:
         self.holds_gradients = holds_gradients
         #: its sum is outstanding, or has not been handed out
         self.is_under_way = False
+        #: its sums are with their owners alone, where updates are over when ``step()`` returns
+        self.is_with_owners = False
+        #: what carries it to them
+        self.row: Any = None
         names_here = [names.get(id(parameter), "a parameter") for parameter in parameters]
         begins = [(view.data_ptr() - self.address) // buffer.element_size() for view in views]
         cuts = cut(parameters, begins, buffer)
@@ -204,6 +210,11 @@ class Bucket:
         self._use_count = ALONE + 3 * len(self.members) + len(self.chunks)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether anything refers to a gradient whose sum is outstanding."""
+        return any(one.pending is not None and one.pending() is not None for one in self.members)
+
+    @property
     def is_seen(self) -> bool:
         """Whether others have tensors over its memory that are no gradients, after finalize."""
         return uses(self.buffer) > self._use_count
@@ -222,6 +233,7 @@ class Bucket:
         """It is none of the layout any more: its memory goes with the last who refers to it."""
         self.members.clear()
         self.chunks.clear()
+        self.row = None
 
     def hand_back(self) -> None:
         """Its sum is here: pending gradients become ordinary ones, with that sum."""
@@ -242,7 +254,7 @@ class Bucket:
                 grad.__class__ = torch.Tensor  # type: ignore[assignment]
         for member in self.members:
             member.pending = None
-        self.is_under_way = False
+        self.is_under_way = self.is_with_owners = False
 
     def __repr__(self) -> str:
         state = "under way" if self.is_under_way else "at rest"
@@ -259,14 +271,16 @@ class Sums(Protocol):
         """What ``func`` makes of pending gradients, without a wait for all; or NotImplemented."""
 
 
-def make_changes(members: Iterable[Member]) -> None:
-    """Makes what the script has done to gradients, whose sums are here."""
+def make_changes(
+    members: Iterable[Member], memory: Callable[[Member], torch.Tensor] = attrgetter("view")
+) -> None:
+    """Makes what the script has done to gradients, whose sums are here, as far as ``memory``."""
     left = [member for member in members if member.changes]
     while left:
         change = left[0].changes[0]
         now = [member for member in left if member.changes[0] is change]
         with unseen(), torch._C.DisableTorchFunctionSubclass():
-            change([member.view for member in now])
+            change([memory(member) for member in now])
         for member in now:
             del member.changes[0]
         left = [member for member in left if member.changes]

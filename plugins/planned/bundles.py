@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from ..update.deferred import Later
-from .buckets import ALONE, Chunk, Member
+from .buckets import ALONE, Member, Sent
 
 __all__ = ["Bundle", "BundleState", "Debt", "Slot", "bundled"]
 
@@ -35,6 +34,7 @@ class Slot:
     __slots__ = (
         "address",
         "alias",
+        "awaits",
         "bundle",
         "is_shared",
         "known_uses",
@@ -42,6 +42,7 @@ class Slot:
         "name",
         "over_one_memory",
         "parameter",
+        "parts",
     )
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -52,7 +53,11 @@ class Slot:
         self.alias = parameter
         #: where that gradient lies
         self.member: Member | None = None
+        #: what its next update needs
+        self.awaits: Sequence[Sent] | None = None
         self.bundle: Bundle
+        #: how many tensors over a part of it updates have besides
+        self.parts = 0
         #: this one and others whose parameters are over the same memory
         self.over_one_memory: list[Slot] = [self]
         #: how many tensors are over it while no others are
@@ -61,15 +66,24 @@ class Slot:
         self.address = 0
         self.is_shared = False
 
-    def take(self, member: Member) -> bool:
-        """The next update reads the gradient of ``member``; whether there is a new alias."""
+    def stand_for(self) -> bool:
+        """There is an alias over the parameter's memory from now on; whether it is a new one."""
         parameter = self.parameter
         is_new = self.alias is parameter or self.alias.data_ptr() != parameter.data_ptr()
         if is_new:
             self.alias = nn.Parameter(parameter.detach(), parameter.requires_grad)
             self.count_uses()
+        return is_new
+
+    def take(self, member: Member) -> bool:
+        """The next update reads the gradient of ``member``; whether there is a new alias."""
+        parameter = self.parameter
+        # Not `stand_for` at once: a call less for each gradient.
+        is_new = self.alias is parameter or self.alias.data_ptr() != parameter.data_ptr()
+        if is_new:
+            self.stand_for()
         if is_new or member is not self.member:
-            self.member = member
+            self.member, self.awaits = member, member.chunks
             self.alias.grad = member.view
         return is_new
 
@@ -79,7 +93,7 @@ class Slot:
             # Whoever has the alias keeps neither this memory nor that of a bucket.
             self.alias.grad = None
             self.alias.data = self.alias.data.new_empty(0)
-        self.alias, self.member = self.parameter, None
+        self.alias, self.member, self.awaits = self.parameter, None, None
         self.count_uses()
 
     def count_uses(self) -> None:
@@ -92,17 +106,24 @@ class Slot:
                 for tensor in dict.fromkeys((other.parameter, other.alias))
                 if _storage_of(tensor) == memory
             ]
-            slot.known_uses = ALONE - 1 + len(ours)
+            slot.known_uses = ALONE - 1 + len(ours) + sum(o.parts for o in slot.over_one_memory)
 
     def __repr__(self) -> str:
         return f"<Slot {self.name!r}>"
+
+
+class Update(Protocol):
+    """What updates parameters, or puts in them what was updated elsewhere."""
+
+    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
+        """Updates the slots of each group under its hyper-parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class Debt:
     """An update that a ``step()`` has left: by what, and under which hyper-parameters."""
 
-    by: Later
+    by: Update
     hyperparameters: dict[str, Any]
     slots: list[Slot]
 
@@ -116,17 +137,17 @@ class Bundle:
     state: BundleState = BundleState.FREE
     debts: list[Debt] = field(default_factory=list)
     #: what its debts need
-    chunks: dict[Chunk, None] = field(default_factory=dict)
+    chunks: dict[Sent, None] = field(default_factory=dict)
     #: whether some of its parameters are over one memory
     is_tied: bool = False
 
-    def split(self, here: Set[Chunk]) -> tuple[list[Debt], list[Debt]]:
+    def split(self, here: Set[Sent]) -> tuple[list[Debt], list[Debt]]:
         """Its debts: of parameters whose chunks are all ``here``, and the others."""
         come = {
             slot
             for debt in self.debts
             for slot in debt.slots
-            if slot.member is not None and here >= set(slot.member.chunks)
+            if slot.awaits is not None and here >= set(slot.awaits)
         }
         left = [debt for debt in self.debts if not come.issuperset(debt.slots)]
         if not left:

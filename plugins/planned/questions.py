@@ -28,16 +28,16 @@ from ..queries.questions import are_plain, digest, is_of_whole_tensor, kept, que
 from ..update.surroundings import Surroundings, unseen
 from .buckets import Change, Chunk, Member
 
-__all__ = ["Questions", "asked_of"]
+__all__ = ["Measure", "Question", "Questions", "asked_of"]
 
 #: How many questions of a round are foreseen: finite after a loss was scaled, and a norm; two more.
 _MOST: Final = 4
 
-_Measure = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Measure = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _Question:
+class Question:
     """A number for each gradient.
 
     Args:
@@ -46,7 +46,7 @@ class _Question:
     """
 
     text: str
-    measure: _Measure
+    measure: Measure
     changes: tuple[Change, ...]
     surroundings: Surroundings
 
@@ -73,8 +73,8 @@ class Questions:
         self._rank = rank
         self._numbers = numbers
         #: of the last round that asked something, those that may come again, and of this one
-        self._foreseen: list[_Question] = []
-        self._asked: list[_Question] = []
+        self._foreseen: list[Question] = []
+        self._asked: list[Question] = []
         #: texts of the last round
         self._before: frozenset[str] = frozenset()
         #: of the round: where the numbers of each gradient are
@@ -139,7 +139,7 @@ class Questions:
         def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
             return [func(gradient, *others, **kwargs) for gradient in gradients]
 
-        numbers = self._ask(question_of(func, others, kwargs), measure, members)
+        numbers = self._ask(func, others, kwargs, measure, members)
         return NotImplemented if numbers is None else numbers[0]
 
     def _norms(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -152,34 +152,58 @@ class Questions:
         def measure(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
             return list(func(gradients, *others, **kwargs))
 
-        numbers = self._ask(question_of(func, others, kwargs), measure, members)
+        numbers = self._ask(func, others, kwargs, measure, members)
         return NotImplemented if numbers is None else numbers
 
     def _ask(
-        self, text: str, measure: _Measure, members: Sequence[Member]
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        measure: Measure,
+        members: Sequence[Member],
     ) -> list[torch.Tensor] | None:
         """A number for each of ``members``, as ``measure`` would find it; None: wait for them."""
-        history = members[0].history
-        if any(member.history != history for member in members):
+        question = self._question(func, args, kwargs, measure, members)
+        if question is None:
             return None
-        question = _Question(
-            f"{text} after {history}", measure, tuple(members[0].changes), Surroundings.here()
-        )
         if len(self._asked) < _MOST and all(one.text != question.text for one in self._asked):
             self._asked.append(question)
         known = self._look()
         if question.text not in known or any(member not in self._places for member in members):
             return None
         numbers = known[question.text]
+        at = (self._places[member] for member in members)
+        return self._as_measured([numbers[place] for place in at], measure, members)
+
+    @staticmethod
+    def _question(
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        measure: Measure,
+        members: Sequence[Member],
+    ) -> Question | None:
+        """What ``func`` asks, after the changes so far; None if these differ."""
+        history = members[0].history
+        if any(member.history != history for member in members):
+            return None
+        text = f"{question_of(func, args, kwargs)} after {history}"
+        return Question(text, measure, tuple(members[0].changes), Surroundings.here())
+
+    @staticmethod
+    def _as_measured(
+        numbers: Sequence[torch.Tensor], measure: Measure, members: Sequence[Member]
+    ) -> list[torch.Tensor]:
+        """``numbers`` of ``members``, of the kind that ``measure`` returns."""
         with unseen():
-            # What kind of number that is.
             kinds = {
                 dtype: measure([torch.ones(1, dtype=dtype, device="cpu")])[0].dtype
                 for dtype in {member.view.dtype for member in members}
             }
             return [
-                numbers[self._places[member]].to(kinds[member.view.dtype], copy=True)
-                for member in members
+                number.to(member.view.device, kinds[member.view.dtype], copy=True)
+                for number, member in zip(numbers, members, strict=True)
             ]
 
     def _look(self) -> dict[str, torch.Tensor]:
@@ -219,7 +243,7 @@ class Questions:
 
         unscale, measure = unscaling(found_inf, inverse)
         text = question_of(UNSCALE, (inverse,), {})
-        infs = self._ask(text, measure, members)
+        infs = self._ask(UNSCALE, (inverse,), {}, measure, members)
         if infs is None:
             return NotImplemented
         if any(bool(inf) for inf in infs):

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,15 +19,15 @@ from bytesched.tunable import Setting
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..queries.operations import ASKING
-from ..routes.split.owners import late_ones
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock
 from .cutting import Cutter, cut_dealt
 from .dealing import dealt
 from .halves import Halves
+from .owners import late_ones
 from .planning import Planning, first_gates
-from .questions import asked_of
+from .questions import Questions, asked_of
 from .reducer import is_manual, keep_local
 from .sending import Sending
 from .source import Source
@@ -35,9 +35,65 @@ from .splitting import Splitting
 from .updates import Updates
 from .wire import Wire
 
-__all__ = ["Rounds"]
+__all__ = ["Owners", "Rounds"]
 
 log = logging.getLogger("bytesched")
+
+
+class Owners(Protocol):
+    """Ranks that update a share of the parameters each: sums go to them, and parameters come."""
+
+    @property
+    def questions(self) -> Questions:
+        """What answers about gradients that owners have."""
+
+    @property
+    def busy_ns(self) -> int:
+        """For how long something was under way in the last round; 0: not known."""
+
+    def open(
+        self,
+        slots: Sequence[Slot],
+        sending: Sending,
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        **named: Any,
+    ) -> Updates:
+        """What updates ``slots`` from now on; see `Updates`."""
+
+    def deal(self) -> None:
+        """Every parameter has its owners from now on. Idempotent."""
+
+    def forward_begins(self) -> None:
+        """A forward pass begins in which DDP waits for all ranks."""
+
+    def round_begins(self) -> None:
+        """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
+
+    def start(self, bucket: Bucket) -> None:
+        """The sums of ``bucket`` go to their owners. In a hook of the reducer: nothing waits."""
+
+    def bring(self, buckets: Sequence[Bucket], by: str) -> None:
+        """Returns when no sum is under way, and those of ``buckets`` are here; collective."""
+
+    def let_go(self) -> None:
+        """Nothing is under way any more: works keep connections open."""
+
+    def refuse_late(self) -> None:
+        """Raises `PluginError` where an optimizer comes too late to be dealt with."""
+
+    def restore(self) -> None:
+        """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
+
+    def leave(self) -> None:
+        """Other ranks hear that this one takes no more steps; it waits for none of them."""
+
+    def disown(self) -> None:
+        """In a forked child: no other rank can be asked."""
+
+    def close(self) -> None:
+        """Returns when no other rank needs anything of this one any more."""
 
 
 class Rounds:
@@ -50,6 +106,7 @@ class Rounds:
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
         began: called with the chunks and bytes of a round that differs in them from the last one.
+        owners: what updates parameters, each a share; None: all ranks update all.
     """
 
     def __init__(
@@ -67,7 +124,9 @@ class Rounds:
         setting: Setting,
         learned: Callable[[], bool],
         began: Callable[[int, int], None],
+        owners: Owners | None = None,
     ) -> None:
+        self._owners = owners
         self._slots = slots
         self._wire = wire
         self._failures = failures
@@ -92,15 +151,18 @@ class Rounds:
         )
         self.meter = Meter(observers, len(slots), self._busy_ns)
         self.sending = Sending(wire, failures, self.meter, self.planning)
-        self.updates = Updates(
-            slots,
-            self.sending,
-            failures,
-            self.meter,
-            rank=wire.rank,
-            timeout_s=config.timeout_s,
-            least_bundle_bytes=setting.partition_bytes,
-        )
+        named: dict[str, Any] = {
+            "rank": wire.rank,
+            "timeout_s": config.timeout_s,
+            "least_bundle_bytes": setting.partition_bytes,
+        }
+        self.updates: Updates
+        if owners is None:
+            self.updates = Updates(slots, self.sending, failures, self.meter, **named)
+        else:
+            self.updates = owners.open(
+                slots, self.sending, failures, self.meter, observers, **named
+            )
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
         weak_ddp = weakref.ref(ddp)
         self.source = Source(
@@ -117,6 +179,13 @@ class Rounds:
             keep_local=partial(keep_local, weak_ddp),
         )
 
+    @property
+    def order(self) -> str:
+        """How gradients travel, for ``stats()``."""
+        if self._owners is not None:
+            return "owners"
+        return "planned" if self.sending.halves is None else "halves"
+
     def begin_anew(self) -> None:
         """Rounds go another way from the next one on, and figures are of those alone."""
         self.meter.begin_anew()
@@ -131,8 +200,10 @@ class Rounds:
             if self._splitting.round_begins(nbytes):
                 self._split()
         self.sending.round_begins()
+        if self._owners is not None:
+            self._owners.round_begins()
         if not self.source.is_early:
-            if self.sending.halves is None:
+            if self._owners is None and self.sending.halves is None:
                 self.planning.round_begins()
             self.meter.round_begins()
 
@@ -167,16 +238,23 @@ class Rounds:
         """See `Sums`."""
         if func not in ASKING or not (members := asked_of(args)):
             return NotImplemented
-        halves = self.sending.halves
-        if halves is None:
+        questions = self._questions
+        if questions is None:
             self._splitting.ask(members, self._late_bytes)
             return NotImplemented
         self._failures.check()
         try:
             with self.updates.lock:
-                return halves.questions(func, args, kwargs)
+                return questions(func, args, kwargs)
         except TransportError as error:
             self._failures.raise_first(error)
+
+    @property
+    def _questions(self) -> Questions | None:
+        """What answers about gradients that are on their way."""
+        if self._owners is not None:
+            return self._owners.questions
+        return None if self.sending.halves is None else self.sending.halves.questions
 
     def _late_bytes(self) -> int:
         chunks = (chunk for bucket in self.sending.buckets for chunk in bucket.chunks)
@@ -190,6 +268,10 @@ class Rounds:
         """See `Listener`."""
         self._failures.check()
         try:
+            if self._owners is not None and not self.source.is_early:
+                self.sending.hand_to_owners(chunks[0].bucket)
+                self._owners.start(chunks[0].bucket)
+                return
             self.sending.ready(chunks, is_last=is_last)
             if is_last and not self.source.is_early and self.sending.halves is None:
                 self.planning.round_ends()
@@ -199,9 +281,21 @@ class Rounds:
             name = chunks[0].name
             self._failures.raise_first(PluginError(f"{name!r} could not be sent: {error}"))
 
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: Bucket, why: str = "") -> None:
         """See `Listener`."""
+        self.meter.landed_because = why
+        self._bring([bucket], "backward")
         self.sending.land(bucket, "backward")
+
+    def _bring(self, buckets: Sequence[Bucket], by: str) -> None:
+        """What owners have of ``buckets`` comes, as far as anybody wants it; collective then."""
+        owned = [bucket for bucket in buckets if bucket.is_under_way and bucket.is_with_owners]
+        if not owned:
+            return
+        assert self._owners is not None
+        self._owners.bring([bucket for bucket in owned if bucket.is_awaited], by)
+        for bucket in owned:
+            self.sending.have_brought(bucket)
 
     def settle(self, member: Member) -> None:
         """See `Sums`."""
@@ -214,6 +308,7 @@ class Rounds:
             # All of them become ordinary ones, over the memory that owed updates are to read.
             for other in member.bucket.members:
                 self.updates.settle(other)
+        self._bring([member.bucket], by)
         self.sending.land(member.bucket, by)
         self.updates.settle(member)
         self.meter.causes.read(member.name, 0)
@@ -221,6 +316,8 @@ class Rounds:
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         self.meter.backward_ends()
+        if self._owners is not None:
+            self._owners.deal()
         if is_early and not self.source.is_early and self._learned():
             # A gate waits for the whole of its bundles.
             self.planning.gate_of = first_gates(
@@ -245,10 +342,14 @@ class Rounds:
         # Another thread may begin a backward pass, or flush.
         with self.updates.lock:
             self.updates.apply_all(by)
+            if self._owners is not None:
+                self._bring(self.sending.buckets, by)
             self.sending.land_all(by)
             self._listen()
             halves = self.sending.halves
-            if halves is None:
+            if self._owners is not None:
+                self._round_busy_ns = self._owners.busy_ns or self._round_busy_ns
+            elif halves is None:
                 self._round_busy_ns = self.planning.busy_ns
             elif halves.spans.is_complete:
                 self._round_busy_ns = halves.spans.busy_ns()
@@ -259,6 +360,8 @@ class Rounds:
 
     def let_go_of_buckets(self) -> None:
         """No copy of the gradients stays with us; nothing that matters is under way."""
+        if self._owners is not None:
+            self._owners.let_go()
         self.sending.forget(self.source.buckets)
         self.source.let_go()
         self.planning.close()

@@ -10,7 +10,7 @@ from bytesched.errors import PluginError, TransportError
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.spans import span
-from .buckets import Bucket, Chunk
+from .buckets import Bucket, Chunk, Sent
 from .halves import Halves
 from .planning import Planning
 from .streams import Streams
@@ -82,7 +82,18 @@ class Sending:
             chunk.work = self._wire.start(chunk.sent)
             self._planning.issued(chunk, is_last=is_last and number == len(following))
 
-    def wait(self, chunks: Iterable[Chunk], by: str) -> None:
+    def hand_to_owners(self, bucket: Bucket) -> None:
+        """The same where sums go to owners, who carry them."""
+        self.buckets.append(bucket)
+        for chunk in bucket.chunks:
+            chunk.work, chunk.landed_on = None, None
+
+    def have_brought(self, bucket: Bucket) -> None:
+        """Nobody waits for ``bucket`` any more, which owners had: it is here, or not wanted."""
+        for chunk in bucket.chunks:
+            chunk.landed_on = self._wire.stream()
+
+    def wait(self, chunks: Iterable[Sent], by: str) -> None:
         """What the calling thread does next comes after the sums of ``chunks``.
 
         Args:
@@ -113,7 +124,7 @@ class Sending:
                 chunk.landed_on = stream
                 if stream == HOST:
                     chunk.work = None
-                else:
+                elif isinstance(chunk, Chunk):
                     self._planning.waited(chunk)
         self._meter.waited(by, began, (chunk.index for chunk in outstanding), is_exposed=True)
 
@@ -142,7 +153,7 @@ class Sending:
         finally:
             self._streams.part()
 
-    def have_come(self, chunks: Iterable[Chunk]) -> bool:
+    def have_come(self, chunks: Iterable[Sent]) -> bool:
         """Whether a wait for ``chunks`` would return at once. On the host."""
         return all(map(_has_come, chunks))
 
@@ -180,7 +191,7 @@ class Sending:
             for chunk in bucket.chunks:
                 chunk.work = None
 
-    def outstanding_bytes(self, chunks: Iterable[Chunk]) -> int:
+    def outstanding_bytes(self, chunks: Iterable[Sent]) -> int:
         """How much of ``chunks`` has not come, as far as is known without waiting."""
         return sum(chunk.sent.nbytes for chunk in chunks if not _has_come(chunk))
 
@@ -188,6 +199,6 @@ class Sending:
         return f"<Sending: {len(self.buckets)} buckets under way>"
 
 
-def _has_come(chunk: Chunk) -> bool:
+def _has_come(chunk: Sent) -> bool:
     """Whether the sum of ``chunk`` is here, as far as that is known without waiting."""
     return chunk.landed_on is not None or (chunk.work is not None and chunk.work.is_completed())

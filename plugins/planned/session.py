@@ -19,6 +19,7 @@ from bytesched.urgency import URGENCY
 from bytesched.values import size_text
 
 from ..dependency.failures import Failures
+from ..figures.unseen import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, watch_passes
 from ..routes.carrier import Traffic
@@ -32,7 +33,7 @@ from .cutting import Cutter
 from .gates import Gates
 from .guard import Guard, collectives_of
 from .reducer import check_finalized, is_joining, reduced_by, refuse_effective_join
-from .rounds import Rounds
+from .rounds import Owners, Rounds
 from .source import Phase
 from .wire import Wire
 
@@ -53,6 +54,7 @@ class PlannedSession:
         setting: the sizes in use, for figures.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
+        owners: what updates parameters, each a share; None: all ranks update all.
     """
 
     def __init__(
@@ -69,7 +71,10 @@ class PlannedSession:
         halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
+        owners: Owners | None = None,
     ) -> None:
+        #: see above
+        self.owners = owners
         self._root = weakref.ref(root)
         self._ddp = weakref.ref(ddp)
         self._name = type(ddp.module).__name__
@@ -79,13 +84,16 @@ class PlannedSession:
         self._names = {id(slot.parameter): slot.name for slot in slots}
         self._by_name = {slot.name: slot.parameter for slot in slots}
         self._setting = setting
+        self._bucket_bytes = bucket_bytes
         self.observers = observers
         self._failures = Failures(wire)
         device = slots[0].parameter.device
         clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
         self._guard = Guard(wire, clock)
         #: of DDP's own back end; None: not counted, or no turns are to come
-        self._collectives = collectives_of(ddp, device) if config.guard else None
+        self._collectives = None
+        if config.guard and owners is None:
+            self._collectives = collectives_of(ddp, device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
         self._is_away = False
@@ -103,31 +111,34 @@ class PlannedSession:
             setting=setting,
             learned=lambda: self._gates.are_learned(),
             began=self._began,
+            owners=owners,
         )
         self.source, self._meter = self._rounds.source, self._rounds.meter
         self._updates = self._rounds.updates
         self.source.is_finalized_ahead = is_finalized_ahead
-        self._stepping = Stepping(self, self._meter)
+        self._stepping = Stepping(self, self._meter, takes_gradients=owners is not None)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0
         #: an exception has ended a backward pass in the middle of a round
         self._is_interrupted = False
+        #: a round was sent as those after it
+        self._has_begun = False
         self._closed = self._is_off = False
         self._undo: list[Callable[[], None]] = []
         guard_entries()
         try:
-            self._hook(ddp, bucket_bytes)
+            self._hook(ddp)
         except BaseException:
             self.close()
             raise
 
-    def _hook(self, ddp: DistributedDataParallel, bucket_bytes: int) -> None:
+    def _hook(self, ddp: DistributedDataParallel) -> None:
         self._undo.append(watch_passes(self))
         self._attachment = Attachment(
             ddp,
             self.source,
-            bucket_bytes,
+            self._bucket_bytes,
             lambda: self._stand_aside("the script registers a hook of its own"),
         )
         self._undo.append(self._attachment.close)
@@ -140,6 +151,8 @@ class PlannedSession:
 
         ``kind`` is the class whose ``step()`` does them.
         """
+        if self.owners is not None:
+            self.owners.refuse_late()
         # The user may name the optimizer instead of the model, which is there as long as it is.
         self._stepping.add(optimizer, kind, self.root, cross=cross)
 
@@ -166,7 +179,13 @@ class PlannedSession:
             return
         if not self.source.handed_out:
             refuse_stage(module)
-        refuse_effective_join(self._ddp())
+        ddp = self._ddp()
+        refuse_effective_join(ddp)
+        if self.owners is not None and ddp is not None:
+            if is_joining(ddp):
+                raise PluginError("shard=True: ranks under join() would miss what others own")
+            if self.source.is_early or ddp.will_sync_module_buffers():
+                self.owners.forward_begins()
         if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
             # Here no backward pass of it is under way, or about to begin.
             self._rounds.land_all("forward")
@@ -292,8 +311,11 @@ class PlannedSession:
 
     def _began(self, chunks: int, nbytes: int) -> None:
         if self._wire.rank == 0:
+            if not self._has_begun:
+                log.info(UNSEEN)
+            are_ddps = not self._bucket_bytes and chunks == len(self.source.buckets)
             log.info(
-                "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s",
+                "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s%s",
                 self._wire.size,
                 len(self._slots),
                 size_text(nbytes),
@@ -301,7 +323,9 @@ class PlannedSession:
                 "s" if chunks > 1 else "",
                 self._setting.policy,
                 self.mode,
+                "" if are_ddps or self._wire.size == 2 else f", {ROUNDING}",
             )
+        self._has_begun = True
 
     # -- steps -------------------------------------------------------------------------
 
@@ -329,6 +353,7 @@ class PlannedSession:
 
     def stepped(self) -> None:
         """See `Steps`."""
+        self._updates.stepped()
 
     def synchronize_all(self) -> None:
         """See `Steps`."""
@@ -385,7 +410,10 @@ class PlannedSession:
             # What was taken was applied before that pass began.
             return
         self._failures.check()
-        if self.source.phase is Phase.IDLE:
+        if self.owners is not None:
+            # Gradients come where all ranks read them.
+            self._updates.apply_all()
+        elif self.source.phase is Phase.IDLE:
             self._rounds.land_all("flush")
 
     def restore(self) -> None:
@@ -408,6 +436,8 @@ class PlannedSession:
         else:
             self._rounds.land_all("flush")
             self.give_back()
+            if self.owners is not None:
+                self.owners.restore()
         if why and self._wire.rank == 0:
             log.info("left to DDP from now on: %s", why)
 
@@ -422,6 +452,8 @@ class PlannedSession:
     def leave(self) -> None:
         """This rank takes no more steps."""
         self._failures.check()
+        if self.owners is not None:
+            self.owners.leave()
 
     def disown(self) -> None:
         """In a forked child: parameters and gradients are ordinary ones, as they are now.
@@ -431,6 +463,8 @@ class PlannedSession:
         self._is_off, self._is_away = True, False
         self._rounds.sending.disown()
         self._updates.disown()
+        if self.owners is not None:
+            self.owners.disown()
 
     def close(self, *, release_parameters: bool = True) -> None:
         """Takes every hook off; does not flush. Idempotent.
@@ -441,6 +475,8 @@ class PlannedSession:
         if self._closed:
             return
         self._closed = True
+        if self.owners is not None:
+            self.owners.close()
         self._gates.close()
         for undo in reversed(self._undo):
             try:
@@ -464,7 +500,7 @@ class PlannedSession:
             **self._meter.figures(Traffic()),
             "model": self._name,
             "mode": self.mode,
-            "order": "planned" if self._rounds.sending.halves is None else "halves",
+            "order": self._rounds.order,
             "levels": 1,
             "rank": self._wire.rank,
             "world_size": self._wire.size,

@@ -24,6 +24,10 @@ __all__ = ["Listener", "Phase", "Source"]
 #: rounds that DDP makes by itself: then its buckets are what they stay
 _EARLY_ROUNDS: Final = 2
 
+#: why sums land inside backward
+_ELSEWHERE: Final = "gradients lie in memory that others have, too"
+_STRIDES: Final = "DDP copies gradients out of its buckets: parameters have got other strides"
+
 
 class Phase(Enum):
     """How far a round is."""
@@ -49,8 +53,12 @@ class Listener(Protocol):
             is_last: they are those of the last bucket of the round.
         """
 
-    def land(self, bucket: Bucket) -> None:
-        """Returns when the sum of ``bucket`` is there, and handed back."""
+    def land(self, bucket: Bucket, why: str = "") -> None:
+        """Returns when the sum of ``bucket`` is there, and handed back.
+
+        Args:
+            why: why it has to be here inside backward; empty if that is as usual.
+        """
 
     def settle(self, member: Member) -> None:
         """Returns when the sum of ``member`` is in its gradient."""
@@ -274,18 +282,14 @@ class Source:
         """Around a call of DDP's ``finalize_backward``."""
         buckets, self._unfinalized = self._unfinalized, []
         is_early = self._is_unfinalized_early
-        is_landed = is_early or self._are_copied(buckets)
-        if is_landed:
-            self._land(buckets)
+        is_landed = self._land_before(buckets, is_early=is_early)
         versions = self._versions(buckets) if self._may_be_left else {}
         yield
         if buckets:
             self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
 
     def _before_finalize(self, buckets: list[Bucket], *, is_early: bool) -> None:
-        is_landed = is_early or self._are_copied(buckets)
-        if is_landed:
-            self._land(buckets)
+        is_landed = self._land_before(buckets, is_early=is_early)
         versions = self._versions(buckets) if self._may_be_left else {}
         Variable._execution_engine.queue_callback(
             lambda: self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
@@ -302,7 +306,7 @@ class Source:
         if not is_landed:
             for bucket in buckets:
                 if not self._hand_out(bucket, versions):
-                    self._listener.land(bucket)
+                    self._listener.land(bucket, _ELSEWHERE)
         self.phase = Phase.IDLE
         self._listener.round_ends(buckets, is_early=is_early)
         if is_early and not (self.is_early or self._holds_gradients or self._may_be_left):
@@ -343,9 +347,16 @@ class Source:
                         return True
         return False
 
-    def _land(self, buckets: Sequence[Bucket]) -> None:
+    def _land_before(self, buckets: Sequence[Bucket], *, is_early: bool) -> bool:
+        """Lands them all before DDP finalizes, if they have to be here by then."""
+        are_copied = not is_early and self._are_copied(buckets)
+        if is_early or are_copied:
+            self._land(buckets, _STRIDES if are_copied else "")
+        return is_early or are_copied
+
+    def _land(self, buckets: Sequence[Bucket], why: str = "") -> None:
         for bucket in buckets:
-            self._listener.land(bucket)
+            self._listener.land(bucket, why)
 
     @staticmethod
     def _versions(buckets: Sequence[Bucket]) -> dict[int, int]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -23,13 +23,14 @@ from ..proxies.spans import span
 from ..update.deferred import Deferred
 from ..update.frozen import snapshot
 from ..update.stepping import why_now
-from .buckets import Chunk, Member, make_changes
+from .buckets import Member, Sent, make_changes
 from .bundles import Bundle, BundleState, Debt, Slot, bundled
 from .sending import Sending
 
 __all__ = ["Updates"]
 
 _FREE: Final = BundleState.FREE
+_NO_GRADIENT: Final = type(None)
 
 
 class Updates:
@@ -39,6 +40,9 @@ class Updates:
         timeout_s: how long a thread waits for another one that makes an update.
         least_bundle_bytes: see `bundled`.
     """
+
+    #: also where gradients are here when ``step()`` is called, parameters may not be after it
+    late_with_any_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class Updates:
         whole_because = whole_because or why_now(optimizer)
         is_whole = not deferred.cross or bool(whole_because) or self._all_is_here(optimizer)
         if not is_whole:
-            whole_because = self._why_read_elsewhere(optimizer)
+            whole_because = deferred.why_kept() or self._why_read_elsewhere(optimizer)
         if is_whole or whole_because:
             self._bring(optimizer)
             self._meter.stepped(0, whole_because)
@@ -90,8 +94,12 @@ class Updates:
         deferred.guard()
         eager, debts = self._sort(deferred)
         with self.lock:
-            self._owe(debts)
+            needed = self._owe(debts)
+        self._meter.stepped(self._sending.outstanding_bytes(needed))
         return eager
+
+    def stepped(self) -> None:
+        """See `Steps.stepped`."""
 
     def _all_is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing of what ``optimizer`` steps over is on its way any more."""
@@ -117,7 +125,10 @@ class Updates:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is None or type(parameter.grad) is not PendingGrad:
+                kind = type(parameter.grad)
+                if slot is None or kind is _NO_GRADIENT:
+                    continue
+                if kind is not PendingGrad and not self.late_with_any_gradient:
                     continue
                 if type(parameter) is PendingParameter:
                     synchronize_now(parameter)
@@ -174,20 +185,21 @@ class Updates:
                 debts += [Debt(by, taken, slots) for slots in owed.values()]
         return eager, debts
 
-    def _owe(self, debts: list[Debt]) -> None:
-        chunks: dict[Chunk, None] = {}
+    def _owe(self, debts: list[Debt]) -> Iterable[Sent]:
+        """Parameters wait for ``debts`` from now on; returns what these need."""
+        chunks: dict[Sent, None] = {}
         for debt in debts:
             if not debt.hyperparameters.get("fused"):
                 # As the update would: a graph that has saved the old values raises.
                 _increment_versions([slot.parameter for slot in debt.slots])
             bundle = debt.slots[0].bundle
-            needed = _chunks_of(debt.slots)
+            needed = _needs_of(debt.slots)
             bundle.chunks.update(needed)
             chunks.update(needed)
             bundle.debts.append(debt)
             bundle.state = BundleState.OWED
             hold_all(self._held(debt.slots))
-        self._meter.stepped(self._sending.outstanding_bytes(chunks))
+        return chunks
 
     def _held(self, slots: Iterable[Slot]) -> list[tuple[nn.Parameter, Callable[[], None]]]:
         return [(slot.parameter, self._uses[id(slot.parameter)]) for slot in slots]
@@ -237,7 +249,7 @@ class Updates:
                 made = self._update(other, dict.fromkeys(here).keys())
                 release_all(self._held(made))
 
-    def _update(self, bundle: Bundle, here: Set[Chunk]) -> list[Slot]:
+    def _update(self, bundle: Bundle, here: Set[Sent]) -> list[Slot]:
         """Makes what is owed by ``bundle`` and needs nothing but ``here``; returns whose."""
         began_ns = perf_counter_ns()
         debts, left = bundle.split(here)
@@ -310,13 +322,12 @@ def _increment_versions(parameters: list[nn.Parameter]) -> None:
         increment(parameter)
 
 
-def _chunks_of(slots: Iterable[Slot]) -> dict[Chunk, None]:
+def _needs_of(slots: Iterable[Slot]) -> dict[Sent, None]:
     """What updates of ``slots`` read."""
-    chunks: dict[Chunk, None] = {}
+    needed: dict[Sent, None] = {}
     for slot in slots:
-        if slot.member is not None:
-            chunks.update(dict.fromkeys(slot.member.chunks))
-    return chunks
+        needed.update(dict.fromkeys(slot.awaits or ()))
+    return needed
 
 
 def _calls(

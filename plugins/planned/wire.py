@@ -35,6 +35,15 @@ class Wire(Protocol):
         On the host alone.
         """
 
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        sent: torch.Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> Any:
+        """Begins to send each rank so much of ``sent``, and to take as much; returns the work."""
+
     def start_largest(self, numbers: torch.Tensor) -> Any:
         """Begins to make ``numbers``, on the host, the largest of all ranks; returns the work."""
 
@@ -83,6 +92,7 @@ class GroupWire:
         self._device = device
         self.start = data.all_reduce
         self.exchange = data.exchange
+        self.all_to_all = data.all_to_all
 
     def start_largest(self, numbers: torch.Tensor) -> Any:
         return self._control.largest(numbers)

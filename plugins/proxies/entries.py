@@ -1,6 +1,7 @@
 """Functions of torch's that take a tensor without asking its class: they wait for it first.
 
 Where torch asks, ``__torch_function__`` waits (pending.py); what these are given goes past it.
+Those that change what decides numbers wait for every update that is owed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..registry import sessions
 from .lazy_grads import LazyGrad, keep_apart, plain, ready
 from .pending import PendingParameter
 from .pending_grads import PendingGrad
@@ -45,6 +47,14 @@ _OF_GROUPS = """
 """
 #: methods of what ``new_window`` returns, from torch 2.15 on
 _OF_WINDOWS = "put tensor_register"
+#: settings of the process, by what changes one in ``torch._C``, and what it is
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "_set_default_dtype": torch.get_default_dtype,
+    # Nobody says which it is.
+    "_set_default_tensor_type": object,
+    "_set_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "_set_float32_matmul_precision": torch.get_float32_matmul_precision,
+}
 _guarded = False
 
 
@@ -65,6 +75,8 @@ def guard_entries() -> None:
         for name in names.split():
             if hasattr(owner, name):
                 setattr(owner, name, _waiting(getattr(owner, name)))
+    for name, current in _SETTINGS.items():
+        setattr(torch._C, name, _settling(getattr(torch._C, name), current))
     nn.Parameter.__new__ = _for_parameters(nn.Parameter.__new__)  # type: ignore[method-assign]
     torch.Tensor._make_subclass = staticmethod(  # type: ignore[method-assign]
         _waiting(torch.Tensor._make_subclass)
@@ -89,6 +101,19 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
                 # Its address may be given away.
                 keep_apart(args[0])
         return function(*args, **kwargs)
+
+    return call
+
+
+def _settling(change: Callable[..., Any], current: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(change)
+    def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        # The compiler puts back what is there already.
+        if value != current():
+            for session in sessions():
+                if session.error is None:
+                    session.flush()
+        return change(value, *args, **kwargs)
 
     return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -14,8 +14,6 @@ from .pending_grads import LooksPlain, PendingGrad
 
 __all__ = [
     "LazyGrad",
-    "QueryHandler",
-    "alias_of",
     "free",
     "has_aliases",
     "has_own_memory",
@@ -32,9 +30,6 @@ __all__ = [
 #: whether a storage can be given other memory, with all tensors over it (since torch 2.13)
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
-#: See `LazyGrad.queries`.
-QueryHandler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
 
 class LazyGrad(torch.Tensor, metaclass=LooksPlain):
     """A gradient that is being reduced; the first read of its values waits."""
@@ -49,15 +44,10 @@ class LazyGrad(torch.Tensor, metaclass=LooksPlain):
     synchronize: Callable[[], None]
     #: true if ``step()`` has taken the gradient; zeroing then only concerns the next one
     is_taken: Callable[[], bool]
-    #: what may answer for the values before all of them are there, if anything does: called with
-    #: a function of torch's, its arguments and keywords; returns NotImplemented if it cannot
-    queries: QueryHandler | None = None
     #: the script may have the address of its memory, which is its own
     is_kept: bool = False
     #: of the storage that it was made over; the script may put another there
     storage_id: int = 0
-    #: whose gradient this is, for the query handler
-    owner: object = None
 
     @classmethod
     def __torch_function__(
@@ -73,10 +63,6 @@ class LazyGrad(torch.Tensor, metaclass=LooksPlain):
                 if type(tensor) is LazyGrad and tensor.is_taken():
                     _give_own_memory(tensor)
         if func not in METADATA:
-            if (queries := _queries_of(args)) is not None:
-                answer = queries(func, args, kwargs)
-                if answer is not NotImplemented:
-                    return answer
             for tensor in tensors_in((args, kwargs)):
                 if type(tensor) is LazyGrad:
                     tensor.synchronize()
@@ -105,24 +91,6 @@ class LazyGrad(torch.Tensor, metaclass=LooksPlain):
                 with torch._C.DisableTorchFunctionSubclass():
                     result = func(*args, **kwargs)
         return result
-
-
-def _queries_of(args: tuple[Any, ...]) -> QueryHandler | None:
-    """The query handler of the first argument, or of the first gradient in it if it is a list."""
-    first = args[0] if args else None
-    if isinstance(first, (list, tuple)):
-        first = next((tensor for tensor in first if type(tensor) is LazyGrad), None)
-    return first.queries if type(first) is LazyGrad else None
-
-
-def alias_of(grad: LazyGrad) -> LazyGrad:
-    """Another tensor over the same memory, which waits as ``grad`` does."""
-    with torch._C.DisableTorchFunctionSubclass():
-        alias = grad.detach().as_subclass(LazyGrad)
-    alias.synchronize, alias.is_taken = grad.synchronize, grad.is_taken
-    alias.queries, alias.owner = grad.queries, grad.owner
-    alias.storage_id = grad.storage_id
-    return alias
 
 
 def _give_own_memory(grad: LazyGrad) -> None:
@@ -223,7 +191,6 @@ def free(grad: LazyGrad) -> None:
     """Lets go of whoever owned the memory of ``grad``: from now on it never waits."""
     grad.synchronize = _nothing
     grad.is_taken = _false
-    grad.queries = grad.owner = None
 
 
 def settle(grad: LazyGrad) -> None:

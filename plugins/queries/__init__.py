@@ -1,1 +1,1 @@
-"""What a script asks of gradients between two hops: norms, and scalings that are noted down."""
+"""What a script asks of gradients while they are on their way: norms, and changes noted down."""

@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 
 __all__ = [
-    "ALIASES",
     "ASKING",
     "ELEMENTWISE",
     "ELEMENTWISE_OF_ALL",
@@ -37,11 +36,6 @@ NORMS_OF_ALL: Final[frozenset[Any]] = frozenset({torch._foreach_norm})
 #: Other reductions to one number, where nothing but the tensor is given.
 REDUCTIONS: Final = _both(
     "all", "amax", "amin", "any", "count_nonzero", "max", "mean", "min", "sum"
-)
-
-#: The same memory as another tensor.
-ALIASES: Final[frozenset[Any]] = frozenset(
-    {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 )
 
 #: What is done in place to each element by itself, with numbers.

@@ -74,11 +74,7 @@ def _number(value: Any) -> str:
     return repr(value.item() if isinstance(value, torch.Tensor) else value)
 
 
-def unscaling(
-    found_inf: torch.Tensor, inverse: torch.Tensor
-) -> tuple[
-    Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], list[torch.Tensor]]
-]:
+def unscaling(found_inf: torch.Tensor, inverse: torch.Tensor) -> tuple[_Change, _Measure]:
     """What `GradScaler` does to gradients, and what it asks of each: whether all is finite."""
 
     def unscale(tensors: list[torch.Tensor]) -> None:

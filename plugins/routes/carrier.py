@@ -22,14 +22,6 @@ class Traffic:
     #: CPU time of choosing what is next
     cpu_ns: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.busy_ns + other.busy_ns,
-            self.chunks + other.chunks,
-            self.nbytes + other.nbytes,
-            self.cpu_ns + other.cpu_ns,
-        )
-
 
 class Carrier(Protocol):
     """Takes the chunks of one plan in every round, and reports each as reduced.

@@ -78,16 +78,6 @@ class C10dBackend:
         #: the last sum that Gloo or NCCL does at once
         self._summing: Any = None
 
-    def add(self, group: Group) -> Group:
-        """``group`` fails and is closed with the others; returns it."""
-        self._groups.append(group)
-        return group
-
-    def remove(self, group: Group) -> None:
-        """Closes ``group``, which was added."""
-        self._groups.remove(group)
-        group.close()
-
     def sum(self, tensor: torch.Tensor, key: str) -> Any:
         if self._levels is None or not tensor.is_floating_point():
             self._summing = self._data.all_reduce(tensor)
@@ -145,7 +135,7 @@ class C10dBackend:
         self._data.leave_note(text)
 
     def abort(self) -> None:
-        for group in tuple(self._groups):
+        for group in self._groups:
             try:
                 group.abort()
             except Exception:

@@ -111,7 +111,7 @@ class ScheduledCarrier:
             # First: it may have been started when the next call returns.
             self._observers.on_flow("s", chunk.index, "backward", perf_counter_ns())
         submits = self._submits
-        if submits is not None and self._scheduler.core.lanes[0].may_start(chunk):
+        if submits is not None and self._scheduler.core.may_start(chunk):
             submits.put(self._scheduler.notify_ready, chunk)
         else:
             self._scheduler.notify_ready(chunk)
@@ -124,16 +124,12 @@ class ScheduledCarrier:
     def story(self) -> str:
         return self._scheduler.core.story()
 
-    def stop(self) -> None:
-        """Nothing starts any more, and what is under way fails. Idempotent."""
+    def close(self) -> None:
         URGENCY.leave(self._scheduler)
         if self._submits is not None:
             self._submits.close()
             self._submits.join(_PATIENCE_S)
         self._scheduler.close()
-
-    def close(self) -> None:
-        self.stop()
         self._ordering.close()
 
     def __repr__(self) -> str:

@@ -41,14 +41,6 @@ class Streams:
         """
         then(task)
 
-    def staged(self, task: CommTask, then: _Then) -> None:
-        """What ``task`` sends has been queued: ``then(task)`` when it is computed."""
-        then(task)
-
-    def after_this(self) -> Callable[[], None]:
-        """What makes the stream on which it is called wait for what is queued here by now."""
-        return _go_on
-
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         """Where ``task`` is packed and sent."""
         return _NOTHING
@@ -63,9 +55,6 @@ class Streams:
 
     def read(self) -> None:
         """Makes the user's streams wait for all updates queued so far."""
-
-    def settle(self) -> None:
-        """Waits until all that is queued by now is computed. Any thread."""
 
     def stepped(self) -> None:
         """``step()`` was called: updates come after what the current stream has queued."""
@@ -139,21 +128,6 @@ class CudaStreams(Streams):
             events.append(event)
         self._queued.put((task, events, then))
 
-    def staged(self, task: CommTask, then: _Then) -> None:
-        # What a step updates at once is staged on the user's stream, whoever stages the last part.
-        current = torch.cuda.current_stream(self._device)
-        streams = (self._updating, *tuple(self._users.values()), current)
-        events = []
-        for stream in {stream.cuda_stream: stream for stream in streams}.values():
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-            events.append(event)
-        self._queued.put((task, events, then))
-
-    def after_this(self) -> Callable[[], None]:
-        queued = torch.cuda.current_stream(self._device).record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(queued)
-
     def communication(self, task: CommTask) -> AbstractContextManager[None]:
         return self._on(self._sending)
 
@@ -174,9 +148,6 @@ class CudaStreams(Streams):
         updated = self._updating.record_event()
         for stream in tuple(self._users.values()):
             stream.wait_event(updated)
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
 
     def stepped(self) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -228,10 +199,6 @@ class CudaStreams(Streams):
                 except Exception as error:  # noqa: BLE001 - it must reach the user's thread
                     self._fail(error)
                     return
-
-
-def _go_on() -> None:
-    """There is nothing to wait for."""
 
 
 def streams_for(device: torch.device, fail: Callable[[BaseException], None]) -> Streams:

@@ -8,6 +8,7 @@ optimizer whose groups hold just these parameters, under that snapshot.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
@@ -21,10 +22,14 @@ from torch import nn
 from ..proxies.compiling import updating
 from .delegation import HOOKS, raw_step
 from .frozen import snapshot
+from .genuine import Code
 from .optimizer_state import AliasedState, GuardedState
+from .separable import why_not_deferred
 from .surroundings import Surroundings
 
 __all__ = ["Aliased", "Deferred", "Later"]
+
+log = logging.getLogger("bytesched")
 
 
 class Aliased(Protocol):
@@ -80,6 +85,9 @@ class Deferred:
         self._raw_step = raw_step(kind)
         parameters = list(inspect.signature(self._raw_step).parameters)
         self._takes_closure = parameters[1:2] == ["closure"]
+        self._code = Code(optimizer, kind)
+        #: why it is not what it was
+        self._replaced = ""
         self.guard()
 
     @property
@@ -115,6 +123,27 @@ class Deferred:
         state = self.optimizer.state if self.is_alive else None
         if isinstance(state, GuardedState) and not state.abandon():
             self.optimizer.state = defaultdict(dict, dict.items(state))
+
+    def why_replaced(self) -> str:
+        """Why its updates cannot wait any more: it has other code; empty if it has not."""
+        if self._code.has_changed(self.optimizer):
+            is_same = raw_step(self.kind) is self._raw_step
+            why = f"{self.kind.__name__}.step has been replaced"
+            why = why_not_deferred(self.optimizer, self.kind) if is_same else why
+            if why and not self._replaced:
+                log.warning(
+                    "%s, after bytesched.wrap: step() waits for all gradients from now on; updates "
+                    "that were owed then may have used it",
+                    why,
+                )
+            self._replaced = why
+        return self._replaced
+
+    def why_kept(self) -> str:
+        """Why its updates cannot wait, as the script has some of its state; empty if it has not."""
+        state = self.optimizer.state
+        is_kept = isinstance(state, GuardedState) and state.is_kept()
+        return "the script has kept a part of optimizer.state" if is_kept else ""
 
     def arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from sys import getrefcount
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from bytesched.errors import PluginError
+
+from ..proxies.lazy_grads import has_aliases
 
 __all__ = ["AliasedState", "GuardedState"]
 
@@ -30,6 +34,28 @@ class GuardedState(defaultdict[Any, Any]):
         self._gather: Callable[[], dict[Any, Any]] = self._refuse
         #: ``state_dict()`` is about to read what is here, and what others have is added to that
         self._is_packed = False
+        #: somebody outside has looked into it since nothing of it was found to be kept
+        self._is_used = False
+        #: tensors that others had already, as a checkpoint has those that were loaded
+        self._known = {id(each) for each in self._kept() if isinstance(each, torch.Tensor)}
+
+    def is_kept(self) -> bool:
+        """Whether the script has something of it that it took out, and may read without asking."""
+        self._is_used = self._is_used and any(id(each) not in self._known for each in self._kept())
+        return self._is_used
+
+    def _kept(self) -> Iterator[Any]:
+        """The entries, and tensors in them, that others have."""
+        # Lists, as an update in another thread may make entries.
+        for entry in list(dict.values(self)):
+            if getrefcount(entry) > _REFERENCES:
+                yield entry
+            for value in list(entry.values()) if isinstance(entry, dict) else ():
+                if isinstance(value, torch.Tensor) and (
+                    getrefcount(value) > _REFERENCES
+                    or (value.layout is torch.strided and has_aliases(value))
+                ):
+                    yield value
 
     def lies_elsewhere(
         self, parameters: Iterable[Any], gather: Callable[[], dict[Any, Any]]
@@ -72,6 +98,7 @@ class GuardedState(defaultdict[Any, Any]):
     def plain(self) -> defaultdict[Any, Any]:
         """The same entries in an ordinary dictionary, with those that are asked for."""
         self._synchronize()
+        self._is_used = True
         whole = self._gather() if self._elsewhere else {}
         return defaultdict(dict, {**whole, **{k: v for k, v in dict.items(self) if k not in whole}})
 
@@ -92,6 +119,7 @@ class GuardedState(defaultdict[Any, Any]):
 
     def _use_all(self) -> None:
         self._synchronize()
+        self._is_used = True
         is_packed, self._is_packed = self._is_packed, False
         for key in () if is_packed else self._elsewhere:
             self._refuse_one(key)
@@ -135,6 +163,16 @@ def _nothing() -> None:
     pass
 
 
+def _references() -> int:
+    """What getrefcount returns for what a dictionary, a list and a local variable refer to."""
+    entries = {0: object()}
+    (references,) = [getrefcount(value) for value in list(entries.values())]
+    return references
+
+
+_REFERENCES = _references()
+
+
 def _of_one(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
@@ -142,6 +180,7 @@ def _of_one(name: str) -> Callable[..., Any]:
     def call(self: GuardedState, key: Any, *args: Any) -> Any:
         # A whole step comes here for every parameter: few calls.
         self._synchronize()
+        self._is_used = True
         if self._elsewhere and key in self._elsewhere:
             self._refuse_one(key)
         return method(self, key, *args)

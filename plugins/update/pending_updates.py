@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -52,7 +53,10 @@ class PendingUpdates:
         """
         optimizer = deferred.optimizer
         whole_because = whole_because or why_now(optimizer)
-        if self._round.under_way.is_empty or not deferred.cross or whole_because:
+        is_whole = not self._round.unsummed or not deferred.cross or bool(whole_because)
+        if not is_whole:
+            whole_because = deferred.why_kept() or self._why_read_elsewhere()
+        if is_whole or whole_because:
             self._synchronize(optimizer)
             self._meter.stepped(0, whole_because)
             return None
@@ -60,6 +64,22 @@ class PendingUpdates:
         eager, armed = self._sort(deferred)
         self._arm(armed)
         return eager
+
+    def _why_read_elsewhere(self) -> str:
+        """Whose memory others have, who would read it before it is updated; empty if nobody has."""
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [
+                (slot, tensor.untyped_storage())
+                for slot in self._slots.values()
+                for tensor in (slot.parameter, slot.alias)
+            ]
+        ours = Counter(storage._cdata for _, storage in storages)
+        for slot, storage in storages:
+            # Each of ours, and the storage as an object.
+            is_alone = torch._C._storage_Use_Count(storage._cdata) <= ours[storage._cdata] + 1
+            if not is_alone or (slot.parameter.device.type == "cpu" and storage.is_shared()):
+                return f"the memory of {slot.name!r} is used elsewhere, too"
+        return ""
 
     def stepped(self) -> None:
         """The step is over: gradients are lazy again."""
@@ -104,20 +124,16 @@ class PendingUpdates:
             eager.append({**group, "params": now})
         return eager, armed
 
-    def _arm(
-        self, armed: dict[Bundle, list[Job]], arriving: dict[Bundle, Job] | None = None
-    ) -> None:
-        """Updates that need gradients, and those that need what other ranks send."""
-        arriving = arriving or {}
+    def _arm(self, armed: dict[Bundle, list[Job]]) -> None:
         self._streams.stepped()
         # Before any update can be applied: a parameter is free only after it was held.
-        for job in chain(chain.from_iterable(armed.values()), arriving.values()):
+        for job in chain.from_iterable(armed.values()):
             for slot in job.slots:
                 # As the update would: a graph that has saved the old value raises.
                 torch.autograd.graph.increment_version(slot.parameter)
             hold_all([(slot.parameter, slot.synchronize) for slot in job.slots])
         with self._progress.lock:
-            ready, crossing_bytes = self._round.arm(armed, arriving)
+            ready, crossing_bytes = self._round.arm(armed)
             self._updater.push(ready)
         self._meter.stepped(crossing_bytes)
 

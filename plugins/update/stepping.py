@@ -161,6 +161,8 @@ class Stepping:
         closure, has_arguments = deferred.arguments(args[1:], kwargs)
         # Before the copy is made: a whole step is that of the optimizer itself.
         why = "step() was called with arguments" if has_arguments else why_now(optimizer)
+        if deferred.cross:
+            why = why or deferred.why_replaced()
         # A hook that runs after ours may still change gradients or hyper-parameters.
         hooked = next(reversed(optimizer._optimizer_step_pre_hooks)) != deferred.hook_id
         is_last = self._takes_gradients or (deferred.cross and not hooked and not why)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..dependency.progress import Progress
 from ..figures.meter import Meter
-from ..layout.slots import Bundle, Job, Slot, Update, change
+from ..layout.slots import Bundle, Job, Slot, Update
 from ..proxies.spans import span
 from ..routes.streams import Streams
 
@@ -95,7 +95,6 @@ class Updater:
 
 def _update(jobs: list[Job]) -> None:
     calls: dict[int, tuple[Update, dict[int, tuple[dict[str, Any], list[Slot]]]]] = {}
-    change([slot for job in jobs for slot in job.slots])
     for job in jobs:
         _, groups = calls.setdefault(id(job.by), (job.by, {}))
         group = groups.setdefault(id(job.hyperparameters), (job.hyperparameters, []))

@@ -16,8 +16,6 @@ import torch
 
 from bytesched.errors import PluginError
 
-from ..layout.slots import Slot
-
 __all__ = ["HeldEntry", "ShardedState", "boxes_of", "plain_name"]
 
 #: names of modules inside wrappers of torch
@@ -184,9 +182,9 @@ def _in_row(shape: Sequence[int], row: int, start_at: int, stop_at: int) -> Iter
         yield (row, *offsets), (1, *sizes)
 
 
-def plain_name(slot: Slot) -> str:
-    """The parameter's name in the model that its user wrote."""
-    return ".".join(part for part in slot.name.split(".") if part not in _WRAPPERS)
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model that its user wrote."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _is_elementwise(held: HeldEntry, value: object) -> bool:

@@ -108,15 +108,15 @@ def test_bits_are_those_of_plain_ddp(two_ranks: Ranks, script: Callable[..., Non
     split.giant_and_unused,
     gradients.clip_norm,
 )
-def test_rows(two_ranks: Ranks, script: Callable[..., None]) -> None:
+def test_sharded(two_ranks: Ranks, script: Callable[..., None]) -> None:
     """Summed and spread by collectives, between ranks that share the device."""
     for figures in check(two_ranks, script, shard=True):
-        assert figures["order"] == "rows"
+        assert figures["order"] == "owners"
 
 
-def test_rows_under_grad_scaler(two_ranks: Ranks) -> None:
+def test_sharded_under_grad_scaler(two_ranks: Ranks) -> None:
     for figures in check(two_ranks, scripts.half_precision, False, shard=True):
-        assert figures["order"] == "rows"
+        assert figures["order"] == "owners"
 
 
 @pytest.mark.parametrize("turns", ["same_on_all_ranks", "differing_ranks"])

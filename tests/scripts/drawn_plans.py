@@ -41,7 +41,7 @@ class Plan:
     @property
     def makes_norms_of_parts(self) -> bool:
         """Norms of large gradients are made of those of what ranks own, which rounds otherwise."""
-        return self.is_sharded and self.world_size > 2
+        return self.is_sharded
 
     def rtol(self, record: str) -> float:
         """How far a record may be from that of plain training; 0: every bit is the same."""

@@ -232,7 +232,7 @@ class Drawn:
                 if self.draw.random() < 0.2:
                     able = [act for act in acts if self._can(act)]
                     self.draw.choice(able)(self.job, self.models[0], self.optimizers[0], self.draw)
-        if self.alone.random() < 0.1:
+        if self.alone.random() < 0.1 and not self.plan.is_sharded:
             hostile._read_one(self.job, self.models[0], None, self.alone)
         self.at("before_step", step, self.models[0])
 
@@ -245,7 +245,7 @@ class Drawn:
         """False for what this training refuses by name, or plain training cannot do."""
         left_out: tuple[Any, ...] = ()
         if self.plan.is_sharded:
-            left_out += (*hostile.DIVERGING, *hostile.ASKING)
+            left_out += hostile.DIVERGING
         if self.plan.makes_norms_of_parts:
             left_out += (hostile._clipped, hostile._clipped_in_parts)
         if set(self.plan.optimizers) & {"CallsBack", "LBFGS"}:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytesched
-from bytesched.plugins.c10d import carrying
 from bytesched.plugins.routes.groups.group import Group
 from bytesched.urgency import URGENCY
 
@@ -84,12 +83,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, **fields: Any) -> None:
-    """With small chunks and a trace; what is left of the library is told at the very end.
-
-    With ``rows``, both halves of a chunk's way are collectives.
-    """
-    if fields.pop("rows", False):
-        vars(carrying)["splits_by_collectives"] = lambda wire, device: True
+    """With small chunks and a trace; what is left of the library is told at the very end."""
     # Functions registered first run last, so this one sees what the library's own left behind.
     atexit.register(_tell_threads_left)
     usual = {"partition_bytes": 256, "credit_bytes": 512, "timeline": str(folder())}
@@ -239,15 +233,17 @@ def train_until_fault(
     """All ranks train; `fault` befalls rank `victim` at `moment` of step `fault_step`.
 
     In the middle of backward another rank is there as well. From `step()` on, up to the next
-    forward pass, the other ranks still owe their last gradients: the update is outstanding.
+    forward pass, the other ranks still owe their last gradients: the update is outstanding. With
+    shard=True all of them are in `step()` then.
     """
     outstanding = moment in ("after_step", "in_next_forward", "in_update")
+    is_alone = outstanding and "shard" not in fields
     struck = past_step = False
 
     def at_other(reached: str) -> None:
         if reached == "in_backward":
             signals().set("other rank in backward")
-        elif reached == "before_last_gradients" and outstanding:
+        elif reached == "before_last_gradients" and is_alone:
             signals().wait("victim is past step")
 
     def at_victim(reached: str) -> None:
@@ -285,13 +281,13 @@ def fails_in_an_answer(victim: int, fault: str, timeout_s: float) -> None:
         signals().wait("an answer fails")
         told(script.optimizer.state_dict)
         return
-    kind: Any = importlib.import_module("bytesched.plugins.zero1.optimizer_shards").OptimizerShards
+    kind: Any = importlib.import_module("bytesched.plugins.zero1.states").States
 
-    def answer(*_: Any) -> bytes:
+    def entries(*_: Any) -> dict[int, Any]:
         FAULTS[fault]()
-        return b""
+        return {}
 
-    kind.answer = answer
+    kind._entries = entries
     signals().set("an answer fails")
     # Its script goes on, and waits for gradients of the one that asks.
     told(lambda: script.train(2))

@@ -246,13 +246,13 @@ def skips_step(who: int, timeout_s: float) -> None:
     told(lambda: tell(equal=_equal(weights(wrapped=False), weights(wrapped=True))))
 
 
-def skips_step_of_shard(who: int, drops: str, timeout_s: float, rows: bool = False) -> None:
+def skips_step_of_shard(who: int, drops: str, timeout_s: float) -> None:
     """Rank `who` throws one step away, or one of its gradients, and the others wait for it.
 
     After the error its state is missing, which does not look like an empty one.
     """
     script = Script()
-    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True, rows=rows)
+    wrap(script.optimizer, script.ddp, timeout_s=timeout_s, shard=True)
 
     def train() -> None:
         for step in range(STEPS):

@@ -10,12 +10,14 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from dropped_models import settles
 from torch import Tensor, nn
 from training import STEPS, Job, adamw, differences, mlp, sgd, train
 
@@ -625,6 +627,21 @@ def hook_registered_later(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def dropped(job: Job) -> None:
+    """Nothing is left of a model that the script lets go of, with its optimizer."""
+
+    def trained() -> list[weakref.ref[Any]]:
+        model = job.ddp(mlp())
+        optimizer = adamw(model)
+        train(job, model, optimizer)
+        job.record_state(model, optimizer)
+        return [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.module[0].weight)]
+
+    things = trained()
+    job.kept.clear()
+    job.record("gone", settles(lambda: not any(thing() is not None for thing in things)))
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -673,6 +690,7 @@ CASES: dict[str, Case] = {
         put_into_a_new_ddp,
         forward_called_by_name,
         hook_registered_later,
+        dropped,
     )
 }
 

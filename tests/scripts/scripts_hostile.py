@@ -244,10 +244,8 @@ TOGETHER = (
     *(_saved, _loaded, _evaluated, _flipped, _all_thawed, _decayed, _rewritten, _slower),
     *(_stepped_again, _interrupted),
 )
-#: of these, what leaves ranks apart; and what sharded ranks refuse in the next step, by name
+#: of these, what leaves ranks apart
 DIVERGING = (_clipped_otherwise_on_each_rank, _exchanged)
-#: and what asks for state or gradients that other ranks may not have any more, or never will
-ASKING = (_saved, _loaded, _stepped_again, _flipped)
 #: after step(), where gradients may be gone
 AFTERWARDS = (
     *(_saved, _loaded, _evaluated, _decayed, _rewritten, _slower, _copied, _penalised, _all_thawed),
@@ -258,7 +256,7 @@ def hostile(job: Job, seed: str, sharded: bool = False) -> None:
     """A few acts in every step, which are drawn from `seed`.
 
     Args:
-        sharded: only those that leave the ranks equal, and let go of every gradient after step().
+        sharded: only those of all ranks, that leave the ranks equal.
     """
     draw, alone = random.Random(seed), random.Random(f"{seed} {job.rank}")
     widths = [draw.choice((8, 16, 16, 40)) for _ in range(draw.randint(1, 4))]
@@ -279,11 +277,10 @@ def hostile(job: Job, seed: str, sharded: bool = False) -> None:
     job.wrap(optimizer, model)
     usual = draw.choice((_clipped, _clipped_by_value, _normed_at_once, None))
     changing = [act for act in CHANGING if not sharded or act not in DIVERGING]
-    together = [act for act in TOGETHER if not sharded or act not in ASKING]
-    acts = draw.sample(READING, 3), draw.sample(changing, 3), draw.sample(together, 2)
+    acts = draw.sample(READING, 3), draw.sample(changing, 3), draw.sample(TOGETHER, 2)
     average = copy.deepcopy(model.module).requires_grad_(False)
     for step in range(draw.randint(5, 9)):
-        if sharded or draw.random() < 0.8:
+        if draw.random() < 0.8:
             optimizer.zero_grad(set_to_none=draw.random() < 0.7)
         elif draw.random() < 0.5:
             model.zero_grad()
@@ -303,7 +300,7 @@ def hostile(job: Job, seed: str, sharded: bool = False) -> None:
                 chosen.insert(draw.randrange(len(chosen) + 1), usual)
             for act in chosen:
                 act(job, model, optimizer, draw)
-            for kind in acts[: 1 if sharded else 2]:
+            for kind in acts[: 0 if sharded else 2]:
                 if alone.random() < 0.15:
                     alone.choice(kind)(job, model, optimizer, alone)
             optimizer.step()

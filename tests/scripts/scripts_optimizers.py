@@ -608,7 +608,6 @@ SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], optim.Optimizer
         lambda model: optim.Adafactor(model.parameters(), lr=0.01),
     ),
     "denormals": (flushing_denormals, partial(sgd, lr=1e-39, momentum=0.0)),
-    "default_dtype": (other_default_dtype, adamw),
     "default_device": (partial(torch.device, "cpu"), adamw),
     "inference": (torch.inference_mode, sgd),
     "no_grad": (torch.no_grad, sgd),
@@ -627,6 +626,20 @@ def stepped_within(job: Job, name: str) -> None:
         with around() if step else contextlib.nullcontext():
             optimizer.step()
     job.record_state(model, optimizer)
+
+
+def default_dtype_changed(job: Job) -> None:
+    """A state is made in the default dtype: that of ``step()``, and not what follows."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.inputs(step)).square().mean().backward()
+        optimizer.state.clear()
+        with other_default_dtype() if step % 2 else contextlib.nullcontext():
+            optimizer.step()
+        with other_default_dtype():
+            job.record_state(model, optimizer)
 
 
 def mode_around_step(job: Job) -> None:

@@ -238,6 +238,35 @@ def state_changed_after_step(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
+def state_kept(job: Job, what: str) -> None:
+    """A part of ``optimizer.state`` is taken out before some steps, and read after each."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    weight = next(model.parameters())
+    kept: list[Any] = []
+
+    def take(step: int) -> None:
+        if step == 3:
+            entry = optimizer.state[weight]
+            kept.append({"entry": entry, "tensor": entry["exp_avg"]}.get(what))
+            if what == "view":
+                kept[0] = entry["exp_avg"][0]
+            if what == "packed":
+                kept[0] = optimizer.state_dict()
+        if step == 6:
+            kept.clear()
+
+    train(
+        job,
+        model,
+        optimizer,
+        steps=10,
+        before_step=take,
+        after_step=lambda step: job.record(f"kept {step}", kept),
+    )
+    job.record_state(model, optimizer)
+
+
 def state_dicts(job: Job) -> None:
     """State dicts of the whole, of a part, and of the optimizer, right after the step."""
     model = job.ddp(mlp())

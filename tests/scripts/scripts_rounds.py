@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 import sys
 import time
@@ -1009,6 +1010,22 @@ def autocast(job: Job, views: bool) -> None:
     usual(job, layers(), views, called=called)
 
 
+class Waves(nn.Module):
+    """Complex numbers between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = layers(1)
+        self.waves = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.waves * self.front(x)).sum(-1)
+
+
+def complex_numbers(job: Job, views: bool) -> None:
+    usual(job, Waves(), views, make=sgd)
+
+
 class Normalised(nn.Module):
     """Buffers that the first rank sends to all before each forward pass."""
 
@@ -1154,12 +1171,12 @@ def compiled(job: Job, views: bool, when: str) -> None:
     job.record_state(model, optimizer)
 
 
-def strides_change(views: bool) -> list[float]:
-    """The weights after training in which the module changes its memory format."""
+def strides_change(views: bool) -> tuple[list[float], str]:
+    """The weights after training in which the module changes its memory format, and the reason."""
     job = Job(wrapped=True)
     model = ddp(job, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), views)
     optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.05), model)
-    for step in range(8):
+    for step in range(12):
         if step == 5:
             model.to(memory_format=torch.channels_last)
         optimizer.zero_grad()
@@ -1169,4 +1186,28 @@ def strides_change(views: bool) -> list[float]:
         model(inputs).square().mean().backward()
         optimizer.step()
     job.close()
-    return [float(x) for parameter in model.parameters() for x in parameter.detach().flatten()]
+    weights = [float(x) for parameter in model.parameters() for x in parameter.detach().flatten()]
+    return weights, str(job.stats["reason"])
+
+
+# -- what the log says ---------------------------------------------------------------------
+
+
+def said(script: tuple[str, str], args: list[Any], options: dict[str, Any]) -> list[str]:
+    """What this rank logs in a wrapped run of ``script``."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    job = Job(wrapped=True, **options)
+    log = logging.getLogger("bytesched")
+    log.addHandler(handler)
+    try:
+        resolve(script)(job, *args)
+        job.close()
+    finally:
+        log.removeHandler(handler)
+    return lines
+
+
+def plain_module(job: Job) -> None:
+    usual(job, layers(), views=False)

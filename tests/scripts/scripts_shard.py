@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import threading
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from scripts_reading import in_child
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -29,11 +25,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from training import STEPS, Job, adamw, mlp, sgd, train
 
 import bytesched
-from bytesched.plugins.routes.split.exchange import Exchange
-from bytesched.plugins.update import updater
-from bytesched.plugins.zero1 import sharded_updates
-from bytesched.plugins.zero1.full_gradients import FullGradients
-from bytesched.task import CommTask
 
 
 def entries_held() -> set[int]:
@@ -59,91 +50,6 @@ def parameters_outside_the_optimizer(job: Job) -> None:
     train(job, model, optimizer)
     job.record("gradient", outside.grad)
     job.record_state(model, optimizer)
-
-
-def read_when_its_owner_has_gone_on(job: Job) -> None:
-    """Rank 0 has clipped, stepped and zeroed in place what rank 1 asks it for after that."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    for step in range(STEPS):
-        model(job.inputs(step)).square().mean().backward()
-        job.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        if job.rank == 0:
-            optimizer.step()
-            for p in model.parameters():
-                # In the memory of the others there will be parameters.
-                if dict.get(optimizer.state, p):
-                    p.grad.zero_()
-        job.barrier()
-        if job.rank == 1:
-            job.record("gradients", [float(p.grad.numpy().sum()) for p in model.parameters()])
-            optimizer.step()
-        job.barrier()
-        optimizer.zero_grad()
-    job.record_state(model, optimizer)
-
-
-def read_before_changes_that_others_have_made(job: Job) -> None:
-    """Rank 0 has scaled gradients and stepped when rank 1 reads them, which then scales them."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    changed, change = threading.Event(), FullGradients.change
-
-    def change_and_tell(*args: Any) -> None:
-        change(*args)
-        changed.set()
-
-    def scale(step: int) -> None:
-        if job.rank == 1:
-            job.barrier()
-            job.record("before", [p.grad for p in model.parameters()])
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        if job.rank == 1:
-            job.record("after", [p.grad for p in model.parameters()])
-
-    def go_on(step: int) -> None:
-        if job.rank == 0:
-            assert not job.wrapped or changed.wait(60)
-            changed.clear()
-            job.barrier()
-
-    with mock.patch.object(FullGradients, "change", change_and_tell):
-        train(job, model, optimizer, steps=4, before_step=scale, after_step=go_on)
-    job.record_state(model, optimizer)
-
-
-def brought_by_flush(job: Job) -> None:
-    """What is read from C++, and in a forked child, is whole after a flush, with all changes."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def look(step: int) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        if step % 3 == 0:
-            job.record("child", in_child(lambda: [float(p.grad.sum()) for p in model.parameters()]))
-        elif step % 2 == job.rank:
-            if job.wrapped:
-                bytesched.flush(optimizer)
-            job.record("read", [torch.tensor(p.grad) for p in model.parameters()])
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "To copy construct from a tensor")
-        train(job, model, optimizer, before_step=look)
-    job.record_state(model, optimizer)
-
-
-def norms_asked_when_another_has_ended(job: Job) -> None:
-    """Rank 1 unwraps while rank 0, which logs norms, waits for its answer."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model, timeout_s=100.0)
-    train(job, model, optimizer, steps=2)
-    optimizer.zero_grad()
-    model(job.inputs(2)).square().mean().backward()
-    if job.rank == 0:
-        job.record("norms", [float(p.grad.norm()) for p in model.parameters()])
-    job.unwrap(optimizer)
-    job.record("gradients", [p.grad for p in model.parameters()])
 
 
 def unwrapped_before_step(job: Job) -> None:
@@ -181,8 +87,7 @@ def hooked_last(job: Job, crosses: bool = True) -> None:
         optimizer.param_groups[0]["lr"] *= 0.5
 
     def read() -> None:
-        if job.rank == 1:
-            job.record("gradients", [float(p.grad.numpy().sum()) for p in parameters])
+        job.record("gradients", [float(p.grad.numpy().sum()) for p in parameters])
 
     for step, change in enumerate([clip, halve, replace, read, replace, clip]):
         optimizer.zero_grad()
@@ -235,21 +140,91 @@ def asked_between_steps(job: Job) -> None:
     job.record_state(model, one, other)
 
 
-def norm_of_one_before_its_step(job: Job, crosses: bool = True) -> None:
-    """Rank 1 asks for a norm alone, and rank 0 for what rank 1 has to update after that."""
-    model, front, one, other = front_and_rest(job, cross_barrier=crosses)
-    for step in range(4):
-        model.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        if job.rank == 1:
-            job.record("norm", front.weight.grad.norm())
-        one.step()
+def work_on_one_rank(job: Job) -> None:
+    """The first rank alone evaluates and saves between steps."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def look(step: int) -> None:
+        if job.rank == 0 and step % 2 == 0:
+            with torch.no_grad():
+                job.record("evaluated", model.module(job.inputs(100 + step)))
+            job.record("weights", model.module.state_dict())
+            job.record("optimizer", optimizer.state_dict())
+            job.record("norms", [p.norm() for p in model.parameters()])
+
+    train(job, model, optimizer, after_step=look)
+    job.record_state(model, optimizer)
+
+
+def saved_before_a_barrier(job: Job) -> None:
+    """The first rank alone saves, and the others wait for it."""
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+
+    def save(step: int) -> None:
         if job.rank == 0 and step % 2:
-            job.record("weight", front.weight)
-        elif job.rank == 0:
-            job.record("state", one.state_dict())
-        other.step()
-    job.record_state(model, one, other)
+            job.record("optimizer", optimizer.state_dict())
+        dist.barrier()
+
+    train(job, model, optimizer, after_step=save)
+    job.record_state(model, optimizer)
+
+
+def read_after_step(job: Job) -> None:
+    """Gradients are what the optimizer has taken, with all changes, and backward adds to them."""
+    model = job.ddp(uneven())
+    optimizer = job.wrap(adamw(model), model)
+    for step in range(STEPS):
+        if step % 3 == 0:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model(job.inputs(step)).square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.001)
+        optimizer.step()
+        if step % 2:
+            job.record(f"gradients {step}", [p.grad.clone() for p in model.parameters()])
+    job.record_state(model, optimizer)
+
+
+def read_by_one_rank() -> str:
+    """What is raised on this rank where rank 0 alone reads a gradient."""
+    job = Job(wrapped=True, shard=True)
+    try:
+        model = job.ddp(mlp())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=2)
+        optimizer.zero_grad()
+        model(job.inputs(2)).square().mean().backward()
+        if job.rank == 0:
+            float(model.module[0].weight.grad.numpy().sum())
+        optimizer.step()
+    except bytesched.MismatchError as error:
+        return str(error)
+    finally:
+        with contextlib.suppress(bytesched.BytesschedError):
+            job.close()
+    return ""
+
+
+def gradients_in_a_child() -> str:
+    """What a forked child raises that reads gradients which are on their way."""
+    job = Job(wrapped=True, shard=True)
+    with contextlib.closing(job):
+        model = job.ddp(mlp())
+        optimizer = job.wrap(adamw(model), model)
+        train(job, model, optimizer, steps=2)
+        optimizer.zero_grad()
+        model(job.inputs(2)).square().mean().backward()
+
+        def look() -> str:
+            try:
+                return str(model.module[0].weight.grad.sum())
+            except bytesched.PluginError as error:
+                return str(error)
+
+        found: str = in_child(look)
+        optimizer.step()
+    return found
 
 
 def dropped_before_backward(job: Job) -> None:
@@ -262,49 +237,6 @@ def dropped_before_backward(job: Job) -> None:
     other = job.wrap(torch.optim.SGD(rest, lr=0.1, momentum=0.9), model)
     train(job, model, one, after_step=lambda _: other.step(), zero_grad=model.zero_grad)
     job.record_state(model, one, other)
-
-
-def gradients_read_after_step() -> dict[str, tuple[int, int]]:
-    """How many reads are refused on this rank, with a word about it, and how many are of NaN."""
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job):
-        model = job.ddp(mlp())
-        optimizer = job.wrap(adamw(model), model)
-        train(job, model, optimizer, steps=2)
-
-        def look() -> tuple[int, int]:
-            refused = nans = 0
-            for parameter in model.parameters():
-                try:
-                    parameter.grad.sum()
-                except bytesched.PluginError as error:
-                    refused += "read after step()" in str(error)
-                    nans += bool(torch._C._VariableFunctions.tensor(parameter.grad).isnan().all())
-            return refused, nans
-
-        found = {"here": look(), "child": in_child(look)}
-        job.unwrap(optimizer)
-        found["unwrapped"] = look()
-        optimizer.zero_grad(set_to_none=False)
-        assert not any(p.grad.any() for p in model.parameters())
-    return found
-
-
-def gradients_not_zeroed() -> str:
-    """What a backward pass raises that would add to gradients which are elsewhere."""
-    job = Job(wrapped=True, shard=True)
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    try:
-        for step in range(STEPS):
-            model(job.inputs(step)).square().mean().backward()
-            optimizer.step()
-    except bytesched.PluginError as error:
-        return f"{step}: {error}"
-    finally:
-        with contextlib.suppress(bytesched.BytesschedError):
-            job.close()
-    return ""
 
 
 def adversaries(job: Job) -> None:
@@ -349,26 +281,6 @@ def loaded(job: Job) -> None:
     optimizer.load_state_dict(copy.deepcopy(content))
     train(job, model, optimizer, steps=3)
     job.record_state(model, optimizer)
-
-
-def loaded_elsewhere(job: Job) -> None:
-    """Rank 1 has loaded another state before rank 0 asks for that after the last step."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=2)
-    content = copy.deepcopy(optimizer.state_dict())
-    train(job, model, optimizer, steps=2)
-    store = dist.distributed_c10d._get_default_store()
-    has_loaded = f"loaded_elsewhere-{job.wrapped}"
-    if job.rank == 0:
-        store.wait([has_loaded], timedelta(seconds=60))
-    job.record("optimizer", copy.deepcopy(optimizer.state_dict()))
-    optimizer.load_state_dict(content)
-    if job.rank == 1:
-        store.set(has_loaded, "")
-    train(job, model, optimizer, steps=2)
-    job.record_state(model, optimizer)
-    store.delete_key(has_loaded)
 
 
 def entries_after_unwrap() -> tuple[int, bool]:
@@ -538,7 +450,7 @@ def cut_and_clipped(job: Job, kind: float = 2.0) -> None:
         job.record(f"norm {step}", norm)
         if step % 2:
             nn.utils.clip_grad_value_(model.parameters(), 0.001)
-        if step == 4 and job.rank == 1:
+        if step == 4:
             job.record("gradient", model.module[2].weight.grad)
 
     train(job, model, optimizer, before_step=clip)
@@ -570,74 +482,6 @@ def profiled(job: Job) -> None:
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-class BesideComplex(nn.Module):
-    """Two large tensors, one of them of complex numbers, which are not rounded on their way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = uneven()
-        self.waves = nn.Parameter(torch.randn(67, 53, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layers(x)
-        return y * (self.waves * (1 + 2j)).real.sum() + self.waves.abs().mean()
-
-
-def rounded_beside_complex(job: Job) -> None:
-    """Two tensors that have two owners each, of which one is rounded on its way."""
-
-    # DDP wants no annotation, or its own.
-    def compress(state: Any, bucket):  # type: ignore[no-untyped-def]
-        is_complex = any(p.is_complex() for p in bucket.parameters())
-        hook = default_hooks.allreduce_hook if is_complex else default_hooks.fp16_compress_hook
-        return hook(state, bucket)
-
-    model = job.ddp(BesideComplex())
-    if not job.wrapped:
-        model.register_comm_hook(None, compress)
-    optimizer = job.wrap(sgd(model), model, compression="fp16")
-
-    def clip(step: int) -> None:
-        job.record(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-
-    train(job, model, optimizer, steps=10, before_step=clip)
-    job.record_state(model, optimizer)
-
-
-def sums_missing_at_the_end() -> list[int]:
-    """Of each round, how many sums were not counted yet when its last chunk was over."""
-    missing: list[int] = []
-    end_hop = Exchange._end_hop
-
-    def look(self: Exchange, chunk: CommTask) -> None:
-        if self._left == 1 and self._hops_left[chunk.index] == 1:
-            missing.append(self._unsummed)
-        end_hop(self, chunk)
-
-    job = Job(wrapped=True, shard=True)
-    with contextlib.closing(job), mock.patch.object(Exchange, "_end_hop", look):
-        model = job.ddp(uneven())
-        train(job, model, job.wrap(adamw(model), model))
-    return missing
-
-
-def cut_and_asked_now_and_then(job: Job) -> None:
-    """Norms of a tensor that has several owners, in turn by all ranks, by one, and by none."""
-    model = job.ddp(uneven())
-    optimizer = job.wrap(adamw(model), model)
-
-    def clip(step: int) -> None:
-        if step < 6 or (step % 4 == 3 and job.rank == 1):
-            job.record(f"norm {step}", [p.grad.norm() for p in model.parameters()])
-        if step % 4 == 1:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if step % 5 == 2 and job.rank == 0:
-            job.record(f"sum {step}", [p.grad.sum() for p in model.parameters()])
-
-    train(job, model, optimizer, steps=20, before_step=clip)
-    job.record_state(model, optimizer)
 
 
 def held_and_read_when_unused(job: Job) -> None:
@@ -802,86 +646,3 @@ def refusals() -> dict[str, str]:
         twice = torch.optim.SGD([next(other.parameters()), *other.parameters()], lr=0.1)
     note("named twice", lambda: bytesched.wrap(twice, other, shard=True))
     return found
-
-
-def written_before_its_neighbour_is_updated(job: Job) -> None:
-    """A step updates one weight at once, and the one that is sent together with it later."""
-    norm = nn.LayerNorm(8)
-    model = job.ddp(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), norm))
-    optimizer = job.wrap(adamw(model), model)
-    written = threading.Event()
-    waited: list[bool] = []
-    update = sharded_updates._Owned.update
-
-    def updates(owned: sharded_updates._Owned, groups: Any) -> None:
-        slots = [slot for _, some in groups for slot in some]
-        if any(slot.parameter is norm.weight for slot in slots):
-            waited.append(written.wait(60))
-        update(owned, groups)
-
-    train(job, model, optimizer, steps=2)
-    is_owner = bool(job.wrapped and dict.get(optimizer.state, norm.weight))
-    for step in range(2, STEPS):
-        optimizer.zero_grad()
-        model(job.inputs(step)).square().mean().backward()
-        assert norm.bias.grad is not None
-        norm.bias.grad = norm.bias.grad.clone()
-        with mock.patch.object(sharded_updates._Owned, "update", updates):
-            optimizer.step()
-            with torch.no_grad():
-                norm.bias.mul_(0.9)
-            written.set()
-            if job.wrapped:
-                bytesched.flush(optimizer)
-        written.clear()
-    assert waited == [True] * len(waited)
-    assert bool(waited) == is_owner
-    job.record_state(model, optimizer)
-
-
-class _Scale(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.randn(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x[..., : self.factor.numel()] * self.factor).sum(-1)
-
-
-def stepped_again_before_its_neighbour_is_updated(job: Job) -> None:
-    """Two steps send one chunk: the second has all of it before the first has updated its own."""
-    scales = nn.ModuleList(_Scale(size) for size in (40, 8, 40, 120, 100, 64))
-    sum_of = nn.Module()
-    sum_of.scales = scales
-    sum_of.forward = lambda x: sum(scale(x) for scale in scales)
-    model = job.ddp(sum_of)
-    optimizer = job.wrap(sgd(model), model)
-    again, neighbour = scales[2].factor, scales[3].factor
-    stepped = threading.Event()
-    waited: list[bool] = []
-    update = sharded_updates._Owned.update
-
-    def updates(owned: sharded_updates._Owned, groups: Any) -> None:
-        for taken, some in groups:
-            for slot in some:
-                if slot.parameter is neighbour:
-                    waited.append(stepped.wait(60))
-                update(owned, [(taken, [slot])])
-
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (model(job.inputs(step, 4, 128)).square().mean() * 1e-3).backward()
-        with (
-            mock.patch.object(sharded_updates._Owned, "update", updates),
-            mock.patch.object(updater, "_BATCH_BYTES", 1),
-        ):
-            optimizer.step()
-            optimizer.zero_grad()
-            again.grad = torch.ones(40)
-            optimizer.step()
-            stepped.set()
-            if job.wrapped:
-                bytesched.flush(optimizer)
-        stepped.clear()
-    assert waited == [True] * len(waited)
-    job.record_state(model, optimizer)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from training import STEPS, Job, adamw, mlp, train
 
 import bytesched
-from bytesched.plugins.routes.split.sums import Sums
-from bytesched.plugins.zero1 import full_gradients, rank_calls
-from bytesched.task import CommTask
 
 
 def _half_outside(job: Job) -> tuple[Any, list[Any], torch.optim.Optimizer]:
@@ -27,11 +19,11 @@ def _half_outside(job: Job) -> tuple[Any, list[Any], torch.optim.Optimizer]:
 
 
 def zeroed_in_place(job: Job) -> None:
-    """One rank has arrays over them."""
+    """The script has arrays over them."""
     model, outside, optimizer = _half_outside(job)
 
     def look(step: int) -> None:
-        if job.rank == 1 and step == 1:
+        if step == 1:
             job.record("arrays", [float(p.grad.numpy().sum()) for p in outside])
         if step % 3 == 2:
             for p in outside:
@@ -43,11 +35,11 @@ def zeroed_in_place(job: Job) -> None:
 
 
 def scaled_by_each_rank(job: Job) -> None:
-    """Each rank has read one, and changes all in its own way before backward adds to them."""
+    """One was read, and each rank changes all in its own way before backward adds to them."""
     model, outside, optimizer = _half_outside(job)
 
     def scale(step: int) -> None:
-        one = outside[(step + job.rank) % len(outside)]
+        one = outside[step % len(outside)]
         job.record(f"{step} before", one.grad)
         for p in outside:
             p.grad.mul_(0.5 + job.rank)
@@ -67,7 +59,7 @@ def changed_and_flushed(job: Job) -> None:
         nn.utils.clip_grad_value_(model.parameters(), 0.001)
         if job.wrapped and step % 2 == job.rank:
             bytesched.flush(optimizer)
-        if step % 2 == job.rank:
+        if step % 2:
             job.record(f"gradients {step}", [p.grad for p in model.parameters()])
 
     train(job, model, optimizer, before_step=change)
@@ -109,61 +101,6 @@ def kept_and_not_read(job: Job) -> None:
         optimizer.zero_grad()
     job.record("kept", kept)
     job.record_state(model, optimizer)
-
-
-def read_while_summed(job: Job) -> None:
-    """One gradient is read, and a part of another one is not summed yet when all have come."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    come = threading.Event()
-    front = model.module[0].weight
-    add, gather = Sums.add, rank_calls.gathered
-
-    def late(sums: Sums, chunk: CommTask, received: Any) -> None:
-        if any(s.slot.parameter is front for s in sums._packer._plan.slices[chunk.index]):
-            come.wait(60)
-        add(sums, chunk, received)
-
-    def gathered(*args: Any) -> Any:
-        found = gather(*args)
-        come.set()
-        return found
-
-    train(job, model, optimizer, steps=2)
-    if job.wrapped:
-        bytesched.flush(optimizer)
-    optimizer.zero_grad()
-    with ExitStack() as stack:
-        if job.rank == 1:
-            stack.enter_context(mock.patch.object(Sums, "add", late))
-            stack.enter_context(mock.patch.object(full_gradients, "gathered", gathered))
-        model(job.inputs(2)).square().mean().backward()
-        job.record("gradient", model.module[2].weight.grad)
-    job.record("gradients", [p.grad for p in model.parameters()])
-    optimizer.step()
-    job.record_state(model, optimizer)
-
-
-def read_when_others_have_gone_on(job: Job) -> None:
-    """Rank 0 has dropped them, and is in the next round, when rank 1 asks for its part."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-    train(job, model, optimizer, steps=2)
-    store = dist.distributed_c10d._get_default_store()
-    optimizer.zero_grad()
-    model(job.inputs(2)).square().mean().backward()
-    if job.rank == 1:
-        if job.wrapped:
-            store.wait(["gone on"], timedelta(seconds=60))
-        job.record("gradients", [p.grad for p in model.parameters()])
-    optimizer.zero_grad()
-    model(job.inputs(3)).square().mean().backward()
-    if job.wrapped and job.rank == 0:
-        # Nothing of this rank waits for another one up to here.
-        store.set("gone on", "")
-    optimizer.step()
-    job.record_state(model, optimizer)
-    store.delete_key("gone on")
 
 
 class _Branch(nn.Module):

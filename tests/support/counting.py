@@ -69,7 +69,6 @@ WAYS = {
     "clipped": Way({"split": "on"}, clips=True, plain="ddp-clipped"),
     "clipped-whole": Way({"split": "off"}, clips=True, plain="ddp-clipped"),
     "sharded": Way({"shard": True}),
-    "sharded-crossing": Way({"shard": True}, is_late=True),
 }
 
 

@@ -111,10 +111,10 @@ def fake_group(gloo: Any, timeout_s: float = TIMEOUT_S) -> Group:
     return Group(gloo, store, Notes(store, gloo.rank()), name="s/data", timeout_s=timeout_s)
 
 
-def task_of(index: int = 0, *, lane: int = 0) -> CommTask:
+def task_of(index: int = 0) -> CommTask:
     """A task with no tensor behind it."""
     task = CommTask(f"t{index}", start_at=0, stop_at=4)
-    task.index, task.lane = index, lane
+    task.index = index
     return task
 
 

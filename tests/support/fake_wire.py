@@ -116,6 +116,15 @@ class FakeWire:
     def exchange(self, into: Tensor, sent: Tensor) -> FakeWork:
         raise AssertionError("nothing is split here")
 
+    def all_to_all(
+        self,
+        into: Tensor,
+        sent: Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> FakeWork:
+        raise AssertionError("nothing has owners here")
+
     def start_largest(self, numbers: Tensor) -> FakeWork:
         place = len(self.told)
         self.told.append(numbers.tolist())

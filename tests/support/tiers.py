@@ -26,7 +26,7 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
     },
     "procs/transparency/test_grid.py": {
         "test_cell_trains_as_plain_ddp": 3,
-        "test_rows_of_three_owners": 3,
+        "test_three_owners": 3,
     },
     "procs/transparency/test_transparency.py": {"test_compiled": 2, "test_compiled_after_wrap": 2},
     "procs/transparency/test_urgent.py": {
@@ -34,7 +34,6 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_three_ranks": 4,
         "test_ranks_that_differ": 3,
     },
-    "procs/transparency/test_rows.py": {"test_sharded": 3},
     "procs/transparency/test_groups.py": {
         "test_scripts": 3,
         "test_with_settings": 2,
@@ -66,7 +65,7 @@ CASES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_ends_the_interpreter": 3,
     },
     "procs/faults/test_faults_disagreement.py": {
-        "test_one_rank_skips_a_step_that_others_wait_for": 5
+        "test_one_rank_skips_a_step_that_others_wait_for": 3
     },
     "procs/faults/test_faults_urgent.py": {"test_fault_in_a_section": 4},
     "procs/faults/test_faults_buffers.py": {"test_fault_in_front_of_a_broadcast": 4},

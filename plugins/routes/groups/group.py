@@ -44,23 +44,6 @@ class _Stopped(RuntimeError):
     """A rank elsewhere has stopped, and left a note."""
 
 
-class _Scattered:
-    """Gloo's reduce-scatter, an all-reduce whose other parts are dropped.
-
-    Its own waits without a limit for what another rank has half sent.
-    """
-
-    def __init__(self, work: Any, part: torch.Tensor, source: torch.Tensor) -> None:
-        self._work = work
-        self._part = part
-        self._source = source
-        self.is_completed = work.is_completed
-
-    def wait(self, *limit: timedelta) -> None:
-        self._work.wait(*limit)
-        self._part.copy_(self._source)
-
-
 class Group:
     """A process group that only a session issues on, and the store behind it.
 
@@ -112,18 +95,10 @@ class Group:
         options.reduceOp = dist.ReduceOp.MAX
         return _unguarded(self.backend, "allreduce")(self.backend, [tensor], options)
 
-    def reduce_scatter(self, part: torch.Tensor, row: torch.Tensor) -> Any:
-        """Begins to sum ``row``, of which this rank gets its ``part``; returns the work."""
-        if self._is_gloo:
-            source = row.view(self.size, -1)[self.rank]
-            return _Scattered(self.all_reduce(_real(row)), part, source)
-        method = _unguarded(self.backend, "_reduce_scatter_base")
-        return method(self.backend, _real(part), _real(row))
-
     def all_gather(self, row: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill ``row`` with every rank's ``part``, by rank; returns the work."""
         method = _unguarded(self.backend, "_allgather_base")
-        return method(self.backend, _real(row), _real(part))
+        return method(self.backend, row, part)
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
@@ -132,8 +107,21 @@ class Group:
         """
         into_numels, sent_numels = [0, 0], [0, 0]
         into_numels[1 - self.rank], sent_numels[1 - self.rank] = into.numel(), sent.numel()
+        return self.all_to_all(into, sent, into_numels, sent_numels)
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        sent: torch.Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> Any:
+        """Begins to send each rank so many elements of ``sent``, in order, and to take as many.
+
+        Returns the work.
+        """
         method = _unguarded(self.backend, "alltoall_base")
-        return method(self.backend, into, sent, into_numels, sent_numels)
+        return method(self.backend, into, sent, list(into_numels), list(sent_numels))
 
     def gather_text(self, key: str, text: str) -> list[str]:
         """Every rank's ``text``, by rank; collective. ``key`` names it where it fails."""
@@ -197,27 +185,20 @@ class Group:
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
-    def wait_message(self, work: Any, *, task: str = "", limit: timedelta | None = None) -> None:
-        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours.
-
-        Args:
-            limit: how long; as long as any operation of the group if it is None.
-        """
+    def wait_message(self, work: Any, *, task: str = "") -> None:
+        """Waits for the end of ``work``, a send or a receive, whose failure is an error of ours."""
         try:
-            if limit is None:
-                work.wait()
-            else:
-                work.wait(limit)
+            work.wait()
         except RuntimeError as error:
             raise self.error(error, task=task) from error
 
-    def wait_left(self, works: Iterable[Any], limit_s: float = _LEAVE_S) -> None:
+    def wait_left(self, works: Iterable[Any]) -> None:
         """Returns when ``works`` have ended, or cannot, or after a while; raises nothing.
 
         Before this rank goes: Gloo sends a message when its receiver takes it, and closing the
         connection before that would look like a death to the other rank.
         """
-        deadline_s = time.monotonic() + min(limit_s, self.timeout_s)
+        deadline_s = time.monotonic() + min(_LEAVE_S, self.timeout_s)
         for work in works:
             left_s = max(deadline_s - time.monotonic(), 0.001)
             with contextlib.suppress(RuntimeError):
@@ -381,11 +362,6 @@ def _unwatched() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory, as numbers that every backend adds up."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _text_in(data: bytes) -> str:

@@ -42,27 +42,15 @@ class C10dTransport:
     def start(self, task: CommTask, done: Done) -> None:
         try:
             with self._streams.communication(task), span("bytesched::send"):
-                work = self._begin(task)
+                group, packed = self._groups[task.group], self._packer.pack(task)
+                work = None if group is None else group.all_reduce(packed)
         except RuntimeError as error:
             raise self._group_of(task).error(error, task=task.name) from error
         self._started += 1
         self._sent.put((task, work, done))
 
-    def _begin(self, task: CommTask) -> Any:
-        """Begins to send ``task``; returns the work, None if there is none to wait for."""
-        group, packed = self._groups[task.group], self._packer.pack(task)
-        return None if group is None else group.all_reduce(packed)
-
     def _group_of(self, task: CommTask) -> Group:
         return self._groups[task.group] or self._all
-
-    def _receive(self, task: CommTask) -> None:
-        """Takes over what has been received."""
-        self._packer.receive(task)
-
-    def _let_go(self, task: CommTask) -> None:
-        """It is complete."""
-        self._packer.let_go(task)
 
     def close(self) -> None:
         if not self._closed:
@@ -84,8 +72,8 @@ class C10dTransport:
                 with self._streams.completion(task):
                     if work is not None:
                         self._group_of(task).complete(work)
-                    self._receive(task)
-                self._let_go(task)
+                    self._packer.receive(task)
+                self._packer.let_go(task)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")

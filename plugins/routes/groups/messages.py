@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from bytesched.errors import TransportError
@@ -35,7 +34,7 @@ class Messages:
         self._group = group
         self._awaited: set[_Awaited] = set()
 
-    def wait(self, work: Any, peer: int, *, task: str, limit: timedelta | None = None) -> None:
+    def wait(self, work: Any, peer: int, *, task: str) -> None:
         """Waits for the end of ``work``, a send to ``peer`` or a receive from it.
 
         On a daemon thread. Raises an error of ours.
@@ -43,7 +42,7 @@ class Messages:
         awaited = _Awaited(peer, task)
         self._awaited.add(awaited)
         try:
-            self._group.wait_message(work, task=task, limit=limit)
+            self._group.wait_message(work, task=task)
         finally:
             self._awaited.discard(awaited)
 

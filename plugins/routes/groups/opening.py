@@ -21,7 +21,7 @@ from .notes import Notes
 __all__ = ["closed_on_error", "kind_of", "open_gloo", "open_group", "open_part", "store_of"]
 
 #: purposes of groups that carry little, one thing at a time
-_SHORT: Final = frozenset({"buffers", "control", "messages"})
+_SHORT: Final = frozenset({"buffers", "control", "statements"})
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ class StoreRunning:
             self._store.set_hyperparameters(**hyperparameters)
             self._hyperparameters = hyperparameters
         with self._progress.lock:
-            self._round.arm({b: [Job(self._update, {}, b.slots)] for b in plan.bundles}, {})
+            self._round.arm({b: [Job(self._update, {}, b.slots)] for b in plan.bundles})
         for slot in plan.slots:
             if slot.alias.data_ptr() != slot.parameter.data_ptr():
                 slot.realias()

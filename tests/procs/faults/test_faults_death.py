@@ -63,7 +63,7 @@ AGAIN = [
     for number in range(5)
     for victim in (FIRST, OTHER)
 ]
-CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "shard": True}
+CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "compression": "bf16"}
 IN_WARM_UP = [
     scenario(FIRST, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
     scenario(OTHER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
@@ -85,19 +85,11 @@ IN_SPLIT = [
 ]
 SHARD: dict[str, Any] = {"suffix": "-of-shard", "fields": {"shard": True}}
 IN_SHARD = [
-    *(scenario(FIRST, moment, "kill", **SHARD) for moment in (*MOMENTS, "in_update")),
+    *(scenario(FIRST, moment, "kill", **SHARD) for moment in MOMENTS),
     scenario(OTHER, "in_backward", "kill", **SHARD),
     scenario(OTHER, "after_step", "kill", **SHARD),
     scenario(OTHER, "in_backward", "stop", TIMEOUT_S, **SHARD),
     scenario(FIRST, "after_step", "stop", TIMEOUT_S, **SHARD),
-]
-ROWS = [
-    scenario(victim, moment, fault, *limit, suffix="-of-rows", fields={"shard": True, "rows": True})
-    for victim, moment, fault, *limit in (
-        (FIRST, "in_backward", "kill"),
-        (OTHER, "after_step", "kill"),
-        (OTHER, "in_backward", "stop", TIMEOUT_S),
-    )
 ]
 ANSWERING = [
     Scenario(f"{fault}-in-an-answer", fails_in_an_answer, (OTHER, fault, timeout_s))
@@ -200,17 +192,7 @@ def test_dies_where_all_reduces_are_shard(scenario: Scenario, runs: Runs) -> Non
     died, survivor = ends if victim == FIRST else reversed(ends)
     expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
     check_told_of(survivor, {expected})
-    assert died.told["order"] == "exchange"
-
-
-@each(ROWS)
-def test_dies_where_rows_are_summed_by_collectives(scenario: Scenario, runs: Runs) -> None:
-    ends = runs.of(scenario)
-    victim, _, fault, *_ = scenario.args
-    died, survivor = ends if victim == FIRST else reversed(ends)
-    expected = {"kill": "PeerLost", "stop": "SchedulerTimeout"}[str(fault)]
-    check_told_of(survivor, {expected})
-    assert died.told["order"] == "rows"
+    assert died.told["order"] == "owners"
 
 
 @each(ANSWERING)

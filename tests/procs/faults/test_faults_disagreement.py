@@ -53,7 +53,7 @@ def test_different_models(scenario: Scenario, runs: Runs) -> None:
     check_mismatch(runs.of(scenario), MODELS[scenario.name])
 
 
-SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16", "shard": True}
+SETTINGS = {"partition_bytes": 512, "policy": "fifo", "compression": "bf16"}
 
 
 @each(
@@ -215,15 +215,6 @@ def test_one_rank_skips_step_as_in_plain_ddp(scenario: Scenario, runs: Runs) -> 
         cases.skips_step_of_shard,
         (OTHER, "gradient", NO_TIMEOUT_S),
         world_size=3,
-    ),
-    *(
-        Scenario(
-            f"drops-a-{drops}-of-rows",
-            cases.skips_step_of_shard,
-            (OTHER, drops, NO_TIMEOUT_S, True),
-            world_size=3,
-        )
-        for drops in ("step", "gradient")
     ),
 )
 def test_one_rank_skips_a_step_that_others_wait_for(scenario: Scenario, runs: Runs) -> None:

@@ -79,7 +79,7 @@ def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
     [
         ("SGD", "PluginError: accumulate='adama' folds gradients into the moments of Adam"),
         ("left out", "parameter '0.weight' requires a gradient, and is not in the optimizer"),
-        ("shard", "accumulate='adama' and shard = True: every rank folds"),
+        ("shard", "PluginError: shard = True cannot be for this model: "),
         ("split", "accumulate='adama' and split = 'on'"),
         ("compression", "accumulate='adama' and compression = 'bf16': moments are kept"),
         ("unused", "accumulate='adama' and find_unused_parameters = True"),

@@ -80,7 +80,6 @@ def test_whatever_the_script_does_between(kind: str, script: str, four_ranks: Ra
 @pytest.mark.parametrize(
     "fields",
     [
-        {"shard": True},
         {"tune": True, "partition_bytes": 0, "credit_bytes": 0},
         {"policy": "fifo"},
     ],

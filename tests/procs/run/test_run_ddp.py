@@ -56,6 +56,7 @@ MODES = {
     "put_into_a_new_ddp": ["cross"],
     "forward_called_by_name": ["cross"],
     "hook_registered_later": ["plain"],
+    "dropped": [],
 }
 #: case -> what is said, once, about a model that is left as it was
 REASONS = {

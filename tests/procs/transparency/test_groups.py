@@ -98,7 +98,10 @@ REFUSED = {
     "other members": ("MismatchError", "every rank of a group must name the same"),
     "two groups": ("PluginError", "'module.layers.0.experts.0.weight' is in two groups, of ranks"),
     "unknown": ("PluginError", "neither a parameter nor a module of this"),
-    "shard": ("PluginError", "shard = True is not there for a model with parameters that only"),
+    "shard": (
+        "PluginError",
+        "shard = True cannot be for this model: some ranks reduce some parameters",
+    ),
     "split": ("PluginError", "split = 'on' is not there"),
     "hierarchy": ("PluginError", "hierarchy = 'on' is not there"),
     "enabled": ("PluginError", "nothing would reduce the gradients of parameters in groups"),

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import alone_scripts
-import pytest
 import scripts_gradients as gradients
 import scripts_split as split
 from comparing import named
 from ranks import Ranks, address_of
 
 
-def check(ranks: Ranks, script: Callable[..., None], **options: Any) -> None:
-    outcomes = ranks.run(alone_scripts.compare_alone, address_of(script), (), options, 0.0)
-    for rank, (found, _) in enumerate(outcomes):
-        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"split": "on"}, {"shard": True}], ids=["whole", "split", "sharded"]
-)
 @named(
     split.clipped_by_hand,
     split.changed_out_of_sight,
@@ -30,14 +19,12 @@ def check(ranks: Ranks, script: Callable[..., None], **options: Any) -> None:
     gradients.gradients_seen_through_views,
     gradients.gradients_replaced,
     gradients.gradients_read,
+    gradients.gradients_referred_to,
+    gradients.gradient_data_assigned,
+    gradients.gradients_kept,
 )
-def test_views(two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]) -> None:
-    check(two_ranks, script, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"split": "on"}], ids=["whole", "split"])
-@named(gradients.gradients_referred_to, gradients.gradient_data_assigned, gradients.gradients_kept)
-def test_read_after_step(
-    two_ranks: Ranks, script: Callable[..., None], options: dict[str, Any]
-) -> None:
-    check(two_ranks, script, **options)
+def test_views(two_ranks: Ranks, script: Callable[..., None]) -> None:
+    options = {"module_alone": True}
+    outcomes = two_ranks.run(alone_scripts.compare_alone, address_of(script), (), options, 0.0)
+    for rank, (found, _) in enumerate(outcomes):
+        assert not found, f"rank {rank}:\n" + "\n".join(found[:20])

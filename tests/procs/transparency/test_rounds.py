@@ -14,6 +14,8 @@ import scripts_rounds as scripts
 from comparing import Figures, check
 from ranks import Ranks, address_of
 
+from bytesched.plugins.figures.unseen import ROUNDING, UNSEEN
+
 Script = Callable[..., None]
 
 #: Far below a layer, and few enough to be quick.
@@ -241,6 +243,12 @@ def test_sparse_gradients(two_ranks: Ranks, views: bool) -> None:
     equal(two_ranks, scripts.sparse, views, [], hold=False, mode="plain")
 
 
+@views
+def test_complex_numbers(two_ranks: Ranks, views: bool) -> None:
+    """They go the other way."""
+    equal(two_ranks, scripts.complex_numbers, views, [], hold=False)
+
+
 @pytest.mark.parametrize("when", ["before", "after", "inside"])
 def test_compiled(two_ranks: Ranks, when: str) -> None:
     mode = "cross" if when == "inside" else "backward"
@@ -273,8 +281,49 @@ def test_three_ranks(three_ranks: Ranks, script: Script, args: list[Any], views:
     equal(three_ranks, script, views, args, hold=True, sizes=WHOLE)
 
 
+@pytest.mark.parametrize("how", ["player", "views", "numpy"])
+def test_weights_read_elsewhere_on_other_ways(two_ranks: Ranks, how: str) -> None:
+    for figures in check(two_ranks, scripts.read_elsewhere, False, how, 4, module_alone=True):
+        assert 0 < int(figures["barrier_crossed_steps"]) < scripts.STEPS - 3
+
+
 @views
 def test_ranks_stay_alike_when_strides_change(two_ranks: Ranks, views: bool) -> None:
     """Plain DDP permutes such gradients, alike on all ranks."""
-    one, other = two_ranks.run(scripts.strides_change, views)
+    (one, reason), (other, _) = two_ranks.run(scripts.strides_change, views)
     assert one == other
+    assert ("have got other strides" in reason) == views
+
+
+def says(ranks: Ranks, text: str, script: Script, *args: Any, **options: Any) -> int:
+    """How many lines of rank 0 have ``text``; no other rank has any."""
+    first, *others = ranks.run(scripts.said, address_of(script), list(args), SIZES | options)
+    assert not any(text in line for lines in others for line in lines)
+    return sum(text in line for line in first)
+
+
+@pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
+def test_what_no_read_shows_is_said_once(two_ranks: Ranks, module_alone: bool) -> None:
+    options = {"module_alone": module_alone}
+    assert says(two_ranks, UNSEEN, scripts.plain_module, **options) == 1
+    assert says(two_ranks, ROUNDING, scripts.plain_module, **options) == 0
+
+
+@pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
+def test_that_sums_of_three_ranks_round_is_said(three_ranks: Ranks, module_alone: bool) -> None:
+    options = {"module_alone": module_alone}
+    assert says(three_ranks, ROUNDING, scripts.plain_module, **options) == 1
+    if not module_alone:
+        assert says(three_ranks, ROUNDING, scripts.plain_module, **WHOLE) == 0
+
+
+def test_that_complex_gradients_are_not_compressed_is_said(two_ranks: Ranks) -> None:
+    text = "complex gradients are sent as they are"
+    assert says(two_ranks, text, scripts.complex_numbers, False, compression="fp16") == 1
+    assert says(two_ranks, text, scripts.complex_numbers, False) == 0
+
+
+@views
+def test_that_kept_gradients_are_left_is_said(two_ranks: Ranks, views: bool) -> None:
+    text = "gradients lie in other memory from now on"
+    assert says(two_ranks, text, scripts.decided, views, "PLANNED") == views

@@ -99,6 +99,10 @@ def test_step_within(two_ranks: Ranks, name: str) -> None:
     assert all(int(stats["barrier_crossed_steps"]) for stats in figures)
 
 
+def test_default_dtype_changed(two_ranks: Ranks) -> None:
+    check(two_ranks, optimizers.default_dtype_changed)
+
+
 def test_step_within_a_mode_of_the_user(two_ranks: Ranks) -> None:
     check(two_ranks, optimizers.mode_around_step)
 
@@ -166,7 +170,8 @@ def test_graph_from_before_the_step(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("preset", ["before", "grad", "data"])
 def test_buffer_of_gradients_of_the_user(two_ranks: Ranks, preset: str) -> None:
-    check(two_ranks, gradients.flat_gradients, preset)
+    for figures in check(two_ranks, gradients.flat_gradients, preset):
+        assert "in memory that others have" in str(figures["reason"])
 
 
 @pytest.mark.parametrize("how", gradients.ZEROINGS)
@@ -289,6 +294,14 @@ def test_compiled_after_wrap(two_ranks: Ranks, what: str) -> None:
 )
 def test_reading_and_writing_between_steps(two_ranks: Ranks, script: Callable[..., None]) -> None:
     check(two_ranks, script)
+
+
+@pytest.mark.parametrize("module_alone", [False, True], ids=["ddp", "module"])
+@pytest.mark.parametrize("what", ["entry", "tensor", "view", "packed"])
+def test_state_that_is_kept(two_ranks: Ranks, what: str, module_alone: bool) -> None:
+    """Steps are whole as long as it is kept, and no longer."""
+    for figures in check(two_ranks, reading.state_kept, what, module_alone=module_alone):
+        assert 0 < int(figures["barrier_crossed_steps"]) <= 6
 
 
 def plain_script(job: Job, kind: str, steps: int = STEPS) -> None:

@@ -380,7 +380,7 @@ def test_sharded_updates_are_compared_with_the_best_of_their_kind() -> None:
     for system in result["systems"].values():
         system["rounds"][-1]["stats"] = {
             "mode": "cross",
-            "order": "exchange",
+            "order": "planned",
             "partition_bytes": 1e6,
             "credit_bytes": 1e6,
             "barrier_crossed_pct": 50.0,

@@ -68,7 +68,7 @@ def test_in_a_forked_child_no_memory_of_a_withheld_gradient_is_touched() -> None
 
     slot.make_lazy(refuse)
     slot.parameter.grad = slot.lazy
-    withhold(slot, refuse, in_child=True)
+    withhold(slot, refuse)
     assert torch.equal(slot.view, torch.ones(3, 4))
     with pytest.raises(PluginError, match="not here"):
         slot.lazy.sum()

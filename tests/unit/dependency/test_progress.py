@@ -46,14 +46,14 @@ def test_a_wait_gives_the_turn_back_until_it_is_over(
 
     thread = threading.Thread(target=other_job)
     thread.start()
-    assert progress.wait(done.is_set, "the gradient")
+    progress.wait(done.is_set, "the gradient")
     thread.join()
     assert turn in HELD
     assert turn.totals.turns == 2
 
 
 def test_what_is_here_already_costs_no_turn(progress: Progress, turn: Turn) -> None:
-    assert progress.wait(lambda: True, "the gradient")
+    progress.wait(lambda: True, "the gradient")
     assert turn in HELD
     assert turn.totals.turns == 1
 

@@ -152,9 +152,6 @@ SAFE: dict[str, Callable[[Any], object]] = {
     "wait_reduced": lambda life: life.wait_reduced(),
     "synchronize_all": lambda life: life.synchronize_all(),
     "stepped": lambda life: life.stepped(),
-    "bring": lambda life: life.bring(),
-    "restore": lambda life: life.restore(),
-    "leave": lambda life: (life.leave(), life.leave()),
 }
 
 

@@ -28,10 +28,10 @@ class Waits:
         self.told: list[str] = []
         wait = progress.wait
 
-        def noting(done: Any, what: str, **until: float) -> Any:
+        def noting(done: Any, what: str) -> None:
             self.told.append(what)
             loopback.release()
-            return wait(done, what, **until)
+            wait(done, what)
 
         loopback.hold()
         patch.setattr(progress, "wait", noting)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -87,7 +86,7 @@ def test_what_has_come_is_updated_by_itself(is_tied: bool) -> None:
     again = Debt(cast(Any, "again"), {}, [second])
     bundle.debts = [one, other, again]
     for number, slot in enumerate(bundle.slots):
-        slot.member = cast(Any, SimpleNamespace(chunks=[number]))
+        slot.awaits = cast(Any, [number])
     taken, left = bundle.split(set())
     assert taken == []
     assert [debt.slots for debt in left] == [debt.slots for debt in bundle.debts]

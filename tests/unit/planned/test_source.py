@@ -76,7 +76,7 @@ class Listening:
     def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
         self.log.append(("ready", [chunk.index for chunk in chunks], is_last))
 
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: Bucket, why: str = "") -> None:
         if bucket.is_under_way:
             self.log.append(("land", self.source.phase))
             bucket.buffer.data.mul_(self.size)

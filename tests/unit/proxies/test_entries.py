@@ -14,7 +14,7 @@ from torch import nn
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, HashStore
 
-from bytesched.plugins.proxies import hold
+from bytesched.plugins.proxies import entries, hold
 from bytesched.plugins.proxies.entries import guard_entries
 
 KINDS = [dist.ProcessGroup, Backend]
@@ -44,6 +44,28 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.float32])
+def test_what_decides_numbers_is_changed_behind_updates_that_are_owed(
+    monkeypatch: pytest.MonkeyPatch, other: torch.dtype
+) -> None:
+    guard_entries()
+    found: list[object] = []
+
+    class Session:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def flush(self) -> None:
+            found.append((self.error, torch.get_default_dtype()))
+
+    sessions = [Session(None), Session(ArithmeticError("lost"))]
+    monkeypatch.setattr(entries, "sessions", lambda: sessions)
+    torch.set_default_dtype(other)
+    monkeypatch.undo()
+    torch.set_default_dtype(torch.float32)
+    assert found == ([(None, torch.float32)] if other is torch.float64 else [])
 
 
 def test_what_a_group_sends_is_waited_for(alone: None) -> None:

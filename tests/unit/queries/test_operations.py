@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bytesched.plugins.queries.operations import (
-    ALIASES,
     ASKING,
     ELEMENTWISE,
     ELEMENTWISE_OF_ALL,
@@ -48,13 +47,12 @@ def values() -> torch.Tensor:
 
 
 def test_no_operation_is_in_two_tables() -> None:
-    tables = [ALIASES, NORMS, NORMS_OF_ALL, REDUCTIONS, ELEMENTWISE, ELEMENTWISE_OF_ALL]
+    tables = [NORMS, NORMS_OF_ALL, REDUCTIONS, ELEMENTWISE, ELEMENTWISE_OF_ALL]
     for one, other in combinations([*tables, frozenset({UNSCALE})], 2):
         assert not one & other
 
 
-def test_an_alias_asks_nothing() -> None:
-    assert not ASKING & ALIASES
+def test_what_need_not_wait_is_asking() -> None:
     assert {torch.Tensor.norm, torch._foreach_mul_, torch.sum, UNSCALE} <= ASKING
 
 
@@ -91,11 +89,3 @@ def test_a_change_of_all_is_that_of_each(function: Any) -> None:
 @pytest.mark.parametrize("function", named(NORMS | REDUCTIONS))
 def test_of_the_tensor_alone_it_is_one_number(function: Any) -> None:
     assert function(values()).shape == ()
-
-
-@pytest.mark.parametrize("function", named(ALIASES))
-def test_an_alias_has_the_memory_of_the_tensor(function: Any) -> None:
-    whole = values()
-    alias = function(whole)
-    assert alias.data_ptr() == whole.data_ptr()
-    assert alias.shape == whole.shape

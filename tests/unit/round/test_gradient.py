@@ -1,4 +1,4 @@
-"""The tables of a gradient: what they say of each state, and what they refuse."""
+"""The tables of gradients and updates: what they say of each state, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from paths import ROOT
 from bytesched.errors import InvalidTransition
 from bytesched.round import (
     AFTER,
-    ALLOWED,
     BUNDLE_AFTER,
-    MEMORY_AFTER,
     Bundle,
     BundleEvent,
     BundleState,
@@ -22,10 +20,6 @@ from bytesched.round import (
     GradientEvent,
     GradientState,
     Job,
-    Memory,
-    MemoryEvent,
-    Use,
-    on_memory,
 )
 
 
@@ -40,18 +34,6 @@ def test_what_is_not_in_the_table_is_refused(state: GradientState, event: Gradie
         with pytest.raises(InvalidTransition, match=f"'{event.value}' on .* p {state.value}"):
             gradient.on(event)
         assert gradient.state is state
-
-
-@pytest.mark.parametrize(("memory", "event"), product(Memory, MemoryEvent))
-def test_memory_likewise(memory: Memory, event: MemoryEvent) -> None:
-    gradient = Gradient("p")
-    gradient.memory = memory
-    if (memory, event) in MEMORY_AFTER:
-        on_memory([gradient], event)
-        assert gradient.memory is MEMORY_AFTER[memory, event]
-    else:
-        with pytest.raises(InvalidTransition, match=f"'{event.value}' on .* free"):
-            on_memory([gradient], event)
 
 
 @pytest.mark.parametrize(("state", "event"), product(BundleState, BundleEvent))
@@ -85,19 +67,10 @@ def test_nothing_is_applied_that_is_not_summed() -> None:
     assert (GradientState.TRAVELLING, GradientEvent.ARM) not in entered
 
 
-@pytest.mark.parametrize("state", GradientState)
-def test_what_a_step_has_taken_is_neither_asked_about_nor_changed(state: GradientState) -> None:
-    gradient = Gradient("p")
-    gradient.state = state
-    assert not (state in ALLOWED[Use.ASK] and state in ALLOWED[Use.ZERO_APART])
-
-
 PAGE = ROOT / "docs/explanation/gates.md"
 
 
-@pytest.mark.parametrize(
-    "table", [AFTER, BUNDLE_AFTER, MEMORY_AFTER], ids=["gradient", "update", "memory"]
-)
+@pytest.mark.parametrize("table", [AFTER, BUNDLE_AFTER], ids=["gradient", "update"])
 def test_the_page_has_the_tables(table: Mapping[tuple[Any, Any], Any]) -> None:
     page = PAGE.read_text()
     for state in dict.fromkeys(state for state, _ in table):

@@ -28,8 +28,6 @@ from bytesched.task import CommTask, TaskState
 @dataclass(frozen=True, eq=False)
 class Job:
     slots: list[Gradient]
-    #: what it needs comes from owners
-    comes: bool = False
 
 
 class Model:
@@ -84,7 +82,6 @@ class Training(RuleBasedStateMachine):
     def begin(self, sizes: list[int], chunk_size: int, data: st.DataObject) -> None:
         self.model = Model(sizes, chunk_size)
         self.round = self.model.round
-        self.owners = [data.draw(st.booleans()) for _ in self.model.gradients]
         self.optimizers = [data.draw(st.integers(0, 1)) for _ in self.model.gradients]
         self.wire: list[CommTask] = []
         self.pushed: list[Bundle[Gradient, Job]] = []
@@ -126,7 +123,7 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: not self.round.is_open)
     @rule(
         optimizer=st.integers(0, 1),
-        kind=st.sampled_from(["armed", "armed", "armed", "sharded", "at once"]),
+        kind=st.sampled_from(["armed", "armed", "armed", "at once"]),
     )
     def step(self, optimizer: int, kind: str) -> None:
         mine = [
@@ -139,21 +136,13 @@ class Training(RuleBasedStateMachine):
             self.round.step(mine)
             return
         jobs: dict[Bundle[Gradient, Job], list[Job]] = {}
-        arrivals: dict[Bundle[Gradient, Job], Job] = {}
-        foreign = []
         for gradient in mine:
-            bundle = self.model.bundle_of(gradient)
-            position = self.model.gradients.index(gradient)
-            if kind == "sharded" and not self.owners[position]:
-                foreign.append(gradient)
-                arrivals.setdefault(bundle, Job([], comes=True)).slots.append(gradient)
-            elif gradient.state in UNTAKEN:
+            if gradient.state in UNTAKEN:
+                bundle = self.model.bundle_of(gradient)
                 jobs.setdefault(bundle, [Job([])])[0].slots.append(gradient)
-        coming = {chunk for gradient in foreign for chunk in gradient.chunks}
-        self.round.under_way.expect(coming, [])
-        ready, _ = self.round.arm(jobs, arrivals)
+        ready, _ = self.round.arm(jobs)
         self.pushed += ready
-        assert all(bundle.is_outstanding for bundle in (*jobs, *arrivals))
+        assert all(bundle.is_outstanding for bundle in jobs)
         self.fork()
 
     @rule(data=st.data())
@@ -180,22 +169,13 @@ class Training(RuleBasedStateMachine):
         chunk.rearm()
         ready = self.round.summed(chunk)
         for gradient in self.model.gradients:
-            if not self.round.under_way.sums(gradient.chunks):
+            if not self.round.sums(gradient.chunks):
                 self.summed.add(gradient)
         for bundle in ready:
-            assert not self.round.under_way.sums(bundle.chunks)
-            assert bundle.jobs or not self.round.under_way.comes(bundle.chunks)
+            assert not self.round.sums(bundle.chunks)
+            assert bundle.jobs
         # Twice: what is left in the queue meets the bundle again in a later round.
         self.pushed += [*ready, *ready]
-
-    @property
-    def coming(self) -> list[CommTask]:
-        return [c for c in self.model.chunks if self.round.under_way.comes([c])]
-
-    @precondition(lambda self: self.coming)
-    @rule(data=st.data())
-    def parameters_arrive(self, data: st.DataObject) -> None:
-        self.pushed += self.round.came(data.draw(st.sampled_from(self.coming)))
 
     @precondition(lambda self: self.pushed and self.updating is None)
     @rule(data=st.data())
@@ -203,9 +183,7 @@ class Training(RuleBasedStateMachine):
         bundle = data.draw(st.sampled_from(self.pushed))
         self.pushed.remove(bundle)
         jobs = self.round.take(bundle)
-        comes = self.round.under_way.comes(bundle.chunks)
-        assert not (jobs and self.round.under_way.sums(bundle.chunks))
-        assert not (comes and any(job.comes for job in jobs))
+        assert not (jobs and self.round.sums(bundle.chunks))
         if jobs:
             self.updating = [bundle], [gradient for job in jobs for gradient in job.slots]
 
@@ -215,7 +193,7 @@ class Training(RuleBasedStateMachine):
         assert self.updating is not None
         (bundles, gradients), self.updating = self.updating, None
         # Nothing is applied, and its memory given away, while it travels.
-        assert not any(self.round.under_way.sums(gradient.chunks) for gradient in gradients)
+        assert not any(self.round.sums(gradient.chunks) for gradient in gradients)
         self.round.updated(bundles, gradients)
 
     def deliver(self) -> None:
@@ -225,8 +203,6 @@ class Training(RuleBasedStateMachine):
     def drain(self) -> None:
         """The script waits; all else goes on until nothing can."""
         self.deliver()
-        while coming := self.coming:
-            self.pushed += self.round.came(coming[0])
         # What was pushed twice may stay there, as in an updater's queue.
         while any(bundle.is_outstanding for bundle in self.model.bundles):
             if self.updating is None:
@@ -239,7 +215,7 @@ class Training(RuleBasedStateMachine):
             self.an_update_ends()
         assert not any(bundle.is_outstanding for bundle in self.model.bundles)
         if not self.round.is_open:
-            assert self.round.under_way.is_empty
+            assert not self.round.unsummed
             assert not any(g.state in {GradientState.ARMED, GradientState.DUE} for g in self.all)
 
     @property
@@ -251,10 +227,9 @@ class Training(RuleBasedStateMachine):
     def fork(self) -> None:
         """A child would find what is under way lost, and no round could begin on it."""
         child = copy.deepcopy(self.round)
-        under_way = {g.name for g in self.all if self.round.under_way.sums(g.chunks)}
-        under_way |= {g.name for g in self.all if self.round.under_way.comes(g.chunks)}
+        under_way = {g.name for g in self.all if self.round.sums(g.chunks)}
         stale = {g.name for b in self.model.bundles if b.is_outstanding for g in b.slots}
-        if not self.round.under_way.is_empty:
+        if self.round.unsummed:
             with pytest.raises(InvalidTransition):
                 child.begin()
         lost, never = child.fork()
@@ -299,6 +274,8 @@ def test_nothing_is_summed_that_was_not_sent() -> None:
     model = one()
     with pytest.raises(InvalidTransition, match=r"'sum' on <Gradient p0 awaited>"):
         model.round.summed(model.chunks[0])
+    with pytest.raises(InvalidTransition, match=r"'summed' of .* which is not on its way"):
+        model.round.summed(model.chunks[0])
 
 
 def test_a_parameter_that_nothing_has_read_gets_no_gradient() -> None:
@@ -306,7 +283,7 @@ def test_a_parameter_that_nothing_has_read_gets_no_gradient() -> None:
     [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
     model.round.gradient(gradient)
     model.round.end()
-    assert model.round.arm({bundle: [Job([gradient])]}, {}) == ([], bundle.nbytes)
+    assert model.round.arm({bundle: [Job([gradient])]}) == ([], bundle.nbytes)
     assert model.round.summed(chunk) == [bundle]
     [job] = model.round.take(bundle)
     model.round.updated([bundle], job.slots)
@@ -318,17 +295,6 @@ def test_a_parameter_that_nothing_has_read_gets_no_gradient() -> None:
     assert gradient.state.value == "awaited"
 
 
-def test_a_bundle_waits_for_its_owners_and_for_its_sums() -> None:
-    model = one()
-    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
-    model.round.gradient(gradient)
-    model.round.end()
-    model.round.under_way.expect([chunk], [])
-    model.round.arm({}, {bundle: Job([gradient])})
-    assert model.round.came(chunk) == []
-    assert model.round.summed(chunk) == [bundle]
-
-
 def test_what_is_armed_while_the_bundle_is_updated_comes_next() -> None:
     model = Model([1, 1], 2)
     first, second = model.gradients
@@ -338,9 +304,9 @@ def test_what_is_armed_while_the_bundle_is_updated_comes_next() -> None:
         model.round.gradient(gradient)
     model.round.end()
     model.round.summed(chunk)
-    assert model.round.arm({bundle: [Job([first])]}, {})[0] == [bundle]
+    assert model.round.arm({bundle: [Job([first])]})[0] == [bundle]
     model.round.take(bundle)
-    assert model.round.arm({bundle: [Job([second])]}, {})[0] == [bundle]
+    assert model.round.arm({bundle: [Job([second])]})[0] == [bundle]
     model.round.updated([bundle], [first])
     assert [gradient.state.value for gradient in model.gradients] == ["applied", "due"]
     [job] = model.round.take(bundle)
@@ -352,28 +318,10 @@ def test_what_was_pushed_for_an_earlier_round_takes_nothing_before_it_is_summed(
     model = one()
     [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
     model.round.gradient(gradient)
-    model.round.arm({bundle: [Job([gradient])]}, {})
+    model.round.arm({bundle: [Job([gradient])]})
     assert model.round.take(bundle) == []
     assert model.round.summed(chunk) == [bundle]
     assert model.round.take(bundle) != []
-
-
-def test_two_steps_may_wait_for_one_owner() -> None:
-    model = one()
-    [gradient], [bundle], [chunk] = model.gradients, model.bundles, model.chunks
-    model.round.gradient(gradient)
-    model.round.summed(chunk)
-    for number in range(2):
-        model.round.under_way.expect([chunk], [])
-        model.round.arm({}, {bundle: Job([gradient])})
-        assert model.round.came(chunk) == [bundle]
-        if number == 0:
-            [first] = model.round.take(bundle)
-    model.round.updated([bundle], first.slots)
-    assert gradient.state.value == "due"
-    [second] = model.round.take(bundle)
-    model.round.updated([bundle], second.slots)
-    assert gradient.state.value == "applied"
 
 
 def test_the_story_counts_states() -> None:

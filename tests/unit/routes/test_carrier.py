@@ -18,7 +18,6 @@ from bytesched.errors import SchedulerClosed, TransportError
 from bytesched.observe import Observers
 from bytesched.plugins.layout.packing import Packer
 from bytesched.plugins.routes.backend import Backend
-from bytesched.plugins.routes.carrier import Traffic
 from bytesched.plugins.routes.streams import Streams
 from bytesched.task import CommTask, TaskState
 from bytesched.tunable import Setting
@@ -159,9 +158,3 @@ def test_closed_it_takes_no_chunk(found: list[Rank]) -> None:
         with contextlib.suppress(SchedulerClosed):
             rank.submit(rank.plan.chunks[0])
     assert not any(rank.reduced for rank in found)
-
-
-def test_traffic_adds_up() -> None:
-    total = Traffic(1, 2, 3, 4) + Traffic(10, 20, 30, 40)
-    assert total == Traffic(busy_ns=11, chunks=22, nbytes=33, cpu_ns=44)
-    assert Traffic() + total == total

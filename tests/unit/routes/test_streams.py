@@ -88,22 +88,6 @@ def test_chunk_is_sent_after_its_gradients_of_every_stream(
     assert after(sent, other)
 
 
-def test_parameters_are_sent_after_they_are_staged_on_every_stream(
-    cuda: FakeCuda, streams: CudaStreams
-) -> None:
-    """A step has staged some at once, and the updater the last ones."""
-    at_once = cuda.default.queue()
-    streams.stepped()
-    also_at_once = cuda.default.queue()
-    computed = threading.Event()
-    with streams.update():
-        later = cuda.current().queue()
-        streams.staged(task(), lambda _: computed.set())
-    assert computed.wait(5.0)
-    for staged in (at_once, also_at_once, later):
-        assert after(cuda.host, staged)
-
-
 def test_completion_does_not_queue_behind_what_is_sent_next(
     cuda: FakeCuda, streams: CudaStreams
 ) -> None:

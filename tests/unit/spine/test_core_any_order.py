@@ -31,12 +31,13 @@ class AnyEvents(RuleBasedStateMachine):
         self.queued: list[CommTask] = []
         self.in_flight: list[CommTask] = []
         self.stopped = False
+        self.held = 0
 
     def expect_starts(self, started: list[CommTask]) -> None:
         """The rule again, in plain words: most urgent first, while the window is not full."""
         expected = []
         room = self.core.credit_bytes - sum(task.nbytes for task in self.in_flight)
-        while self.queued and room > 0 and not self.stopped:
+        while self.queued and room > 0 and not (self.stopped or self.held):
             urgent = min(self.queued, key=lambda task: 0 if self.fifo else task.priority)
             self.queued.remove(urgent)
             expected.append(urgent)
@@ -66,6 +67,17 @@ class AnyEvents(RuleBasedStateMachine):
         started = self.core.set_credit(credit_bytes)
         self.expect_starts(started)
 
+    @rule()
+    def hold(self) -> None:
+        self.held += 1
+        self.core.hold()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        self.held -= 1
+        self.expect_starts(self.core.release())
+
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
@@ -78,10 +90,14 @@ class AnyEvents(RuleBasedStateMachine):
     def holds(self) -> None:
         self.core.validate()
         assert self.core.in_flight_bytes == sum(task.nbytes for task in self.in_flight)
+        held_back = {task.name for task in self.queued} if self.held else set()
+        assert {task.name for task in self.core.held_back()} == held_back
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        while self.held:
+            self.release()
         while self.in_flight:
             task = self.in_flight.pop(0)
             self.expect_starts(self.core.finish(task))

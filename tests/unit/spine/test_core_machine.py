@@ -173,6 +173,40 @@ def test_the_queue_changes_only_between_iterations() -> None:
     assert core.ordered([0]) == [a]
 
 
+def test_what_is_held_back_would_start_were_nothing_held() -> None:
+    core = core_of(10)
+    large, behind = planned([10, 10])
+    assert ready(core, large) == [large]
+    core.hold()
+    assert ready(core, behind) == []
+    assert core.is_held_back is False, "it would have waited for credit as well"
+    assert core.finish(large) == []
+    assert core.is_held_back
+    assert core.held_back() == [behind]
+    assert core.release() == [behind]
+    assert not core.is_held_back
+    assert core.held_back() == []
+
+
+def test_only_what_is_held_is_released() -> None:
+    with pytest.raises(InvalidTransition, match="not held"):
+        core_of(10).release()
+
+
+def test_what_is_next_may_start_while_there_is_credit() -> None:
+    core = core_of(4)
+    (task,) = planned([4])
+    assert core.may_start(task)
+    ready(core, task)
+    assert not core.may_start(task)
+    core.finish(task)
+    assert core.may_start(task)
+    followed = SchedulerCore(Following(), credit_bytes=4)
+    assert not followed.may_start(task)
+    followed.ordered([task.index])
+    assert followed.may_start(task)
+
+
 def test_story_tells_one_task_or_all() -> None:
     core = core_of(10)
     a, b = planned([10, 10])
@@ -238,7 +272,7 @@ def test_validate_notices_what_is_broken() -> None:
     for wrong_bytes in (-1, 1):
         core, tasks = busy()
         core.fail(tasks[0])
-        core.lanes[0].in_flight_bytes += wrong_bytes
+        core.in_flight_bytes += wrong_bytes
         with pytest.raises(AssertionError):
             core.validate()
     core, tasks = busy()
@@ -250,7 +284,7 @@ def test_validate_notices_what_is_broken() -> None:
     with pytest.raises(AssertionError):
         core.validate()
     core, tasks = busy()
-    core.lanes[0].queue.add(tasks[0])
+    core._queue.add(tasks[0])
     with pytest.raises(AssertionError):
         core.validate()
 

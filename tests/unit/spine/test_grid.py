@@ -15,21 +15,13 @@ def test_documents_show_the_table() -> None:
 
 
 def test_every_cell_works_or_has_the_one_error() -> None:
-    assert len(set(cells())) == 24
-    # No setting asks for another wire.
-    for cell in [cell for cell in cells() if cell.wire == "messages"]:
+    assert len(set(cells())) == 12
+    for cell in cells():
         error = refusal(cell)
         assert (error is None) == (not why_not(cell))
         if error is not None:
             assert type(error) is ConfigError
             assert why_not(cell) in str(error)
-
-
-def test_what_settings_cannot_have_they_have_on_no_wire() -> None:
-    """They are refused before anybody knows what carries gradients."""
-    for cell in cells():
-        if why := why_not(cell._replace(wire="messages")):
-            assert why_not(cell) == why
 
 
 def test_settings_name_their_cell() -> None:

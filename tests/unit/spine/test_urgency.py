@@ -195,7 +195,7 @@ def test_a_hold_is_in_force_when_begin_returns_while_another_thread_handles() ->
             assert may_end.wait(WAIT_S)
             return ()
 
-        busy = threading.Thread(target=bench.scheduler.act, args=(slow,))
+        busy = threading.Thread(target=bench.scheduler._put, args=(slow,))
         busy.start()
         assert entered.wait(WAIT_S)
         section = urgency.begin("section")

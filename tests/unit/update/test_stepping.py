@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,65 @@ def test_what_is_reduced_is_updated_at_once(ours: Training, plain: Training) -> 
     assert not any(is_held(parameter) for parameter in ours.model.parameters())
     assert ours.crossed_steps() == before
     plain.train()
+    check_equal(ours, plain)
+
+
+def test_what_other_processes_have_is_updated_at_once(
+    loopback: Loopback, ours: Training, plain: Training
+) -> None:
+    ours.flush()
+    ours.model.share_memory()
+    before = ours.crossed_steps()
+    loopback.hold()
+    release = threading.Timer(0.2, loopback.release)
+    release.start()
+    for training in (ours, plain):
+        training.train()
+    assert ours.crossed_steps() == before
+    release.join()
+    check_equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.optim.Adam, "step"),
+        (torch.optim.Adam, "_init_group"),
+        (sys.modules["torch.optim.adam"], "_single_tensor_adam"),
+    ],
+)
+def test_code_that_is_replaced_after_the_wrap_steps_whole(
+    loopback: Loopback,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    name: str,
+) -> None:
+    def adam(model: nn.Module) -> Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+
+    ours, plain = Training(loopback, adam), Training(None, adam)
+    calls: list[Training] = []
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(training)
+        return original(*args, **kwargs)
+
+    for training in (ours, plain):
+        training.train(3)
+    ours.flush()
+    before = ours.crossed_steps()
+    monkeypatch.setattr(owner, name, replaced)
+    loopback.hold()
+    release = threading.Timer(0.2, loopback.release)
+    release.start()
+    for training in (ours, plain):
+        training.train(2)
+    release.join()
+    assert ours.crossed_steps() == before
+    assert calls.count(ours) == calls.count(plain) == 2
+    assert caplog.text.count("has been replaced, after bytesched.wrap: step() waits") == 1
     check_equal(ours, plain)
 
 

@@ -16,6 +16,7 @@ from bytesched.plugins.figures.meter import Meter
 from bytesched.plugins.layout.slots import Bundle, Job, Slot
 from bytesched.plugins.routes.streams import Streams
 from bytesched.plugins.update.updater import Updater
+from bytesched.round import UNTAKEN, GradientState
 from bytesched.testing import Loopback
 
 LARGE = 4 << 20  # bytes: enough for a call of its own
@@ -52,17 +53,24 @@ class Bench:
         slots = [
             Slot(f"p{n}", parameter) for n, parameter in enumerate(parameters(*[(1,)] * len(sizes)))
         ]
+        for slot in slots:
+            slot.state = GradientState.SUMMED
         self.bundles = [Bundle(n, [slots[n]], set(), nbytes) for n, nbytes in enumerate(sizes)]
         self.progress = Progress(self.loopback.backends[0])
         self.updater = Updater(self.progress, Streams(), Meter(Observers(), len(sizes)))
         self.recorder = Recorder()
 
     def push(self, *bundles: Bundle, lr: float = 0.1, times: int = 1) -> None:
-        """Arms and pushes them together."""
+        """Arms what nothing has taken of them, and pushes them together."""
         values = {"lr": lr}
         with self.progress.lock:
-            jobs = {bundle: [Job(self.recorder, values, bundle.slots)] for bundle in bundles}
-            ready, _ = self.progress.round.arm(jobs, {})
+            jobs = {
+                bundle: [
+                    Job(self.recorder, values, [s for s in bundle.slots if s.state in UNTAKEN])
+                ]
+                for bundle in bundles
+            }
+            ready, _ = self.progress.round.arm(jobs)
             self.updater.push(bundle for bundle in ready for _ in range(times))
 
     def wait(self) -> None:
@@ -115,14 +123,17 @@ def test_the_hyperparameters_are_those_of_each_step() -> None:
     bench.push(front)
     assert bench.recorder.begun.wait(TIMEOUT_S)
     bench.push(back, lr=0.2)
-    # By another optimizer, say, while it is being updated.
+    # What another optimizer has of it, while it is being updated.
+    other = Slot("other", *parameters((1,)))
+    other.state = GradientState.SUMMED
+    front.slots.append(other)
     bench.push(front, lr=0.3)
     bench.recorder.go_on.set()
     bench.wait()
     bench.close()
     assert bench.recorder.calls == [
         [({"lr": 0.1}, ["p0"])],
-        [({"lr": 0.3}, ["p0"]), ({"lr": 0.2}, ["p1"])],
+        [({"lr": 0.3}, ["other"]), ({"lr": 0.2}, ["p1"])],
     ]
 
 

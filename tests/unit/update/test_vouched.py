@@ -227,3 +227,16 @@ def test_what_a_hook_after_the_step_changes_in_a_group_stays(loopback: Loopback)
         training.train(4)
     check_equal(*both)
     assert both[0].optimizer.param_groups[0]["lr"] == both[1].optimizer.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_that_was_loaded_and_is_kept_is_no_reason_to_wait(loopback: Loopback) -> None:
+    """It has the tensors of the state: plain training writes them, and nobody reads them there."""
+    ours = Training(loopback, lambda model: torch.optim.Adam(model.parameters()))
+    ours.train(3)
+    checkpoint = ours.optimizer.state_dict()
+    state: Any = ours.optimizer.state
+    assert state.is_kept()
+    ours.optimizer.load_state_dict(checkpoint)
+    ours.optimizer.state_dict()
+    loaded: Any = ours.optimizer.state
+    assert not loaded.is_kept()

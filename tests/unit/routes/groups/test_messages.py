@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 
-import pytest
 from fake_gloo import CLOSED, TIMEOUT_S, FakeGloo, FakeWork, fake_group
 
-from bytesched.errors import PeerLost, SchedulerTimeout
+from bytesched.errors import PeerLost
 from bytesched.plugins.routes.groups.messages import Messages
 
 
@@ -43,12 +41,6 @@ def test_a_message_comes_or_fails_with_the_name_of_its_task() -> None:
     other.end(CLOSED)
     assert isinstance(other.error, PeerLost)
     assert other.error.task == "from 1"
-
-
-def test_it_is_waited_for_no_longer_than_the_limit() -> None:
-    messages = Messages(fake_group(FakeGloo()))
-    with pytest.raises(SchedulerTimeout):
-        messages.wait(FakeWork(), 1, task="late", limit=timedelta(milliseconds=1))
 
 
 def test_nothing_is_lost_while_connections_hold() -> None:

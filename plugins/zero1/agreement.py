@@ -1,0 +1,258 @@
+"""What ranks say to each other before they do something together: it must be the same on all.
+
+A collective that other ranks do not take part in waits for ever, and one of another size ends the
+process. So every rank says what comes next, in a few numbers on a group of their own. Who asks for
+an optimizer's state may ask alone: the others answer when they come to their next statement.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+
+from bytesched.errors import (
+    BytesschedError,
+    MismatchError,
+    PeerLost,
+    PluginError,
+    TransportError,
+)
+
+from ..dependency.failures import Failures
+from ..routes.groups.group import Group
+
+__all__ = ["Agreement", "Kind", "digest_of"]
+
+
+class Kind(IntEnum):
+    """What a rank is about to do."""
+
+    FORWARD = 1
+    STEP = 2
+    ASK = 3
+    READ = 4
+    STATE = 5
+    END = 6
+    BARRIER = 7
+
+
+_WORDS: Final = {
+    Kind.FORWARD: "goes on to its next forward pass after {steps} calls of step()",
+    Kind.STEP: "is in call {steps} of step(), after {rounds} backward passes",
+    Kind.ASK: "asks for a norm, or another number, of gradients of backward pass {rounds}",
+    Kind.READ: "reads gradients of backward pass {rounds}",
+    Kind.STATE: "asks for the state of its optimizer after {steps} calls of step()",
+    Kind.BARRIER: "is in a barrier after {steps} calls of step()",
+    Kind.END: "has ended its training after {steps} calls of step()",
+}
+#: where kinds are the same
+_DETAILS: Final = {
+    Kind.STEP: (
+        "step() does not take the same gradients on all ranks, or not with the same changes: on "
+        "one of them a gradient was set to None, or scaled by another number"
+    ),
+    Kind.ASK: "ranks ask for different numbers of gradients",
+    Kind.READ: "ranks read different gradients",
+    Kind.STATE: "ranks ask for the states of different optimizers",
+}
+
+
+class _Statement(NamedTuple):
+    """One rank's."""
+
+    kind: int
+    rounds: int
+    steps: int
+    digest: int
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """How many rounds have begun, and steps been taken, before this."""
+        return self.rounds, self.steps - (self.kind == Kind.STEP)
+
+    def __str__(self) -> str:
+        return _WORDS[Kind(self.kind)].format(rounds=self.rounds, steps=self.steps)
+
+
+class _GoesOn(Exception):
+    """Another rank goes on where this one has ended."""
+
+
+class Agreement:
+    """The statements of one session, in the order of its script.
+
+    Args:
+        group: of Gloo; nothing else uses it.
+        answer: this rank's bytes for those who ask for a state, by its number.
+    """
+
+    def __init__(self, group: Group, failures: Failures, answer: Callable[[int], bytes]) -> None:
+        self._group = group
+        self._failures = failures
+        self._answer = answer
+        #: backward passes that have begun, and calls of ``step()``
+        self.rounds = self.steps = 0
+        #: what this rank has said without waiting for the others, and with what
+        self._said: tuple[_Statement, Any, torch.Tensor, torch.Tensor] | None = None
+        self._is_last_said = False
+        self._is_disowned = False
+
+    def say(self, kind: Kind, digest: int = 0) -> None:
+        """Returns when all ranks have said the same.
+
+        Raises `MismatchError` or `PeerLost`, on every rank, if one says something else.
+        """
+        self._refuse_in_child()
+        self._hear()
+        self._exchange(self._statement(kind, digest))
+
+    def ask_states(self, number: int) -> list[bytes]:
+        """What each rank answers about the optimizer ``number``."""
+        self._refuse_in_child()
+        self._hear()
+        return self._exchange(self._statement(Kind.STATE, number))
+
+    def numbers(self, mine: torch.Tensor) -> torch.Tensor:
+        """A row of each rank's numbers, as many as those of this one; all have agreed on that."""
+        rows = mine.new_empty(self._group.size * len(mine))
+        self._wait(self._group.all_gather(rows, mine), "numbers about gradients")
+        return rows.view(self._group.size, -1)
+
+    def leave(self) -> None:
+        """This rank says nothing more, and waits for nobody. Idempotent."""
+        if self.is_over:
+            return
+        self._hear()
+        self._is_last_said = True
+        self._begin(self._statement(Kind.END, 0))
+
+    def end(self) -> bool:
+        """Answers others until all have ended; False if one goes on, is gone, or takes too long."""
+        try:
+            self.leave()
+            self._hear()
+        except (_GoesOn, BytesschedError):
+            return False
+        return self._failures.error is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is said here."""
+        return self._is_last_said or self._is_disowned or self._failures.error is not None
+
+    def disown(self) -> None:
+        """In a forked child: nothing can be said there."""
+        self._is_disowned = True
+
+    def _refuse_in_child(self) -> None:
+        if self._is_disowned:
+            raise PluginError(
+                "gradients and optimizer states of shard=True are on other ranks, which a forked "
+                "child cannot ask"
+            )
+
+    # -- statements --------------------------------------------------------------------
+
+    def _statement(self, kind: Kind, digest: int) -> _Statement:
+        return _Statement(kind, self.rounds, self.steps, digest)
+
+    def _begin(self, statement: _Statement) -> None:
+        mine = torch.tensor(statement, dtype=torch.int64, device="cpu")
+        rows = mine.new_empty(self._group.size * len(mine))
+        self._said = statement, self._group.all_gather(rows, mine), rows, mine
+
+    def _hear(self) -> None:
+        """Returns when all ranks have said what this one has said last."""
+        if self._said is not None:
+            statement = self._said[0]
+            if self._heard() is None:
+                self._exchange(statement)
+
+    def _exchange(self, statement: _Statement) -> list[bytes]:
+        """Returns when all ranks have said ``statement``; with answers, if it asks for them."""
+        while True:
+            self._begin(statement)
+            found = self._heard()
+            if found is not None:
+                return found
+
+    def _heard(self) -> list[bytes] | None:
+        """Not None if all ranks have said the same; None if one has asked something meanwhile."""
+        assert self._said is not None
+        statement, work, rows, _ = self._said
+        self._said = None
+        self._wait(work, "what ranks are about to do")
+        said = [_Statement(*row) for row in rows.view(self._group.size, -1).tolist()]
+        asked = {one.digest for one in said if one.kind == Kind.STATE}
+        if len(asked) == 1:
+            asking = [rank for rank, one in enumerate(said) if one.kind == Kind.STATE]
+            found = self._states(asking, asked.pop())
+            return found if self._group.rank in asking else None
+        if any(one != statement for one in said):
+            self._refuse(said)
+        return []
+
+    def _refuse(self, said: Sequence[_Statement]) -> NoReturn:
+        rank = self._group.rank
+        mine = said[rank]
+        if mine.kind == Kind.END:
+            # Those who go on raise it.
+            raise _GoesOn
+        ended = [other for other, one in enumerate(said) if one.kind == Kind.END]
+        if ended:
+            self._failures.raise_first(
+                PeerLost(
+                    f"rank {ended[0]} {said[ended[0]]}, rank {rank} {mine}: give every rank the "
+                    "same number of batches, or see the log of that rank for the reason",
+                    peers=ended,
+                    rank=rank,
+                )
+            )
+        other = next(other for other, one in enumerate(said) if one != mine)
+        if said[other][:3] == mine[:3]:
+            why = f"{_DETAILS[Kind(mine.kind)]} (ranks {rank} and {other})"
+        else:
+            why = f"rank {rank} {mine}, rank {other} {said[other]}"
+            if said[other].done != mine.done:
+                why += ": on one of them a step was left out"
+        self._failures.raise_first(
+            MismatchError(
+                f"{why}. With shard=True each rank waits for what the others own: do the same on "
+                "all ranks, or train without shard=True"
+            )
+        )
+
+    # -- states ------------------------------------------------------------------------
+
+    def _states(self, asking: Sequence[int], number: int) -> list[bytes]:
+        """What each rank answers; empty on ranks that do not ask."""
+        try:
+            mine = self._answer(number)
+        except Exception as error:  # noqa: BLE001 - it is raised here, and ends the others
+            self._failures.raise_first(error)
+        sizes = self.numbers(torch.tensor([len(mine)], device="cpu")).flatten().tolist()
+        group = self._group
+        into = sizes if group.rank in asking else [0] * group.size
+        sent = torch.frombuffer(bytearray(mine * len(asking)), dtype=torch.uint8)
+        received = torch.empty(sum(into), dtype=torch.uint8, device="cpu")
+        sends = [len(mine) if rank in asking else 0 for rank in range(group.size)]
+        self._wait(group.all_to_all(received, sent, into, sends), "states of optimizers")
+        return [part.numpy().tobytes() for part in received.split(into)]
+
+    def _wait(self, work: Any, task: str) -> None:
+        try:
+            self._group.wait(work, task=task)
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    def __repr__(self) -> str:
+        return f"<Agreement: {self.rounds} rounds, {self.steps} steps>"
+
+
+def digest_of(*values: object) -> int:
+    """The same number on all ranks for the same values."""
+    return zlib.crc32(repr(values).encode())

@@ -1,0 +1,279 @@
+"""The owners of one session: what they are, and what goes to them and comes from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bytesched.errors import PluginError, TransportError
+from bytesched.observe import Observers
+
+from ..dependency.failures import Failures
+from ..figures.meter import Meter
+from ..planned.buckets import Bucket, Member
+from ..planned.bundles import Slot
+from ..planned.wire import Wire
+from ..routes.groups.group import Group
+from ..update.separable import is_elementwise
+from .agreement import Agreement, Kind, digest_of
+from .barriers import answer_in_barriers
+from .checkpoint import HeldEntry, ShardedState, plain_name
+from .ownership import Ownership
+from .questions import OwnersQuestions
+from .spread import Row
+from .states import States
+from .sums import Carried, Sums, range_of
+
+__all__ = ["Owners"]
+
+log = logging.getLogger("bytesched")
+
+
+class Owners:
+    """Which ranks own what, and everything that is carried for it.
+
+    Args:
+        group: of Gloo, for statements alone.
+        base: of the script, with the same ranks.
+        reduced: those whose gradients are summed; each rank updates all others by itself.
+        run_bytes: neighbours up to so many have one owner, and travel together.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        group: Group,
+        base: dist.ProcessGroup,
+        reduced: Sequence[nn.Parameter],
+        run_bytes: int,
+    ) -> None:
+        self._wire = wire
+        self._base = base
+        self._reduced = {id(parameter) for parameter in reduced}
+        self._group = group
+        self.run_bytes = run_bytes
+        self.ranks = wire.size
+        self._slots: Sequence[Slot] = ()
+        self._dealt: Ownership | None = None
+        #: of parameters, on their way since the last steps
+        self._rows: list[Row] = []
+
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        apply_all: Callable[[], None],
+    ) -> None:
+        """See `Rounds`.
+
+        Args:
+            apply_all: returns when nothing is owed any more.
+        """
+        self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
+        self._failures = failures
+        self._meter = meter
+        self._apply_all = apply_all
+        self.states = States(self._slots, self)
+        self._agreement = Agreement(self._group, failures, self.states.answer)
+        self._carried = Carried(observers)
+        self._sums = Sums(self._wire, self._carried, self._wait)
+        self.questions = OwnersQuestions(
+            self._wire.rank,
+            self.owned,
+            lambda member: [piece.rank for piece in self.ownership.of(member.parameter)],
+            self._numbers,
+        )
+        self._end_barriers = answer_in_barriers(self._base, self._barrier_begins)
+
+    # -- who owns what -----------------------------------------------------------------
+
+    @property
+    def ownership(self) -> Ownership:
+        """Who owns what, after `deal`."""
+        assert self._dealt is not None
+        return self._dealt
+
+    @property
+    def are_dealt(self) -> bool:
+        """Whether parameters have owners by now."""
+        return self._dealt is not None
+
+    def deal(self) -> None:
+        """Every parameter has its owners from now on: all optimizers are known. Idempotent."""
+        if self._dealt is not None:
+            return
+        kinds = [-1] * len(self._slots)
+        may_cut = [False] * len(self._slots)
+        for number, deferred in enumerate(self.states.optimizers):
+            mine = deferred.parameter_ids()
+            for at, slot in enumerate(self._slots):
+                if id(slot.parameter) in mine:
+                    kinds[at], may_cut[at] = number, is_elementwise(deferred.kind)
+        self._dealt = Ownership(
+            self._slots,
+            kinds,
+            may_cut,
+            ranks=self.ranks,
+            rank=self._wire.rank,
+            run_bytes=self.run_bytes,
+        )
+        self.states.dealt()
+        if self._wire.rank == 0 and any(self._dealt.is_cut(s.parameter) for s in self._slots):
+            log.info(
+                "with shard=True, norms of tensors of which every rank owns a part are made of the "
+                "norms of the parts, which rounds otherwise than plain DDP"
+            )
+
+    def is_owned(self, parameter: torch.Tensor) -> bool:
+        """Whether some rank updates ``parameter`` for all."""
+        return id(parameter) in self._reduced
+
+    def owned(self, member: Member) -> torch.Tensor | None:
+        """The memory of the sum of ``member``, as far as it is here; None if nothing is."""
+        piece = self.ownership.own(member.parameter)
+        if piece is None or not self.ownership.is_cut(member.parameter):
+            return None if piece is None else member.view
+        start, stop = range_of(member, piece)
+        return member.bucket.buffer[start:stop]
+
+    # -- gradients ---------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A forward pass begins in which DDP waits for all ranks.
+
+        One that asks for a state is answered before that.
+        """
+        self._agreement.say(Kind.FORWARD)
+
+    def round_begins(self) -> None:
+        """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
+        # What was sent before is here: its parameters have been used.
+        self._rows.clear()
+        self._agreement.rounds += 1
+        self._carried.round_begins()
+
+    def start(self, bucket: Bucket) -> None:
+        """The sums of ``bucket`` go to their owners. In a hook of the reducer: nothing waits."""
+        self._sums.start(bucket, self.ownership)
+
+    def bring(self, buckets: Sequence[Bucket], by: str) -> None:
+        """Returns when no sum is under way, and those of ``buckets`` are here; collective.
+
+        Args:
+            by: what needs them, for figures.
+        """
+        began = self._meter.moment()
+        if not buckets:
+            self._sums.finish()
+            return
+        self._agreement.say(Kind.READ, digest_of([bucket.chunks[0].index for bucket in buckets]))
+        self._sums.bring(buckets)
+        self._meter.waited(by, began, is_exposed=True)
+
+    def _numbers(self, text: str, measured: Callable[[], torch.Tensor]) -> torch.Tensor:
+        began = self._meter.moment()
+        self._agreement.say(Kind.ASK, digest_of(text))
+        self._sums.finish()
+        numbers = self._agreement.numbers(measured())
+        waited_ns = self._meter.waited("norm of all gradients", began, is_exposed=True)
+        self._meter.causes.asked(waited_ns)
+        return numbers
+
+    # -- steps -------------------------------------------------------------------------
+
+    def steps(self, optimizer: int, names: Sequence[str], members: Sequence[Member]) -> None:
+        """Returns when the sums that a step takes are with their owners.
+
+        Args:
+            optimizer: its number.
+            names: of the parameters that it steps over.
+            members: their gradients, as far as they are outstanding.
+        """
+        began = self._meter.moment()
+        self._agreement.steps += 1
+        histories = [member.history for member in members]
+        self._agreement.say(Kind.STEP, digest_of(optimizer, names, histories))
+        self._sums.finish()
+        self._meter.waited("step", began, is_exposed=True)
+
+    def send(self, row: Row, mine: Sequence[torch.Tensor]) -> None:
+        """Begins to send ``mine`` of ``row``, and to take what others own of it."""
+        self._carried.begin(row.begin(self._wire, mine), row.name, row.sent.nbytes)
+        self._rows = [other for other in self._rows if other.work is not None]
+        self._rows.append(row)
+
+    @property
+    def busy_ns(self) -> int:
+        """For how long something was under way in the last round; 0: not known."""
+        spans = self._carried.spans
+        return spans.busy_ns() if spans.is_complete else 0
+
+    def _wait(self, work: Any, name: str) -> None:
+        try:
+            self._wire.wait(work, name)
+        except TransportError as error:
+            self._failures.raise_first(error)
+
+    # -- other ranks -------------------------------------------------------------------
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`."""
+
+        def held() -> list[HeldEntry]:
+            self._apply_all()
+            return self.states.held(optimizer)
+
+        names = {id(slot.parameter): plain_name(slot.name) for slot in self._slots}
+        return ShardedState(optimizer, held, names)
+
+    def ask_states(self, number: int) -> list[bytes]:
+        """What each rank has of the state of an optimizer."""
+        return self._agreement.ask_states(number)
+
+    def _barrier_begins(self) -> None:
+        if not self._agreement.is_over:
+            self._agreement.say(Kind.BARRIER)
+
+    def refuse_late(self) -> None:
+        """Raises `PluginError` where an optimizer comes too late to be dealt with."""
+        if self.are_dealt:
+            raise PluginError(
+                "with shard=True, wrap every optimizer of a model before its first backward pass"
+            )
+
+    def leave(self) -> None:
+        """This rank takes no more steps; see `Agreement.leave`."""
+        self._agreement.leave()
+
+    def restore(self) -> None:
+        """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
+        self.states.restore()
+
+    def close(self) -> None:
+        """Returns when no other rank needs anything of this one any more."""
+        self._end_barriers()
+        if self._failures.error is None and not self._agreement.end():
+            log.warning("rank %d ends while others go on, or are gone", self._wire.rank)
+        self.states.close()
+
+    def disown(self) -> None:
+        """See `Agreement.disown`."""
+        self._agreement.disown()
+
+    def let_go(self) -> None:
+        """Nothing is under way any more: works keep connections open."""
+        if not self._wire.has_streams:
+            works = [*self._sums.works(), *(row.work for row in self._rows)]
+            self._wire.wait_left(work for work in works if work is not None)
+        self._sums.let_go()
+        self._rows.clear()
+
+    def __repr__(self) -> str:
+        return f"<Owners: {self._dealt or 'nothing is dealt'}>"

@@ -1,0 +1,204 @@
+"""Sums of gradients on their way to owners, bucket by bucket, and back to those who read them.
+
+Gloo's reduce-scatter costs a whole all-reduce; an all-to-all and a sum in the order of ranks half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from bytesched.observe import Observers
+
+from ..planned.buckets import Bucket, Member
+from ..planned.spans import Spans
+from ..planned.wire import Wire
+from ..update.surroundings import unseen
+from .ownership import Ownership, Piece
+
+__all__ = ["Carried", "Sums", "bytes_of"]
+
+
+class Carried:
+    """When something of a round was under way, for figures and traces."""
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+        self.spans = Spans()
+
+    def round_begins(self) -> None:
+        """What is carried from now on is of another round."""
+        self.spans = Spans()
+
+    def begin(self, work: Any, name: str, nbytes: int) -> Any:
+        """``work`` has begun; returns it."""
+        spans, number = self.spans, len(self.spans.began_ns)
+        spans.begin(number, perf_counter_ns())
+        work.get_future().add_done_callback(partial(self._ended, spans, number, name, nbytes))
+        return work
+
+    def _ended(self, spans: Spans, number: int, name: str, nbytes: int, future: object) -> None:
+        now_ns = perf_counter_ns()
+        spans.end(number, now_ns)
+        if self._observers.are_any:
+            args = {"bytes": nbytes, "chunk": number}
+            self._observers.on_span("send", name, spans.began_ns[number], now_ns, args)
+
+
+class _Row:
+    """One bucket, as its owners see it."""
+
+    def __init__(self, bucket: Bucket, ownership: Ownership, ranks: int) -> None:
+        self.bucket = bucket
+        self.name = bucket.chunks[0].name
+        self._rank = ownership.rank
+        self._others = [rank for rank in range(ranks) if rank != self._rank]
+        #: by rank, what it owns of the bucket
+        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        for member in bucket.members:
+            for piece in ownership.of(member.parameter):
+                _append(self._ranges[piece.rank], *range_of(member, piece))
+        self._numels = [sum(b - a for a, b in ranges) for ranges in self._ranges]
+        self._received: torch.Tensor | None = None
+        self.work: Any = None
+
+    def begin_sum(self, wire: Wire) -> Any:
+        """Begins to send what others own, and to take theirs of what this rank owns."""
+        own = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
+        sends = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
+        parts = [part for rank in self._others for part in self._of(rank)]
+        return self._begin(wire, parts, own, sends)
+
+    def add(self) -> None:
+        """Makes the sums of what this rank owns, where they belong in the bucket."""
+        own = self._of(self._rank)
+        sizes = [part.numel() for part in own]
+        with unseen():
+            for theirs in self._taken().view(len(self._others), -1) if own else ():
+                torch._foreach_add_(own, list(theirs.split(sizes)))
+
+    def begin_return(self, wire: Wire) -> Any:
+        """Begins to send what this rank has summed to all, and to take the other sums."""
+        sends = [0 if rank == self._rank else self._numels[self._rank] for rank in self._ranks]
+        into = [0 if rank == self._rank else self._numels[rank] for rank in self._ranks]
+        return self._begin(wire, self._of(self._rank) * len(self._others), into, sends)
+
+    def put(self) -> None:
+        """What came by `begin_return` is in its place."""
+        parts = [part for rank in self._others for part in self._of(rank)]
+        with unseen():
+            if parts:
+                came = self._taken().split([part.numel() for part in parts])
+                torch._foreach_copy_(parts, list(came))
+
+    def _begin(
+        self, wire: Wire, parts: list[torch.Tensor], into: Sequence[int], sends: Sequence[int]
+    ) -> Any:
+        buffer = self.bucket.buffer
+        size = buffer.element_size()
+        if len(parts) == 1 and not self.bucket.holds_gradients:
+            sent = parts[0]
+        else:
+            with unseen():
+                sent = torch.cat([buffer[:0], *parts])
+        self._received = buffer.new_empty(sum(into))
+        self.work = wire.all_to_all(
+            bytes_of(self._received),
+            bytes_of(sent),
+            [numel * size for numel in into],
+            [numel * size for numel in sends],
+        )
+        return self.work
+
+    def _taken(self) -> torch.Tensor:
+        """What came; it is kept here no longer."""
+        received, self._received, self.work = self._received, None, None
+        assert received is not None
+        return received
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._ranges))
+
+    def _of(self, rank: int) -> list[torch.Tensor]:
+        # Not kept: uses of a bucket's memory are counted.
+        return [self.bucket.buffer[a:b] for a, b in self._ranges[rank]]
+
+
+class Sums:
+    """Those of one round after another.
+
+    Args:
+        wait: returns when what the calling thread does next comes after the end of a work.
+    """
+
+    def __init__(self, wire: Wire, carried: Carried, wait: Callable[[Any, str], None]) -> None:
+        self._wire = wire
+        self._carried = carried
+        self._wait = wait
+        #: of this round, those that are under way
+        self._under_way: list[_Row] = []
+
+    def start(self, bucket: Bucket, ownership: Ownership) -> None:
+        """Its sums begin to go to their owners. In a hook of the reducer: nothing waits here."""
+        row = bucket.row
+        if row is None:
+            row = bucket.row = _Row(bucket, ownership, self._wire.size)
+        bucket.is_with_owners = True
+        self._carried.begin(row.begin_sum(self._wire), row.name, bucket.buffer.nbytes)
+        self._under_way.append(row)
+        if not self._wire.has_streams:
+            # What came is added up beside backward, and its memory goes.
+            while self._under_way and self._under_way[0].work.is_completed():
+                self._add(self._under_way.pop(0))
+
+    def finish(self) -> None:
+        """Returns when this rank has the sums of all that it owns."""
+        while self._under_way:
+            self._add(self._under_way.pop(0))
+
+    def _add(self, row: _Row) -> None:
+        self._wait(row.work, row.name)
+        row.add()
+
+    def bring(self, buckets: Sequence[Bucket]) -> None:
+        """Returns when all sums of ``buckets`` are here; collective."""
+        self.finish()
+        rows = [bucket.row for bucket in buckets]
+        works = [row.begin_return(self._wire) for row in rows]
+        for row, work in zip(rows, works, strict=True):
+            self._wait(self._carried.begin(work, row.name, row.bucket.buffer.nbytes), row.name)
+            row.put()
+
+    def works(self) -> list[Any]:
+        """What is under way."""
+        return [row.work for row in self._under_way]
+
+    def let_go(self) -> None:
+        """Nothing is under way any more."""
+        self._under_way.clear()
+
+    def __repr__(self) -> str:
+        return f"<Sums: {len(self._under_way)} buckets under way>"
+
+
+def range_of(member: Member, piece: Piece) -> tuple[int, int]:
+    """Where ``piece`` of a gradient lies in its bucket."""
+    begin = int(member.view.storage_offset() - member.bucket.buffer.storage_offset())
+    return begin + piece.start, begin + piece.stop
+
+
+def _append(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    if ranges and ranges[-1][1] == start:
+        ranges[-1] = ranges[-1][0], stop
+    elif stop > start:
+        ranges.append((start, stop))
+
+
+def bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of ``flat``, whatever numbers it has."""
+    return flat.view(torch.uint8)

@@ -1,0 +1,222 @@
+"""A step of a sharded session: owned parameters are updated in ``step()``, all others come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from ..planned.buckets import Member, make_changes
+from ..planned.bundles import Bundle, Debt, Slot
+from ..planned.updates import Updates
+from ..proxies.pending import PendingParameter, synchronize_now
+from ..proxies.pending_grads import PendingGrad
+from ..update.deferred import Deferred, Later
+from ..update.stepping import why_now
+from .owners import Owners
+from .ownership import Part
+from .spread import Arrivals, Row, rows_of
+
+__all__ = ["ShardedUpdates"]
+
+#: what arrivals need none of
+_NO_HYPERPARAMETERS: dict[str, Any] = {}
+
+
+class ShardedUpdates(Updates):
+    """The steps of all optimizers of one model, whose parameters have owners.
+
+    No step is ever the user's own over everything: it would make state of what others own.
+
+    Args:
+        owners: of the same session.
+        others: see `Updates`.
+    """
+
+    late_with_any_gradient = True
+
+    def __init__(self, slots: Sequence[Slot], owners: Owners, *others: Any, **named: Any) -> None:
+        super().__init__(slots, *others, **named)
+        self._owners = owners
+        self._parts: dict[int, Part] = {}
+        #: until ``step()`` is over, if it is the optimizer's own: what is to be sent, and why
+        self._now: tuple[list[Row], str] | None = None
+
+    def introduce(self, deferred: Deferred) -> None:
+        """See `Steps.introduce`."""
+        super().introduce(deferred)
+        self._owners.states.introduce(deferred)
+
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
+        """See `Steps.step`."""
+        optimizer = deferred.optimizer
+        whole_because = whole_because or why_now(optimizer)
+        deferred.guard()
+        self._owners.deal()
+        if not whole_because:
+            whole_because = self._why_read_elsewhere(optimizer)
+        if not deferred.cross:
+            whole_because = whole_because or "this optimizer does not cross the barrier"
+        groups, members = self._taken(optimizer)
+        taken = {slot: None for _, some, _ in groups for slot in some}
+        number = self._owners.states.number_of(deferred)
+        self._owners.steps(number, [slot.name for slot in taken], members)
+        rows = list(
+            rows_of(
+                [slot for slot in self._slots.values() if slot in taken],
+                self._owners.ownership,
+                self._owners.ranks,
+                self._owners.run_bytes,
+            )
+        )
+        with self.lock:
+            self._make_changes(members)
+            owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
+            if whole_because:
+                self._now = rows, whole_because
+                return [
+                    {**group, "params": [*others, *(one.alias for _, one in mine)]}
+                    for (group, mine), (_, _, others) in zip(owned, groups, strict=True)
+                ]
+            try:
+                self._update_owned(deferred.now(), owned, rows)
+            except BaseException as error:
+                # Others wait for what this rank would have sent.
+                self._failures.fail(error, is_raised=True)
+                raise
+        self._meter.stepped(self._sending.outstanding_bytes(rows))
+        return [{**group, "params": others} for group, _, others in groups]
+
+    def _update_owned(
+        self,
+        by: Later,
+        owned: Sequence[tuple[dict[str, Any], Sequence[tuple[Slot, Slot | Part]]]],
+        rows: Sequence[Row],
+    ) -> None:
+        """Updates what this rank owns, some rows at a time, which are sent at once."""
+        for some in _portions(rows):
+            here = {slot for row in some for slot in row.slots}
+            groups = [
+                (group, slots)
+                for group, mine in owned
+                if (slots := [one for slot, one in mine if slot in here])
+            ]
+            began_ns = perf_counter_ns()
+            if groups:
+                with self._sending.alone():
+                    by.update(groups)
+            self._meter.updated(some[0].name, len(some), began_ns)
+            self._send(some)
+
+    def _taken(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[list[tuple[dict[str, Any], list[Slot], list[torch.nn.Parameter]]], list[Member]]:
+        """Of each group, parameters of the model and others; and gradients that owners have."""
+        groups = []
+        members: list[Member] = []
+        seen: set[Slot] = set()
+        for group in optimizer.param_groups:
+            mine: list[Slot] = []
+            others: list[torch.nn.Parameter] = []
+            for parameter in group["params"]:
+                if type(parameter) is PendingParameter:
+                    synchronize_now(parameter)
+                grad, slot = parameter.grad, self._slots.get(id(parameter))
+                if grad is None or slot in seen:
+                    continue
+                if slot is None or not self._owners.is_owned(parameter):
+                    others.append(parameter)
+                    continue
+                if type(grad) is PendingGrad:
+                    if grad.sum_.parameter is parameter and not grad.sum_.taken:
+                        members.append(grad.sum_)
+                    else:
+                        # All ranks do.
+                        grad.sum_.settle()
+                seen.add(slot)
+                mine.append(slot)
+            groups.append((group, mine, others))
+        return groups, members
+
+    def _make_changes(self, members: Iterable[Member]) -> None:
+        """What the script has done to gradients, as far as their sums are here."""
+        members = list(members)
+        owned = {member: self._owners.owned(member) for member in members}
+        here = {member: memory for member, memory in owned.items() if memory is not None}
+        make_changes(here, here.__getitem__)
+        for member in members:
+            # Those of other ranks are made there.
+            member.changes = []
+            member.taken = True
+
+    def _owned(
+        self, slots: Iterable[Slot], deferred: Deferred
+    ) -> Iterator[tuple[Slot, Slot | Part]]:
+        """What this rank updates of ``slots``, each with a gradient that is here."""
+        ownership = self._owners.ownership
+        for slot in slots:
+            parameter = slot.parameter
+            grad, piece = parameter.grad, ownership.own(parameter)
+            if piece is None or grad is None:
+                continue
+            gradient = grad.sum_.view if type(grad) is PendingGrad else grad.detach()
+            if ownership.is_cut(parameter):
+                part = self._parts.setdefault(id(parameter), Part(slot, piece))
+                if part.take(gradient):
+                    deferred.know(part)
+                yield slot, part
+                continue
+            if slot.stand_for():
+                deferred.know(slot)
+            slot.alias.grad = gradient
+            yield slot, slot
+
+    def stepped(self) -> None:
+        """``step()`` is over: what it has updated as a whole goes to all."""
+        now, self._now = self._now, None
+        if now is not None:
+            rows, whole_because = now
+            with self.lock:
+                self._send(rows)
+            self.apply_all("step")
+            self._meter.stepped(0, whole_because)
+
+    def _send(self, rows: Iterable[Row]) -> None:
+        """What this rank owns of ``rows`` goes to all, and what others own is owed."""
+        ownership = self._owners.ownership
+        owed: dict[Bundle, list[Slot]] = {}
+        for row in rows:
+            self._owners.send(row, self._memory(row))
+            for slot in row.slots:
+                # No bucket has other uses than those that are counted.
+                if (part := self._parts.get(id(slot.parameter))) is not None:
+                    part.alias.grad = None
+                if slot.alias is not slot.parameter:
+                    slot.alias.grad = None
+                if not ownership.is_whole_here(slot.parameter):
+                    slot.stand_for()
+                    slot.awaits = (row,)
+                    owed.setdefault(slot.bundle, []).append(slot)
+        arrivals = Arrivals(ownership, self._parts)
+        self._owe([Debt(arrivals, _NO_HYPERPARAMETERS, slots) for slots in owed.values()])
+
+    def _memory(self, row: Row) -> list[torch.Tensor]:
+        """What this rank owns of a row, as it is now."""
+        mine = []
+        for slot in row.slots:
+            piece = self._owners.ownership.own(slot.parameter)
+            if piece is not None:
+                part = self._parts.get(id(slot.parameter))
+                whole = slot.parameter.detach()
+                mine.append(whole.reshape(-1) if part is None else part.of(whole, piece))
+        return mine
+
+
+def _portions(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Each twice as many as before: the link has something to do while the rest is updated."""
+    start, count = 0, 1
+    while start < len(rows):
+        yield rows[start : start + count]
+        start, count = start + count, 2 * count
