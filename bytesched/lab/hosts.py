@@ -11,6 +11,7 @@ held by this process, and the end of that pipe, for whatever reason, ends the an
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -66,7 +67,11 @@ def die_with_parent() -> list[str]:
     """What to put before a command so that it ends with the thread that started it."""
     if shutil.which("setpriv") is None:
         return []
-    return ["setpriv", "--pdeathsig", "KILL"]
+    dying = ["setpriv", "--pdeathsig", "KILL"]
+    if os.getpid() == 1:
+        return dying
+    # One whose parent was quicker would get no signal: it is a child of init by then.
+    return [*dying, "sh", "-c", '[ "$PPID" -ne 1 ] || exit 137; exec "$@"', "sh"]
 
 
 class Lab:
