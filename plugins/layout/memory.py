@@ -9,7 +9,7 @@ from torch import nn
 
 from ..proxies.lazy_grads import has_aliases
 
-__all__ = ["is_gradient_shared", "is_laid_out_as", "lies_over", "shaped"]
+__all__ = ["is_dense", "is_gradient_shared", "is_laid_out_as", "lies_over", "shaped"]
 
 
 def is_laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -58,14 +58,14 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Not a view in autograd's sense: ``p.grad.detach_()`` is refused for those.
     """
-    strides = parameter.stride() if _is_dense(parameter) else None
+    strides = parameter.stride() if is_dense(parameter) else None
     if strides is None:
         strides = torch.empty(parameter.shape, device="meta").stride()
     alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return alias.set_(flat.untyped_storage(), flat.storage_offset(), parameter.shape, strides)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """True if its elements fill their memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -108,5 +108,5 @@ def elements(tensor: torch.Tensor, like: torch.Tensor, start_at: int, stop_at: i
     ``like`` has the same shape and is dense. A view where strides are equal.
     """
     if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((stop_at - start_at,), (1,), tensor.storage_offset() + start_at)

@@ -203,7 +203,7 @@ class Questions:
             }
             return [
                 number.to(member.view.device, kinds[member.view.dtype], copy=True)
-                for number, member in zip(numbers, members, strict=True)
+                for number, member in zip(numbers, members, strict=False)
             ]
 
     def _look(self) -> dict[str, torch.Tensor]:

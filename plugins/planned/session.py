@@ -184,7 +184,8 @@ class PlannedSession:
         if self.owners is not None and ddp is not None:
             if is_joining(ddp):
                 raise PluginError("shard=True: ranks under join() would miss what others own")
-            if self.source.is_early or ddp.will_sync_module_buffers():
+            is_rebuilding = self.source.is_early and self.source.rounds > 0
+            if is_rebuilding or ddp.will_sync_module_buffers():
                 self.owners.forward_begins()
         if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
             # Here no backward pass of it is under way, or about to begin.

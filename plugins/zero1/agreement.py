@@ -7,6 +7,7 @@ an optimizer's state may ask alone: the others answer when they come to their ne
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -44,7 +45,7 @@ _WORDS: Final = {
     Kind.FORWARD: "goes on to its next forward pass after {steps} calls of step()",
     Kind.STEP: "is in call {steps} of step(), after {rounds} backward passes",
     Kind.ASK: "asks for a norm, or another number, of gradients of backward pass {rounds}",
-    Kind.READ: "reads gradients of backward pass {rounds}",
+    Kind.READ: ("reads gradients of backward pass {rounds}, or begins another while it has them"),
     Kind.STATE: "asks for the state of its optimizer after {steps} calls of step()",
     Kind.BARRIER: "is in a barrier after {steps} calls of step()",
     Kind.END: "has ended its training after {steps} calls of step()",
@@ -94,6 +95,8 @@ class Agreement:
         self._group = group
         self._failures = failures
         self._answer = answer
+        #: a model that nothing refers to any more ends in a thread of its own
+        self._lock = threading.RLock()
         #: backward passes that have begun, and calls of ``step()``
         self.rounds = self.steps = 0
         #: what this rank has said without waiting for the others, and with what
@@ -107,14 +110,24 @@ class Agreement:
         Raises `MismatchError` or `PeerLost`, on every rank, if one says something else.
         """
         self._refuse_in_child()
-        self._hear()
-        self._exchange(self._statement(kind, digest))
+        with self._lock:
+            self._hear()
+            self._exchange(self._statement(kind, digest))
+
+    def barrier_begins(self) -> None:
+        """The script comes to a barrier of all ranks. Waits for none that have ended here."""
+        if self.is_over:
+            return
+        with self._lock:
+            if not self.is_over:
+                self.say(Kind.BARRIER)
 
     def ask_states(self, number: int) -> list[bytes]:
         """What each rank answers about the optimizer ``number``."""
         self._refuse_in_child()
-        self._hear()
-        return self._exchange(self._statement(Kind.STATE, number))
+        with self._lock:
+            self._hear()
+            return self._exchange(self._statement(Kind.STATE, number))
 
     def numbers(self, mine: torch.Tensor) -> torch.Tensor:
         """A row of each rank's numbers, as many as those of this one; all have agreed on that."""
@@ -124,11 +137,12 @@ class Agreement:
 
     def leave(self) -> None:
         """This rank says nothing more, and waits for nobody. Idempotent."""
-        if self.is_over:
-            return
-        self._hear()
-        self._is_last_said = True
-        self._begin(self._statement(Kind.END, 0))
+        with self._lock:
+            if self.is_over:
+                return
+            self._hear()
+            self._is_last_said = True
+            self._begin(self._statement(Kind.END, 0))
 
     def end(self) -> bool:
         """Answers others until all have ended; False if one goes on, is gone, or takes too long."""
@@ -192,6 +206,9 @@ class Agreement:
             asking = [rank for rank, one in enumerate(said) if one.kind == Kind.STATE]
             found = self._states(asking, asked.pop())
             return found if self._group.rank in asking else None
+        if {one.kind for one in said} == {Kind.BARRIER, Kind.END}:
+            # Of those who have ended, the script may come to the barrier, too.
+            return None if statement.kind == Kind.END else []
         if any(one != statement for one in said):
             self._refuse(said)
         return []

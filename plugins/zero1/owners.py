@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from bytesched.observe import Observers
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
+from ..layout.memory import is_dense
 from ..planned.buckets import Bucket, Member
 from ..planned.bundles import Slot
 from ..planned.wire import Wire
@@ -60,8 +63,12 @@ class Owners:
         self.ranks = wire.size
         self._slots: Sequence[Slot] = ()
         self._dealt: Ownership | None = None
-        #: of parameters, on their way since the last steps
-        self._rows: list[Row] = []
+        #: of parameters, on their way since the last steps, as long as anything waits for them; and
+        #: works of those that this rank has sent all of
+        self._rows: list[weakref.ref[Row]] = []
+        self._sends: list[Any] = []
+        #: the optimizer's own ``step()`` is running
+        self.is_stepping = False
 
     def begin(
         self,
@@ -77,6 +84,7 @@ class Owners:
             apply_all: returns when nothing is owed any more.
         """
         self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
+        _refuse_overlaps(self._slots)
         self._failures = failures
         self._meter = meter
         self._apply_all = apply_all
@@ -90,7 +98,7 @@ class Owners:
             lambda member: [piece.rank for piece in self.ownership.of(member.parameter)],
             self._numbers,
         )
-        self._end_barriers = answer_in_barriers(self._base, self._barrier_begins)
+        self._end_barriers = answer_in_barriers(self._base, self._agreement.barrier_begins)
 
     # -- who owns what -----------------------------------------------------------------
 
@@ -115,7 +123,8 @@ class Owners:
             mine = deferred.parameter_ids()
             for at, slot in enumerate(self._slots):
                 if id(slot.parameter) in mine:
-                    kinds[at], may_cut[at] = number, is_elementwise(deferred.kind)
+                    kinds[at] = number
+                    may_cut[at] = is_elementwise(deferred.kind) and is_dense(slot.parameter)
         self._dealt = Ownership(
             self._slots,
             kinds,
@@ -154,8 +163,10 @@ class Owners:
 
     def round_begins(self) -> None:
         """The first bucket of a round is ready. In a hook of the reducer: nothing waits."""
+        self._refuse_half_a_step()
         # What was sent before is here: its parameters have been used.
         self._rows.clear()
+        self._sends.clear()
         self._agreement.rounds += 1
         self._carried.round_begins()
 
@@ -181,7 +192,11 @@ class Owners:
         began = self._meter.moment()
         self._agreement.say(Kind.ASK, digest_of(text))
         self._sums.finish()
-        numbers = self._agreement.numbers(measured())
+        try:
+            mine = measured()
+        except Exception as error:  # noqa: BLE001 - it is raised here, and ends the others
+            self._failures.raise_first(error)
+        numbers = self._agreement.numbers(mine)
         waited_ns = self._meter.waited("norm of all gradients", began, is_exposed=True)
         self._meter.causes.asked(waited_ns)
         return numbers
@@ -196,6 +211,7 @@ class Owners:
             names: of the parameters that it steps over.
             members: their gradients, as far as they are outstanding.
         """
+        self._refuse_half_a_step()
         began = self._meter.moment()
         self._agreement.steps += 1
         histories = [member.history for member in members]
@@ -203,11 +219,21 @@ class Owners:
         self._sums.finish()
         self._meter.waited("step", began, is_exposed=True)
 
+    def _refuse_half_a_step(self) -> None:
+        if self.is_stepping:
+            self._failures.raise_first(
+                PluginError(
+                    f"an exception ended step() on rank {self._wire.rank}, and the others wait for "
+                    "what it would have updated; unwrap, and wrap again to go on"
+                )
+            )
+
     def send(self, row: Row, mine: Sequence[torch.Tensor]) -> None:
         """Begins to send ``mine`` of ``row``, and to take what others own of it."""
         self._carried.begin(row.begin(self._wire, mine), row.name, row.sent.nbytes)
-        self._rows = [other for other in self._rows if other.work is not None]
-        self._rows.append(row)
+        self._rows.append(weakref.ref(row))
+        if not row.sent.numel():
+            self._sends.append(row.work)
 
     @property
     def busy_ns(self) -> int:
@@ -237,10 +263,6 @@ class Owners:
         """What each rank has of the state of an optimizer."""
         return self._agreement.ask_states(number)
 
-    def _barrier_begins(self) -> None:
-        if not self._agreement.is_over:
-            self._agreement.say(Kind.BARRIER)
-
     def refuse_late(self) -> None:
         """Raises `PluginError` where an optimizer comes too late to be dealt with."""
         if self.are_dealt:
@@ -255,11 +277,12 @@ class Owners:
     def restore(self) -> None:
         """Optimizers get the state that other ranks hold: from here on they are ordinary ones."""
         self.states.restore()
+        self._end_barriers()
 
     def close(self) -> None:
         """Returns when no other rank needs anything of this one any more."""
         self._end_barriers()
-        if self._failures.error is None and not self._agreement.end():
+        if self.are_dealt and self._failures.error is None and not self._agreement.end():
             log.warning("rank %d ends while others go on, or are gone", self._wire.rank)
         self.states.close()
 
@@ -270,10 +293,24 @@ class Owners:
     def let_go(self) -> None:
         """Nothing is under way any more: works keep connections open."""
         if not self._wire.has_streams:
-            works = [*self._sums.works(), *(row.work for row in self._rows)]
-            self._wire.wait_left(work for work in works if work is not None)
+            rows = [row() for row in self._rows]
+            works = [row.work for row in rows if row is not None and row.work is not None]
+            self._wire.wait_left([*self._sums.works(), *works, *self._sends])
         self._sums.let_go()
         self._rows.clear()
+        self._sends.clear()
 
     def __repr__(self) -> str:
         return f"<Owners: {self._dealt or 'nothing is dealt'}>"
+
+
+def _refuse_overlaps(slots: Sequence[Slot]) -> None:
+    """Raises `PluginError` where memory would have two owners."""
+    placed = sorted((s.parameter.data_ptr(), s.parameter.nbytes, s.name) for s in slots)
+    placed = [one for one in placed if one[1]]
+    for (start, nbytes, name), (other_start, _, other) in pairwise(placed):
+        if other_start < start + nbytes:
+            raise PluginError(
+                f"shard = True: parameters {name!r} and {other!r} are over one memory, which would "
+                "have two owners; make them one Parameter"
+            )

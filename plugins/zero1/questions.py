@@ -94,6 +94,8 @@ class OwnersQuestions(Questions):
                 row[[at for at, _ in mine]] = torch.tensor(found, dtype=torch.float64, device="cpu")
             return row
 
+        # What cannot be asked is raised on all ranks, before any of them waits.
+        self._as_measured([], measure, members)
         names = ",".join(member.name for member in members)
         rows = self._ask_all(f"{question.text} of {names}", measured)
         numbers = torch.stack(

@@ -20,7 +20,7 @@ __all__ = ["Arrivals", "Row", "rows_of"]
 class Row(Sent):
     """New values of some parameters: from each rank those that it owns."""
 
-    __slots__ = ("_numels", "_own", "_ranges", "slots")
+    __slots__ = ("__weakref__", "_numels", "_own", "_ranges", "slots")
 
     def __init__(self, index: int, slots: Sequence[Slot], ownership: Ownership, ranks: int) -> None:
         self.slots = slots

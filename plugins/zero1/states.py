@@ -51,6 +51,9 @@ class States:
         self._ranks = ranks
         #: in the order in which they were wrapped, by which ranks know them
         self.optimizers: list[Deferred] = []
+        #: of each, which other ranks may ask for when the script has let go of it here; and how
+        #: many parameters it had
+        self._kept: list[tuple[GuardedState, int]] = []
         self._handles: list[RemovableHandle] = []
 
     def introduce(self, deferred: Deferred) -> None:
@@ -64,6 +67,16 @@ class States:
             optimizer.register_load_state_dict_post_hook(lambda _: self._drop_foreign(deferred)),
         ]
         self.optimizers.append(deferred)
+        self._kept.append((_state_of(deferred), 0))
+
+    def keep(self, deferred: Deferred) -> None:
+        """``deferred`` steps: its state is what others ask for, also when it is gone here."""
+        number = self.number_of(deferred)
+        count = sum(len(group["params"]) for group in deferred.optimizer.param_groups)
+        _, before = self._kept[number]
+        self._kept[number] = _state_of(deferred), count
+        if count != before:
+            self._drop_foreign(deferred)
 
     def number_of(self, deferred: Deferred) -> int:
         """By which ranks know an optimizer."""
@@ -107,7 +120,10 @@ class States:
 
     def _entries(self, deferred: Deferred) -> dict[int, Any]:
         """Those that this rank owns, by position in the model."""
-        state, ownership = deferred.optimizer.state, self._ranks.ownership
+        state, ownership = self._kept[self.number_of(deferred)][0], self._ranks.ownership
+        if deferred.is_alive:
+            # It may have been loaded, or replaced, since the last step.
+            state = _state_of(deferred)
         return {
             # After `restore` there are whole ones.
             position: _cut(entry, slot, own) if ownership.is_cut(slot.parameter) else dict(entry)
@@ -135,9 +151,7 @@ class States:
     def answer(self, number: int) -> bytes:
         """The entries here of an optimizer, for another rank."""
         deferred = self.optimizers[number]
-        entries = None
-        if deferred.is_alive:
-            entries = self._entries(deferred) if self._ranks.are_dealt else {}
+        entries = self._entries(deferred) if self._ranks.are_dealt else {}
         buffer = io.BytesIO()
         torch.save(entries, buffer)
         return buffer.getvalue()
@@ -148,12 +162,6 @@ class States:
         found = [
             _unpacked(answer, device) for answer in self._ranks.ask_states(self.number_of(deferred))
         ]
-        gone = [rank for rank, entries in enumerate(found) if entries is None]
-        if gone and deferred.is_alive:
-            raise PluginError(
-                f"rank {gone[0]} has let go of an optimizer whose state was asked for: keep it on "
-                "every rank, or on none"
-            )
         ownership = self._ranks.ownership
         return {
             position: _whole(slot, pieces, [found[piece.rank][position] for piece in pieces])
@@ -202,6 +210,7 @@ class States:
             state, entries = _state_of(deferred), self._whole_state(deferred)
             others = {key: entry for key, entry in dict.items(state) if key not in entries}
             state.restore({**entries, **others})
+        self.close()
 
     def __repr__(self) -> str:
         return f"<States of {len(self.optimizers)} optimizers>"

@@ -77,8 +77,9 @@ class _Row:
         """Makes the sums of what this rank owns, where they belong in the bucket."""
         own = self._of(self._rank)
         sizes = [part.numel() for part in own]
+        taken = self._taken()
         with unseen():
-            for theirs in self._taken().view(len(self._others), -1) if own else ():
+            for theirs in taken.view(len(self._others), -1) if own else ():
                 torch._foreach_add_(own, list(theirs.split(sizes)))
 
     def begin_return(self, wire: Wire) -> Any:

@@ -61,6 +61,7 @@ class ShardedUpdates(Updates):
             whole_because = whole_because or "this optimizer does not cross the barrier"
         groups, members = self._taken(optimizer)
         taken = {slot: None for _, some, _ in groups for slot in some}
+        self._owners.states.keep(deferred)
         number = self._owners.states.number_of(deferred)
         self._owners.steps(number, [slot.name for slot in taken], members)
         rows = list(
@@ -76,6 +77,7 @@ class ShardedUpdates(Updates):
             owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
             if whole_because:
                 self._now = rows, whole_because
+                self._owners.is_stepping = True
                 return [
                     {**group, "params": [*others, *(one.alias for _, one in mine)]}
                     for (group, mine), (_, _, others) in zip(owned, groups, strict=True)
@@ -178,6 +180,7 @@ class ShardedUpdates(Updates):
         now, self._now = self._now, None
         if now is not None:
             rows, whole_because = now
+            self._owners.is_stepping = False
             with self.lock:
                 self._send(rows)
             self.apply_all("step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import time
 import warnings
@@ -204,6 +205,33 @@ def read_by_one_rank() -> str:
         with contextlib.suppress(bytesched.BytesschedError):
             job.close()
     return ""
+
+
+def asked_when_others_have_let_go() -> int:
+    """How many entries the first rank gets, which asks when the others have no optimizer left."""
+    job = Job(wrapped=True, shard=True)
+    model = job.ddp(mlp())
+    optimizer = job.wrap(adamw(model), model)
+    train(job, model, optimizer, steps=3)
+    found = len(optimizer.state_dict()["state"]) if job.rank == 0 else 0
+    job.drop()
+    return found
+
+
+def dropped_before_barriers() -> int:
+    """How many models were trained, and let go of, before the ranks met."""
+
+    def train_one() -> None:
+        job = Job(wrapped=True, shard=True)
+        model = job.ddp(mlp())
+        train(job, model, job.wrap(adamw(model), model), steps=2)
+        job.drop()
+
+    for _ in range(5):
+        train_one()
+        gc.collect()
+        dist.barrier()
+    return 5
 
 
 def gradients_in_a_child() -> str:
@@ -645,4 +673,8 @@ def refusals() -> dict[str, str]:
         warnings.simplefilter("ignore", UserWarning)
         twice = torch.optim.SGD([next(other.parameters()), *other.parameters()], lr=0.1)
     note("named twice", lambda: bytesched.wrap(twice, other, shard=True))
+    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both[1].weight = nn.Parameter(both[0].weight.data)
+    over = DistributedDataParallel(both)
+    note("over one memory", lambda: bytesched.wrap(sgd(over), over, shard=True))
     return found

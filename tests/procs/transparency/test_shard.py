@@ -136,6 +136,14 @@ def test_one_rank_alone_reads_no_gradient(two_ranks: Ranks) -> None:
         assert "rank 1 is in call 3 of step(), after 3 backward passes" in raised
 
 
+def test_one_rank_asks_when_the_others_have_let_go(two_ranks: Ranks) -> None:
+    assert two_ranks.run(shard.asked_when_others_have_let_go) == [8, 0]
+
+
+def test_models_are_dropped_before_barriers(two_ranks: Ranks) -> None:
+    assert two_ranks.run(shard.dropped_before_barriers) == [5, 5]
+
+
 def test_children_read_no_gradient_of_other_ranks(two_ranks: Ranks) -> None:
     for raised in two_ranks.run(shard.gradients_in_a_child):
         assert "which a forked child cannot ask" in raised
@@ -175,6 +183,7 @@ REFUSED = {
     "nameless shards": "a parameter of shape (3,) is in the optimizer and not in the wrapped model",
     "other strides": "was given strides (1, 77), it had (95, 1)",
     "lbfgs": "shard=True needs an optimizer that can update a part alone: LBFGS",
+    "over one memory": "parameters 'module.0.weight' and 'module.1.weight' are over one memory",
     "named twice": "can update a part alone: a group names a parameter twice",
 }
 
