@@ -673,8 +673,8 @@ def refusals() -> dict[str, str]:
         warnings.simplefilter("ignore", UserWarning)
         twice = torch.optim.SGD([next(other.parameters()), *other.parameters()], lr=0.1)
     note("named twice", lambda: bytesched.wrap(twice, other, shard=True))
-    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    both[1].weight = nn.Parameter(both[0].weight.data)
-    over = DistributedDataParallel(both)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = nn.Parameter(first.weight.data)
+    over = DistributedDataParallel(nn.Sequential(first, second))
     note("over one memory", lambda: bytesched.wrap(sgd(over), over, shard=True))
     return found
