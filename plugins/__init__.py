@@ -65,14 +65,14 @@ def explain_optimizer(optimizer: Any) -> str:
 
 def sharded_state(optimizer: Any) -> ShardedState:
     """See :func:`bytesched.sharded_state`."""
-    session = session_of(optimizer)
+    session: Any = session_of(optimizer)
     owners = getattr(session, "owners", None)
     if owners is None:
         raise PluginError(
             f"{type(optimizer).__name__} was not wrapped with shard=True: its state_dict() is what "
             "there is to save"
         )
-    state: ShardedState = owners.state_of(optimizer)
+    state: ShardedState = owners.state_of(optimizer, session.synchronize_all)
     return state
 
 

@@ -25,7 +25,7 @@ from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
-from ..zero1.sharding import Sharding
+from ..zero1.sharding import sharding
 from .buffers import BufferBroadcast
 from .entry import Entry
 from .joining import joining
@@ -146,9 +146,9 @@ def attach_planned(
             halves_bytes=chunk_bytes // 2 if statements is None and _goes_in_halves(ddp) else 0,
             bucket_bytes=bucket_bytes,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
-            owners=None
+            open_owners=None
             if statements is None
-            else Sharding(
+            else sharding(
                 wire, statements, base, reduced, max(1, 2 * partition_bytes // data.size)
             ),
         )

@@ -8,7 +8,7 @@ done to each element is noted down, and made where gradients arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -174,7 +174,8 @@ class Questions:
             return None
         numbers = known[question.text]
         at = (self._places[member] for member in members)
-        return self._as_measured([numbers[place] for place in at], measure, members)
+        kinds = self._kinds(measure, members)
+        return self._as_measured([numbers[place] for place in at], kinds, members)
 
     @staticmethod
     def _question(
@@ -192,18 +193,25 @@ class Questions:
         return Question(text, measure, tuple(members[0].changes), Surroundings.here())
 
     @staticmethod
-    def _as_measured(
-        numbers: Sequence[torch.Tensor], measure: Measure, members: Sequence[Member]
-    ) -> list[torch.Tensor]:
-        """``numbers`` of ``members``, of the kind that ``measure`` returns."""
+    def _kinds(measure: Measure, members: Sequence[Member]) -> dict[torch.dtype, torch.dtype]:
+        """What kind of number ``measure`` returns for each kind of gradient; raises as it does."""
         with unseen():
-            kinds = {
+            return {
                 dtype: measure([torch.ones(1, dtype=dtype, device="cpu")])[0].dtype
                 for dtype in {member.view.dtype for member in members}
             }
+
+    @staticmethod
+    def _as_measured(
+        numbers: Iterable[torch.Tensor],
+        kinds: Mapping[torch.dtype, torch.dtype],
+        members: Sequence[Member],
+    ) -> list[torch.Tensor]:
+        """``numbers`` of ``members``, where they are and of the kinds of `_kinds`."""
+        with unseen():
             return [
                 number.to(member.view.device, kinds[member.view.dtype], copy=True)
-                for number, member in zip(numbers, members, strict=False)
+                for number, member in zip(numbers, members, strict=True)
             ]
 
     def _look(self) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ from .splitting import Splitting
 from .updates import Updates
 from .wire import Wire
 
-__all__ = ["Owners", "Rounds"]
+__all__ = ["OpenOwners", "Owners", "Rounds"]
 
 log = logging.getLogger("bytesched")
 
@@ -50,17 +50,6 @@ class Owners(Protocol):
     @property
     def busy_ns(self) -> int:
         """For how long something was under way in the last round; 0: not known."""
-
-    def open(
-        self,
-        slots: Sequence[Slot],
-        sending: Sending,
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        **named: Any,
-    ) -> Updates:
-        """What updates ``slots`` from now on; see `Updates`."""
 
     def deal(self) -> None:
         """Every parameter has its owners from now on. Idempotent."""
@@ -96,6 +85,21 @@ class Owners(Protocol):
         """Returns when no other rank needs anything of this one any more."""
 
 
+class OpenOwners(Protocol):
+    """Makes owners, and what updates what they own."""
+
+    def __call__(
+        self,
+        slots: Sequence[Slot],
+        sending: Sending,
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        **named: Any,
+    ) -> tuple[Owners, Updates]:
+        """For ``slots``; see `Updates` for what is ``named``."""
+
+
 class Rounds:
     """Between the hook of the reducer and the wire.
 
@@ -106,7 +110,7 @@ class Rounds:
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
         began: called with the chunks and bytes of a round that differs in them from the last one.
-        owners: what updates parameters, each a share; None: all ranks update all.
+        open_owners: opens what updates parameters, each a share; None: all ranks update all.
     """
 
     def __init__(
@@ -124,9 +128,8 @@ class Rounds:
         setting: Setting,
         learned: Callable[[], bool],
         began: Callable[[int, int], None],
-        owners: Owners | None = None,
+        open_owners: OpenOwners | None = None,
     ) -> None:
-        self._owners = owners
         self._slots = slots
         self._wire = wire
         self._failures = failures
@@ -156,11 +159,12 @@ class Rounds:
             "timeout_s": config.timeout_s,
             "least_bundle_bytes": setting.partition_bytes,
         }
+        self.owners: Owners | None = None
         self.updates: Updates
-        if owners is None:
+        if open_owners is None:
             self.updates = Updates(slots, self.sending, failures, self.meter, **named)
         else:
-            self.updates = owners.open(
+            self.owners, self.updates = open_owners(
                 slots, self.sending, failures, self.meter, observers, **named
             )
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
@@ -182,7 +186,7 @@ class Rounds:
     @property
     def order(self) -> str:
         """How gradients travel, for ``stats()``."""
-        if self._owners is not None:
+        if self.owners is not None:
             return "owners"
         return "planned" if self.sending.halves is None else "halves"
 
@@ -200,10 +204,10 @@ class Rounds:
             if self._splitting.round_begins(nbytes):
                 self._split()
         self.sending.round_begins()
-        if self._owners is not None:
-            self._owners.round_begins()
+        if self.owners is not None:
+            self.owners.round_begins()
         if not self.source.is_early:
-            if self._owners is None and self.sending.halves is None:
+            if self.owners is None and self.sending.halves is None:
                 self.planning.round_begins()
             self.meter.round_begins()
 
@@ -252,8 +256,8 @@ class Rounds:
     @property
     def _questions(self) -> Questions | None:
         """What answers about gradients that are on their way."""
-        if self._owners is not None:
-            return self._owners.questions
+        if self.owners is not None:
+            return self.owners.questions
         return None if self.sending.halves is None else self.sending.halves.questions
 
     def _late_bytes(self) -> int:
@@ -268,9 +272,9 @@ class Rounds:
         """See `Listener`."""
         self._failures.check()
         try:
-            if self._owners is not None and not self.source.is_early:
+            if self.owners is not None and not self.source.is_early:
                 self.sending.hand_to_owners(chunks[0].bucket)
-                self._owners.start(chunks[0].bucket)
+                self.owners.start(chunks[0].bucket)
                 return
             self.sending.ready(chunks, is_last=is_last)
             if is_last and not self.source.is_early and self.sending.halves is None:
@@ -292,8 +296,8 @@ class Rounds:
         owned = [bucket for bucket in buckets if bucket.is_under_way and bucket.is_with_owners]
         if not owned:
             return
-        assert self._owners is not None
-        self._owners.bring([bucket for bucket in owned if bucket.is_awaited], by)
+        assert self.owners is not None
+        self.owners.bring([bucket for bucket in owned if bucket.is_awaited], by)
         for bucket in owned:
             self.sending.have_brought(bucket)
 
@@ -316,8 +320,8 @@ class Rounds:
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
         self.meter.backward_ends()
-        if self._owners is not None:
-            self._owners.deal()
+        if self.owners is not None:
+            self.owners.deal()
         if is_early and not self.source.is_early and self._learned():
             # A gate waits for the whole of its bundles.
             self.planning.gate_of = first_gates(
@@ -342,13 +346,13 @@ class Rounds:
         # Another thread may begin a backward pass, or flush.
         with self.updates.lock:
             self.updates.apply_all(by)
-            if self._owners is not None:
+            if self.owners is not None:
                 self._bring(self.sending.buckets, by)
             self.sending.land_all(by)
             self._listen()
             halves = self.sending.halves
-            if self._owners is not None:
-                self._round_busy_ns = self._owners.busy_ns or self._round_busy_ns
+            if self.owners is not None:
+                self._round_busy_ns = self.owners.busy_ns or self._round_busy_ns
             elif halves is None:
                 self._round_busy_ns = self.planning.busy_ns
             elif halves.spans.is_complete:
@@ -360,8 +364,8 @@ class Rounds:
 
     def let_go_of_buckets(self) -> None:
         """No copy of the gradients stays with us; nothing that matters is under way."""
-        if self._owners is not None:
-            self._owners.let_go()
+        if self.owners is not None:
+            self.owners.let_go()
         self.sending.forget(self.source.buckets)
         self.source.let_go()
         self.planning.close()

@@ -33,7 +33,7 @@ from .cutting import Cutter
 from .gates import Gates
 from .guard import Guard, collectives_of
 from .reducer import check_finalized, is_joining, reduced_by, refuse_effective_join
-from .rounds import Owners, Rounds
+from .rounds import OpenOwners, Rounds
 from .source import Phase
 from .wire import Wire
 
@@ -54,7 +54,7 @@ class PlannedSession:
         setting: the sizes in use, for figures.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
-        owners: what updates parameters, each a share; None: all ranks update all.
+        open_owners: opens what updates parameters, each a share; None: all ranks update all.
     """
 
     def __init__(
@@ -71,10 +71,8 @@ class PlannedSession:
         halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
-        owners: Owners | None = None,
+        open_owners: OpenOwners | None = None,
     ) -> None:
-        #: see above
-        self.owners = owners
         self._root = weakref.ref(root)
         self._ddp = weakref.ref(ddp)
         self._name = type(ddp.module).__name__
@@ -92,7 +90,7 @@ class PlannedSession:
         self._guard = Guard(wire, clock)
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = None
-        if config.guard and owners is None:
+        if config.guard and open_owners is None:
             self._collectives = collectives_of(ddp, device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
@@ -111,12 +109,13 @@ class PlannedSession:
             setting=setting,
             learned=lambda: self._gates.are_learned(),
             began=self._began,
-            owners=owners,
+            open_owners=open_owners,
         )
         self.source, self._meter = self._rounds.source, self._rounds.meter
+        self.owners = self._rounds.owners
         self._updates = self._rounds.updates
         self.source.is_finalized_ahead = is_finalized_ahead
-        self._stepping = Stepping(self, self._meter, takes_gradients=owners is not None)
+        self._stepping = Stepping(self, self._meter, takes_gradients=self.owners is not None)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0

@@ -41,6 +41,7 @@ class Owners:
     """Which ranks own what, and everything that is carried for it.
 
     Args:
+        slots: all parameters of the model, in registration order.
         group: of Gloo, for statements alone.
         base: of the script, with the same ranks.
         reduced: those whose gradients are summed; each rank updates all others by itself.
@@ -49,19 +50,25 @@ class Owners:
 
     def __init__(
         self,
+        slots: Sequence[Slot],
         wire: Wire,
         group: Group,
         base: dist.ProcessGroup,
         reduced: Sequence[nn.Parameter],
+        failures: Failures,
+        meter: Meter,
+        observers: Observers,
+        *,
         run_bytes: int,
     ) -> None:
         self._wire = wire
-        self._base = base
         self._reduced = {id(parameter) for parameter in reduced}
-        self._group = group
+        self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
+        _refuse_overlaps(self._slots)
+        self._failures = failures
+        self._meter = meter
         self.run_bytes = run_bytes
         self.ranks = wire.size
-        self._slots: Sequence[Slot] = ()
         self._dealt: Ownership | None = None
         #: of parameters, on their way since the last steps, as long as anything waits for them; and
         #: works of those that this rank has sent all of
@@ -69,36 +76,17 @@ class Owners:
         self._sends: list[Any] = []
         #: the optimizer's own ``step()`` is running
         self.is_stepping = False
-
-    def begin(
-        self,
-        slots: Sequence[Slot],
-        failures: Failures,
-        meter: Meter,
-        observers: Observers,
-        apply_all: Callable[[], None],
-    ) -> None:
-        """See `Rounds`.
-
-        Args:
-            apply_all: returns when nothing is owed any more.
-        """
-        self._slots = [slot for slot in slots if id(slot.parameter) in self._reduced]
-        _refuse_overlaps(self._slots)
-        self._failures = failures
-        self._meter = meter
-        self._apply_all = apply_all
         self.states = States(self._slots, self)
-        self._agreement = Agreement(self._group, failures, self.states.answer)
+        self._agreement = Agreement(group, failures, self.states.answer)
         self._carried = Carried(observers)
-        self._sums = Sums(self._wire, self._carried, self._wait)
+        self._sums = Sums(wire, self._carried, self._wait)
         self.questions = OwnersQuestions(
-            self._wire.rank,
+            wire.rank,
             self.owned,
             lambda member: [piece.rank for piece in self.ownership.of(member.parameter)],
             self._numbers,
         )
-        self._end_barriers = answer_in_barriers(self._base, self._agreement.barrier_begins)
+        self._end_barriers = answer_in_barriers(base, self._agreement.barrier_begins)
 
     # -- who owns what -----------------------------------------------------------------
 
@@ -249,11 +237,17 @@ class Owners:
 
     # -- other ranks -------------------------------------------------------------------
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> ShardedState:
-        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`."""
+    def state_of(
+        self, optimizer: torch.optim.Optimizer, synchronize: Callable[[], None]
+    ) -> ShardedState:
+        """What this rank holds of the state of ``optimizer``; see `bytesched.sharded_state`.
+
+        Args:
+            synchronize: returns when nothing is owed any more.
+        """
 
         def held() -> list[HeldEntry]:
-            self._apply_all()
+            synchronize()
             return self.states.held(optimizer)
 
         names = {id(slot.parameter): plain_name(slot.name) for slot in self._slots}

@@ -95,16 +95,14 @@ class OwnersQuestions(Questions):
             return row
 
         # What cannot be asked is raised on all ranks, before any of them waits.
-        self._as_measured([], measure, members)
+        kinds = self._kinds(measure, members)
         names = ",".join(member.name for member in members)
         rows = self._ask_all(f"{question.text} of {names}", measured)
-        numbers = torch.stack(
-            [
-                rows[some[0], at] if len(some) == 1 or combine is None else combine(rows[:, at])
-                for at, some in enumerate(owners)
-            ]
-        )
-        return self._as_measured(list(numbers), measure, members)
+        numbers = [
+            rows[some[0], at] if len(some) == 1 or combine is None else combine(rows[:, at])
+            for at, some in enumerate(owners)
+        ]
+        return self._as_measured(numbers, kinds, members)
 
 
 def _rule_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Combine | None:

@@ -5,32 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+
 from bytesched.observe import Observers
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..planned.bundles import Slot
+from ..planned.rounds import OpenOwners
 from ..planned.sending import Sending
 from ..planned.updates import Updates
+from ..planned.wire import Wire
+from ..routes.groups.group import Group
 from .owners import Owners
 from .updates import ShardedUpdates
 
-__all__ = ["Sharding"]
+__all__ = ["sharding"]
 
 
-class Sharding(Owners):
-    """See `rounds.Owners`."""
+def sharding(
+    wire: Wire,
+    group: Group,
+    base: dist.ProcessGroup,
+    reduced: Sequence[nn.Parameter],
+    run_bytes: int,
+) -> OpenOwners:
+    """Opens the owners of a session; see `Owners`."""
 
-    def open(
-        self,
+    def opened(
         slots: Sequence[Slot],
         sending: Sending,
         failures: Failures,
         meter: Meter,
         observers: Observers,
         **named: Any,
-    ) -> Updates:
-        """What updates ``slots`` from now on; see `Updates`."""
-        updates = ShardedUpdates(slots, self, sending, failures, meter, **named)
-        self.begin(slots, failures, meter, observers, updates.apply_all)
-        return updates
+    ) -> tuple[Owners, Updates]:
+        owners = Owners(
+            slots, wire, group, base, reduced, failures, meter, observers, run_bytes=run_bytes
+        )
+        return owners, ShardedUpdates(slots, owners, sending, failures, meter, **named)
+
+    return opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,54 +15,61 @@ from ..update.surroundings import unseen
 from .ownership import Ownership, Part, Piece
 from .sums import bytes_of
 
-__all__ = ["Arrivals", "Row", "rows_of"]
+__all__ = ["Arrivals", "Layout", "Row", "layouts_of"]
+
+
+class Layout:
+    """Where pieces of some parameters lie in what one operation brings; the same for each step."""
+
+    def __init__(self, index: int, slots: Sequence[Slot], ownership: Ownership, ranks: int) -> None:
+        self.index = index
+        self.slots = slots
+        first = slots[0].name
+        self.name = first if len(slots) == 1 else f"{first}..{slots[-1].name}"
+        owned: list[list[tuple[int, Piece]]] = [[] for _ in range(ranks)]
+        for slot in slots:
+            for piece in ownership.of(slot.parameter):
+                owned[piece.rank].append((id(slot), piece))
+        #: by rank, how many numbers come from it, and how many go to each other one
+        self.numels = [sum(piece.numel for _, piece in some) for some in owned]
+        self.own, self.numels[ownership.rank] = self.numels[ownership.rank], 0
+        owned[ownership.rank] = []
+        #: by the id of its slot, where each piece lies, in the order of ranks
+        self.ranges: dict[tuple[int, Piece], tuple[int, int]] = {}
+        at = 0
+        for key, piece in chain.from_iterable(owned):
+            self.ranges[key, piece] = at, at + piece.numel
+            at += piece.numel
 
 
 class Row(Sent):
     """New values of some parameters: from each rank those that it owns."""
 
-    __slots__ = ("__weakref__", "_numels", "_own", "_ranges", "slots")
+    __slots__ = ("__weakref__", "_layout", "slots")
 
-    def __init__(self, index: int, slots: Sequence[Slot], ownership: Ownership, ranks: int) -> None:
-        self.slots = slots
-        #: by rank, how many numbers come from it, and how many go to each other one
-        self._numels = [0] * ranks
-        self._own = 0
-        #: where each piece lies in what is received, in the order of ranks
-        self._ranges: dict[tuple[int, Piece], tuple[int, int]] = {}
-        at = 0
-        for rank in range(ranks):
-            for slot in slots:
-                for piece in ownership.of(slot.parameter):
-                    if piece.rank != rank:
-                        continue
-                    if rank == ownership.rank:
-                        self._own += piece.numel
-                        continue
-                    self._ranges[id(slot), piece] = at, at + piece.numel
-                    at += piece.numel
-                    self._numels[rank] += piece.numel
-        first = slots[0]
-        name = first.name if len(slots) == 1 else f"{first.name}..{slots[-1].name}"
-        super().__init__(index, first.parameter.new_empty(at, requires_grad=False), name)
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.slots = layout.slots
+        memory = self.slots[0].parameter.new_empty(sum(layout.numels), requires_grad=False)
+        super().__init__(layout.index, memory, layout.name)
 
     def begin(self, wire: Wire, mine: Sequence[torch.Tensor]) -> Any:
         """Begins to send ``mine``, what this rank owns of it, and to take what others own."""
         size = self.sent.element_size()
         with unseen():
             sent = torch.cat([self.sent[:0], *mine] * (wire.size - 1))
-        own = [0 if rank == wire.rank else self._own for rank in range(wire.size)]
+        own = [0 if rank == wire.rank else self._layout.own for rank in range(wire.size)]
         self.work = wire.all_to_all(
             bytes_of(self.sent),
             bytes_of(sent),
-            [numel * size for numel in self._numels],
+            [numel * size for numel in self._layout.numels],
             [numel * size for numel in own],
         )
         return self.work
 
     def of(self, slot: Slot, piece: Piece) -> torch.Tensor:
         """What came of ``piece``."""
-        start, stop = self._ranges[id(slot), piece]
+        start, stop = self._layout.ranges[id(slot), piece]
         return self.sent[start:stop]
 
 
@@ -100,17 +108,17 @@ class Arrivals:
                 part.of(parameter, piece).copy_(came)
 
 
-def rows_of(
+def layouts_of(
     slots: Sequence[Slot], ownership: Ownership, ranks: int, row_bytes: int
-) -> Iterator[Row]:
+) -> Iterator[Layout]:
     """Neighbours of about ``row_bytes``, all of one type, in the order of ``slots``."""
     run: list[Slot] = []
     nbytes = index = 0
     for slot in slots:
         if run and (nbytes >= row_bytes or run[0].parameter.dtype is not slot.parameter.dtype):
-            yield Row(index, run, ownership, ranks)
+            yield Layout(index, run, ownership, ranks)
             run, nbytes, index = [], 0, index + 1
         run.append(slot)
         nbytes += slot.parameter.nbytes
     if run:
-        yield Row(index, run, ownership, ranks)
+        yield Layout(index, run, ownership, ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..update.deferred import Deferred, Later
 from ..update.stepping import why_now
 from .owners import Owners
 from .ownership import Part
-from .spread import Arrivals, Row, rows_of
+from .spread import Arrivals, Layout, Row, layouts_of
 
 __all__ = ["ShardedUpdates"]
 
@@ -41,6 +41,8 @@ class ShardedUpdates(Updates):
         super().__init__(slots, *others, **named)
         self._owners = owners
         self._parts: dict[int, Part] = {}
+        #: by the number of an optimizer, what it has stepped over last, and how that travels
+        self._layouts: dict[int, tuple[list[Slot], list[Layout]]] = {}
         #: until ``step()`` is over, if it is the optimizer's own: what is to be sent, and why
         self._now: tuple[list[Row], str] | None = None
 
@@ -64,14 +66,7 @@ class ShardedUpdates(Updates):
         self._owners.states.keep(deferred)
         number = self._owners.states.number_of(deferred)
         self._owners.steps(number, [slot.name for slot in taken], members)
-        rows = list(
-            rows_of(
-                [slot for slot in self._slots.values() if slot in taken],
-                self._owners.ownership,
-                self._owners.ranks,
-                self._owners.run_bytes,
-            )
-        )
+        rows = self._rows(number, taken)
         with self.lock:
             self._make_changes(members)
             owned = [(group, list(self._owned(some, deferred))) for group, some, _ in groups]
@@ -90,6 +85,16 @@ class ShardedUpdates(Updates):
                 raise
         self._meter.stepped(self._sending.outstanding_bytes(rows))
         return [{**group, "params": others} for group, _, others in groups]
+
+    def _rows(self, number: int, taken: Container[Slot]) -> list[Row]:
+        """What travels after a step of the optimizer ``number`` over ``taken``."""
+        slots = [slot for slot in self._slots.values() if slot in taken]
+        known, layouts = self._layouts.get(number, ([], []))
+        if slots != known:
+            owners = self._owners
+            layouts = [*layouts_of(slots, owners.ownership, owners.ranks, owners.run_bytes)]
+            self._layouts[number] = slots, layouts
+        return [*map(Row, layouts)]
 
     def _update_owned(
         self,
@@ -165,7 +170,9 @@ class ShardedUpdates(Updates):
                 continue
             gradient = grad.sum_.view if type(grad) is PendingGrad else grad.detach()
             if ownership.is_cut(parameter):
-                part = self._parts.setdefault(id(parameter), Part(slot, piece))
+                part = self._parts.get(id(parameter))
+                if part is None:
+                    part = self._parts[id(parameter)] = Part(slot, piece)
                 if part.take(gradient):
                     deferred.know(part)
                 yield slot, part

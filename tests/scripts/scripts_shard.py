@@ -141,23 +141,6 @@ def asked_between_steps(job: Job) -> None:
     job.record_state(model, one, other)
 
 
-def work_on_one_rank(job: Job) -> None:
-    """The first rank alone evaluates and saves between steps."""
-    model = job.ddp(mlp())
-    optimizer = job.wrap(adamw(model), model)
-
-    def look(step: int) -> None:
-        if job.rank == 0 and step % 2 == 0:
-            with torch.no_grad():
-                job.record("evaluated", model.module(job.inputs(100 + step)))
-            job.record("weights", model.module.state_dict())
-            job.record("optimizer", optimizer.state_dict())
-            job.record("norms", [p.norm() for p in model.parameters()])
-
-    train(job, model, optimizer, after_step=look)
-    job.record_state(model, optimizer)
-
-
 def saved_before_a_barrier(job: Job) -> None:
     """The first rank alone saves, and the others wait for it."""
     model = job.ddp(mlp())

@@ -50,7 +50,6 @@ import bytesched
     unstepped.changed_and_flushed,
     unstepped.some_taken_later,
     unstepped.kept_and_not_read,
-    shard.work_on_one_rank,
     shard.saved_before_a_barrier,
     models.unfrozen_in_place,
     models.ignored_by_ddp,
@@ -93,6 +92,10 @@ def test_norms_of_tensors_with_several_owners_are_rounded(
     two_ranks: Ranks, script: Callable[..., None]
 ) -> None:
     check(two_ranks, script, shard=True, rtol=1e-5)
+
+
+def test_work_on_one_rank(two_ranks: Ranks) -> None:
+    check(two_ranks, models.work_on_one_rank, False, shard=True)
 
 
 def test_unused_in_between_on_three_ranks(three_ranks: Ranks) -> None:
