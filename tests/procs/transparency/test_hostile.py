@@ -14,6 +14,9 @@ def test_drawn(two_ranks: Ranks, seed: str, split: str) -> None:
     check(two_ranks, hostile.hostile, seed, split=split)
 
 
-@pytest.mark.parametrize("seed", ["8094", "8203", "8283", "8392"])
-def test_drawn_and_sharded(two_ranks: Ranks, seed: str) -> None:
-    check(two_ranks, hostile.hostile, seed, True, shard=True)
+# The last one asks for norms of a tensor of which each rank has a part.
+@pytest.mark.parametrize(
+    ("seed", "rtol"), [("8094", 0.0), ("8203", 0.0), ("8283", 0.0), ("8392", 1e-5)]
+)
+def test_drawn_and_sharded(two_ranks: Ranks, seed: str, rtol: float) -> None:
+    check(two_ranks, hostile.hostile, seed, True, shard=True, rtol=rtol)
