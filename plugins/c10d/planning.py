@@ -20,8 +20,8 @@ from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
 from ..planned.cutting import cut_whole
+from ..planned.ddp_session import DdpSession
 from ..planned.reducer import reduced_by, why_not_renewed
-from ..planned.session import PlannedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
@@ -96,7 +96,7 @@ def attach_planned(
     ddp: DistributedDataParallel,
     config: Config,
     entry: Entry,
-) -> PlannedSession:
+) -> DdpSession:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
     Args:
@@ -132,7 +132,7 @@ def attach_planned(
         statements = ranks.open("statements") if config.shard else None
         others = [group for group in (buffers, statements) if group is not None]
         wire = GroupWire(data, control, others, device)
-        session = PlannedSession(
+        session = DdpSession(
             model,
             ddp,
             slots,

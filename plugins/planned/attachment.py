@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch.nn.parallel import DistributedDataParallel
 
 from .reducer import hook, renew
-from .source import Source
+from .reducer_source import ReducerSource
 
 __all__ = ["Attachment", "Give"]
 
@@ -34,7 +34,7 @@ class Attachment:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        source: Source,
+        source: ReducerSource,
         bucket_bytes: int,
         stand_aside: Callable[[], None],
     ) -> None:
@@ -74,7 +74,7 @@ class Attachment:
             self._renew(ddp, 0)
 
     def _renew(
-        self, ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None = None
+        self, ddp: DistributedDataParallel, bucket_bytes: int, source: ReducerSource | None = None
     ) -> None:
         renew(ddp, bucket_bytes, source)
         if ddp.gradient_as_bucket_view and not self._is_said:

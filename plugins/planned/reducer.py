@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
 
-from .source import Source
+from .reducer_source import ReducerSource
 
 __all__ = [
     "check_finalized",
@@ -99,7 +99,9 @@ def keep_local(weak_ddp: weakref.ref[DistributedDataParallel]) -> bool:
     return True
 
 
-def renew(ddp: DistributedDataParallel, bucket_bytes: int, source: Source | None = None) -> None:
+def renew(
+    ddp: DistributedDataParallel, bucket_bytes: int, source: ReducerSource | None = None
+) -> None:
     """Gives ``ddp`` a new reducer with buckets up to ``bucket_bytes``, and the hook ``source``.
 
     On all ranks between the same two rounds; nothing may be under way.
@@ -175,14 +177,14 @@ def requiring_gradients(module: nn.Module, ids: Set[int]) -> Iterator[None]:
             parameter.requires_grad_(not parameter.requires_grad)
 
 
-def _register(ddp: DistributedDataParallel, source: Source) -> None:
+def _register(ddp: DistributedDataParallel, source: ReducerSource) -> None:
     # Not by DDP's own method, whose list goes with copies and pickles of the module.
     c10d: Any = dist
     c10d._register_comm_hook(ddp.reducer, None, source)
 
 
 def hook(
-    ddp: DistributedDataParallel, source: Source, stand_aside: Callable[[], None]
+    ddp: DistributedDataParallel, source: ReducerSource, stand_aside: Callable[[], None]
 ) -> Callable[[], None]:
     """Makes ``source`` the hook of ``ddp``; returns what undoes it, but for the hook itself.
 
@@ -209,7 +211,9 @@ def hook(
 
 
 #: the hooks of all reducers that have one of ours
-_sources: weakref.WeakKeyDictionary[DistributedDataParallel, Source] = weakref.WeakKeyDictionary()
+_sources: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerSource] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _watch_finalizing() -> None:

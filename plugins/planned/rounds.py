@@ -1,15 +1,11 @@
-"""The rounds of one model: what its reducer hands out, sent, told of, and handed back."""
+"""The rounds of one model: what its source hands out, sent, told of, and handed back."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, TransportError
@@ -22,15 +18,14 @@ from ..queries.operations import ASKING
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock
-from .cutting import Cutter, cut_dealt
+from .cutting import cut_dealt
 from .dealing import dealt
 from .halves import Halves
 from .owners import late_ones
 from .planning import Planning, first_gates
 from .questions import Questions, asked_of
-from .reducer import is_manual, keep_local
 from .sending import Sending
-from .source import Source
+from .source import MakeSource
 from .splitting import Splitting
 from .updates import Updates
 from .wire import Wire
@@ -101,11 +96,11 @@ class OpenOwners(Protocol):
 
 
 class Rounds:
-    """Between the hook of the reducer and the wire.
+    """Between the source of buckets and the wire.
 
     Args:
-        slots: all parameters of ``ddp``, which is not kept alive, in registration order.
-        cut: buckets into chunks.
+        slots: all parameters, in registration order.
+        make_source: of buckets.
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
@@ -115,7 +110,6 @@ class Rounds:
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
         slots: Sequence[Slot],
         config: Config,
         wire: Wire,
@@ -123,7 +117,7 @@ class Rounds:
         observers: Observers,
         clock: Clock,
         *,
-        cut: Cutter,
+        make_source: MakeSource,
         halves_bytes: int,
         setting: Setting,
         learned: Callable[[], bool],
@@ -168,20 +162,7 @@ class Rounds:
                 slots, self.sending, failures, self.meter, observers, **named
             )
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
-        weak_ddp = weakref.ref(ddp)
-        self.source = Source(
-            self,
-            wire.size,
-            {id(slot.parameter): slot.name for slot in slots},
-            holds_gradients=ddp.gradient_as_bucket_view,
-            is_static=ddp.static_graph,
-            is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
-            may_be_unused=ddp.find_unused_parameters,
-            cut=cut,
-            future=_future_of(slots[0].parameter.device),
-            is_manual=partial(is_manual, weak_ddp),
-            keep_local=partial(keep_local, weak_ddp),
-        )
+        self.source = make_source(self)
 
     @property
     def order(self) -> str:
@@ -372,9 +353,3 @@ class Rounds:
         self._splitting.forget()
         for slot in self._slots:
             slot.forget()
-
-
-def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:
-    if device.type == "cpu":
-        return torch.futures.Future
-    return lambda: torch.futures.Future(devices=[device])

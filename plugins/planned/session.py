@@ -1,18 +1,18 @@
-"""One model in DDP whose gradients are planned: its parts, its hooks, and its life."""
+"""One model whose gradients are planned: its parts, its steps, and its life."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
-from bytesched.errors import PluginError, TransportError, UnusedParameterError
+from bytesched.errors import PluginError
 from bytesched.observe import Observers
 from bytesched.tunable import Setting
 from bytesched.urgency import URGENCY
@@ -21,20 +21,15 @@ from bytesched.values import size_text
 from ..dependency.failures import Failures
 from ..figures.unseen import ROUNDING, UNSEEN
 from ..proxies.entries import guard_entries
-from ..proxies.passes import IN_A_CONTEXT, are_in_a_context, watch_passes
+from ..proxies.passes import watch_passes
 from ..routes.carrier import Traffic
-from ..stages import refuse_stage
 from ..update.deferred import Deferred
 from ..update.stepping import Stepping
-from .attachment import Attachment, Give
 from .bundles import Slot
 from .clocks import Clock, DeviceClock, HostClock
-from .cutting import Cutter
 from .gates import Gates
-from .guard import Guard, collectives_of
-from .reducer import check_finalized, is_joining, reduced_by, refuse_effective_join
 from .rounds import OpenOwners, Rounds
-from .source import Phase
+from .source import MakeSource, Phase
 from .wire import Wire
 
 __all__ = ["PlannedSession"]
@@ -42,79 +37,63 @@ __all__ = ["PlannedSession"]
 log = logging.getLogger("bytesched")
 
 
-class PlannedSession:
-    """The life of one wrapped DDP.
+class PlannedSession(ABC):
+    """The life of one wrapped model.
+
+    Who inherits hooks what tells the source, and keeps in ``_undo`` what ends that.
 
     Args:
         root: the module whose call is a forward pass; not kept alive.
-        ddp: the same, or the DDP that is compiled there.
-        slots: all of its parameters, in registration order.
-        cut: buckets into chunks.
-        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
+        slots: its parameters, in registration order.
+        make_source: of their gradients.
         setting: the sizes in use, for figures.
-        bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
-        is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
+        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         open_owners: opens what updates parameters, each a share; None: all ranks update all.
     """
+
+    #: of the model, for figures
+    _name: str
 
     def __init__(
         self,
         root: nn.Module,
-        ddp: DistributedDataParallel,
         slots: Sequence[Slot],
         config: Config,
         wire: Wire,
         observers: Observers,
         *,
-        cut: Cutter,
+        make_source: MakeSource,
         setting: Setting,
         halves_bytes: int = 0,
-        bucket_bytes: int = 0,
-        is_finalized_ahead: bool = False,
         open_owners: OpenOwners | None = None,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ddp = weakref.ref(ddp)
-        self._name = type(ddp.module).__name__
         self._wire = wire
         self._slots = slots
         self._parameters = [slot.parameter for slot in slots]
         self._names = {id(slot.parameter): slot.name for slot in slots}
-        self._by_name = {slot.name: slot.parameter for slot in slots}
         self._setting = setting
-        self._bucket_bytes = bucket_bytes
         self.observers = observers
         self._failures = Failures(wire)
         device = slots[0].parameter.device
-        clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
-        self._guard = Guard(wire, clock)
-        #: of DDP's own back end; None: not counted, or no turns are to come
-        self._collectives = None
-        if config.guard and open_owners is None:
-            self._collectives = collectives_of(ddp, device)
-        #: DDP is by itself, in a turn or until the guard looks again; collectives before the
-        #: current backward pass
-        self._is_away = False
-        self._counted = 0
+        self._clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
         self._rounds = Rounds(
-            ddp,
             slots,
             config,
             wire,
             self._failures,
             observers,
-            clock,
-            cut=cut,
+            self._clock,
+            make_source=make_source,
             halves_bytes=halves_bytes,
             setting=setting,
             learned=lambda: self._gates.are_learned(),
             began=self._began,
             open_owners=open_owners,
         )
-        self.source, self._meter = self._rounds.source, self._rounds.meter
+        self._source, self._meter = self._rounds.source, self._rounds.meter
         self.owners = self._rounds.owners
         self._updates = self._rounds.updates
-        self.source.is_finalized_ahead = is_finalized_ahead
         self._stepping = Stepping(self, self._meter, takes_gradients=self.owners is not None)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: buckets that were handed out before the current backward pass
@@ -127,21 +106,16 @@ class PlannedSession:
         self._undo: list[Callable[[], None]] = []
         guard_entries()
         try:
-            self._hook(ddp)
+            self._undo.append(watch_passes(self))
+            self._hook(root)
+            self._undo.append(self._stepping.close)
         except BaseException:
             self.close()
             raise
 
-    def _hook(self, ddp: DistributedDataParallel) -> None:
-        self._undo.append(watch_passes(self))
-        self._attachment = Attachment(
-            ddp,
-            self.source,
-            self._bucket_bytes,
-            lambda: self._stand_aside("the script registers a hook of its own"),
-        )
-        self._undo.append(self._attachment.close)
-        self._undo.append(self._stepping.close)
+    @abstractmethod
+    def _hook(self, root: nn.Module) -> None:
+        """Hooks what the source is told by."""
 
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], *, cross: bool
@@ -159,101 +133,11 @@ class PlannedSession:
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
 
-    def give(self, ddp: DistributedDataParallel, give: Give) -> None:
-        """See `Attachment.give`."""
-        self._attachment.give(ddp, give)
-        self._undo.insert(0, self._attachment.take_off)
-
     # -- forward -----------------------------------------------------------------------
 
+    @abstractmethod
     def forward_begins(self, module: nn.Module) -> None:
         """See `Forward`."""
-        if self._is_off and not self._comes_back():
-            return
-        self._failures.check()
-        if self.source.phase is Phase.OPEN:
-            self._complain_if_incomplete()
-        if are_in_a_context():
-            self._stand_aside(IN_A_CONTEXT)
-            return
-        if not self.source.handed_out:
-            refuse_stage(module)
-        ddp = self._ddp()
-        refuse_effective_join(ddp)
-        if self.owners is not None and ddp is not None:
-            if is_joining(ddp):
-                raise PluginError("shard=True: ranks under join() would miss what others own")
-            is_rebuilding = self.source.is_early and self.source.rounds > 0
-            if is_rebuilding or ddp.will_sync_module_buffers():
-                self.owners.forward_begins()
-        if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
-            # Here no backward pass of it is under way, or about to begin.
-            self._rounds.land_all("forward")
-            self._rounds.let_go_of_buckets()
-            self._attachment.renew()
-        if self._collectives is not None and self._guard.planned_forward(self.source.finished):
-            self._go_away()
-        self._meter.forward_begins()
-
-    def _may_turn(self, ddp: DistributedDataParallel) -> bool:
-        """Whether DDP may get another reducer in the forward pass that begins."""
-        # That of a static graph sums nothing if its first pass is under no_sync().
-        return self.source.phase is Phase.IDLE and (
-            ddp.require_backward_grad_sync or not ddp.static_graph
-        )
-
-    def _go_away(self) -> None:
-        """DDP is by itself, as the script made it, until the guard says something else."""
-        ddp = self._ddp()
-        if ddp is None or is_joining(ddp) or not self._may_turn(ddp):
-            return
-        self._rounds.land_all("forward")
-        self._is_off = self._is_away = True
-        self._gates.rest()
-        self._rounds.let_go_of_buckets()
-        self._attachment.leave()
-        self._guard.plain_begins()
-
-    def _comes_back(self) -> bool:
-        """A forward pass of DDP by itself begins; whether the plan is in force again."""
-        ddp, guard, root = self._ddp(), self._guard, self._root()
-        if not self._is_away or ddp is None or root is None:
-            return False
-        if is_joining(ddp):
-            self._stand_aside("join() is used")
-            return False
-        known = guard.decision
-        try:
-            guard.plain_forward()
-        except TransportError as error:
-            self._failures.raise_first(error)
-        if guard.decision is not known and self._wire.rank == 0:
-            log.info("%s", guard.decision)
-        if not guard.is_planned_next or not self._may_turn(ddp):
-            return False
-        check_finalized(ddp)
-        self._is_off = self._is_away = False
-        self._rounds.begin_anew()
-        self._attachment.come_back()
-        self._gates.learn(root)
-        guard.planned_begins(self.source.finished)
-        return True
-
-    def _complain_if_incomplete(self) -> None:
-        """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
-        ddp = self._ddp()
-        if ddp is None or not ddp.require_backward_grad_sync:
-            return
-        here = {id(member.parameter) for member in self.source.members()}
-        names = [self._names[id(p)] for p in reduced_by(ddp) if id(p) not in here]
-        missing = [name for name in names if self._by_name[name].grad is None] or names
-        error = UnusedParameterError(
-            f"{len(missing)} parameters got no gradient on rank {self._wire.rank}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. If that may happen, "
-            "say find_unused_parameters=True to DistributedDataParallel"
-        )
-        self._failures.fail(error, is_raised=True)
-        raise error
 
     def forward_ends(self) -> None:
         """See `Forward`."""
@@ -272,29 +156,23 @@ class PlannedSession:
 
     def backward_begins(self) -> None:
         """See `Watcher`: everything from before has come."""
-        self._handed_out = self.source.handed_out
-        if self._is_away and self._collectives is not None:
-            self._counted = self._collectives()
-        if self._is_off or self._failures.error is not None or self.source.phase is Phase.OPEN:
+        self._handed_out = self._source.handed_out
+        if self._is_off or self._failures.error is not None or self._source.phase is Phase.OPEN:
             # Another pass may complete the round, whose buckets nothing writes again. An error is
             # raised where this model is used: the pass may be of another one.
             return
         self._rounds.land_all("backward")
-        self.source.backward_begins(self._parameters)
+        self._source.backward_begins(self._parameters)
 
+    @abstractmethod
     def backward_ends(self) -> None:
         """See `Watcher`."""
-        if not self._is_away or self._collectives is None or self._collectives() == self._counted:
-            return
-        ddp = self._ddp()
-        if ddp is not None and ddp.require_backward_grad_sync:
-            self._guard.plain_round_ends()
 
     def backward_failed(self, error: BaseException) -> BaseException:
         """See `Watcher`."""
-        if self._is_off or self.source.phase is Phase.IDLE:
+        if self._is_off or self._source.phase is Phase.IDLE:
             return error
-        if self.source.handed_out == self._handed_out:
+        if self._source.handed_out == self._handed_out:
             # A pass beside the round.
             return error
         if self._failures.error is not None:
@@ -313,7 +191,6 @@ class PlannedSession:
         if self._wire.rank == 0:
             if not self._has_begun:
                 log.info(UNSEEN)
-            are_ddps = not self._bucket_bytes and chunks == len(self.source.buckets)
             log.info(
                 "%d ranks, %d tensors, %s in %d chunk%s, policy %s, mode %s%s",
                 self._wire.size,
@@ -323,9 +200,13 @@ class PlannedSession:
                 "s" if chunks > 1 else "",
                 self._setting.policy,
                 self.mode,
-                "" if are_ddps or self._wire.size == 2 else f", {ROUNDING}",
+                "" if self._wire.size == 2 or self._rounds_alike(chunks) else f", {ROUNDING}",
             )
         self._has_begun = True
+
+    def _rounds_alike(self, chunks: int) -> bool:
+        """Whether so many chunks of a round are added up as plain training adds them up."""
+        return False
 
     # -- steps -------------------------------------------------------------------------
 
@@ -379,7 +260,7 @@ class PlannedSession:
     @property
     def rounds_finished(self) -> int:
         """How many rounds have been complete."""
-        return self.source.finished
+        return self._source.finished
 
     @property
     def is_measuring(self) -> bool:
@@ -388,11 +269,8 @@ class PlannedSession:
 
     @property
     def mode(self) -> str:
-        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain".
-
-        A turn without the plan changes nothing of it.
-        """
-        if self._is_off and not (self._is_away and not self._guard.is_aside):
+        """The rung of the ladder: "cross" the barrier, schedule inside "backward" only, "plain"."""
+        if self._is_off:
             return "plain"
         return "cross" if self._stepping.crosses else "backward"
 
@@ -413,41 +291,12 @@ class PlannedSession:
         if self.owners is not None:
             # Gradients come where all ranks read them.
             self._updates.apply_all()
-        elif self.source.phase is Phase.IDLE:
+        elif self._source.phase is Phase.IDLE:
             self._rounds.land_all("flush")
 
+    @abstractmethod
     def restore(self) -> None:
-        """DDP does everything by itself from now on, on all ranks."""
-        if self._is_interrupted or self.source.phase is Phase.OPEN:
-            self.give_back()
-            return
-        self._failures.check()
-        self._stand_aside()
-
-    def _stand_aside(self, why: str = "") -> None:
-        """The same; between two rounds. Idempotent."""
-        if self._is_away:
-            # DDP has no hook of ours, and what it has now is its own.
-            self._is_away = False
-            self._attachment.close()
-            self._gates.close()
-        elif self._is_off:
-            return
-        else:
-            self._rounds.land_all("flush")
-            self.give_back()
-            if self.owners is not None:
-                self.owners.restore()
-        if why and self._wire.rank == 0:
-            log.info("left to DDP from now on: %s", why)
-
-    def give_back(self) -> None:
-        """DDP has a reducer without our hook; nothing may be under way."""
-        self._is_off, self._is_away = True, False
-        self._attachment.close()
-        self._gates.close()
-        self._rounds.let_go_of_buckets()
-        self._attachment.leave()
+        """What is spread over the ranks is whole here: they go on without each other."""
 
     def leave(self) -> None:
         """This rank takes no more steps."""
@@ -460,7 +309,7 @@ class PlannedSession:
 
         Those that were not there when the process was forked raise PluginError when they are read.
         """
-        self._is_off, self._is_away = True, False
+        self._is_off = True
         self._rounds.sending.disown()
         self._updates.disown()
         if self.owners is not None:
@@ -493,10 +342,13 @@ class PlannedSession:
         self._wire.close()
         self.observers.close()
 
+    @abstractmethod
+    def give_back(self) -> None:
+        """Gradients are the framework's, or nobody's; nothing may be under way."""
+
     def stats(self) -> dict[str, int | float | str]:
         """Figures since the first rounds: those of `bytesched.figures.Figures`."""
         return {
-            **self._guard.figures(),
             **self._meter.figures(Traffic()),
             "model": self._name,
             "mode": self.mode,

@@ -1,32 +1,22 @@
-"""DDP's reducer as the source of chunks: its communication hook, and what has to be around it.
+"""Where chunks come from: rounds of gradients, handed out in buckets.
 
-The reducer decides what is reduced, when a gradient is complete, and what a round is. Its hook
-returns a future that is complete at once, so backward waits for nothing; after its finalize, the
-gradients that everyone sees wait for their sums (proxies.pending_grads).
+A source says when a bucket can be summed and when a round is over; from then on the gradients that
+everyone sees wait for their sums (proxies.pending_grads).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from .buckets import ALONE, Bucket, Chunk, Member, uses
 from .cutting import Cutter
 
-__all__ = ["Listener", "Phase", "Source"]
-
-#: rounds that DDP makes by itself: then its buckets are what they stay
-_EARLY_ROUNDS: Final = 2
-
-#: why sums land inside backward
-_ELSEWHERE: Final = "gradients lie in memory that others have, too"
-_STRIDES: Final = "DDP copies gradients out of its buckets: parameters have got other strides"
+__all__ = ["Listener", "MakeSource", "Phase", "Source"]
 
 
 class Phase(Enum):
@@ -44,10 +34,10 @@ class Listener(Protocol):
         """The first bucket of a round is ready."""
 
     def layout_changes(self) -> None:
-        """The reducer has other buckets, or other memory for them."""
+        """There are other buckets, or other memory for them."""
 
     def ready(self, chunks: Sequence[Chunk], *, is_last: bool) -> None:
-        """These can be summed. The reducer's lock is held: nothing may wait.
+        """These can be summed. In a hook of autograd: nothing may wait.
 
         Args:
             is_last: they are those of the last bucket of the round.
@@ -71,98 +61,45 @@ class Listener(Protocol):
 
 
 class Source:
-    """The communication hook of one reducer. It keeps no DDP alive: the reducer keeps the hook.
+    """Rounds of one model.
 
     Args:
-        names: of parameters, by their ids.
-        holds_gradients: DDP's ``gradient_as_bucket_view``.
-        is_static: DDP's ``static_graph``.
-        is_batched: DDP's ``batched_grad_copy``.
-        may_be_unused: parameters may stay out of a round.
+        holds_gradients: ``p.grad`` lies in a bucket.
         cut: see `Bucket`.
-        future: makes one.
-        is_manual: whether the script calls DDP's ``finalize_backward`` at the moment.
-        keep_local: from now on the reducer writes no sums into gradients; whether it can do that.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        world_size: int,
-        names: Mapping[int, str],
-        *,
-        holds_gradients: bool,
-        is_static: bool,
-        is_batched: bool,
-        may_be_unused: bool,
-        cut: Cutter,
-        future: Callable[[], torch.futures.Future[torch.Tensor]],
-        is_manual: Callable[[], bool],
-        keep_local: Callable[[], bool],
-    ) -> None:
+    #: rounds after which buckets are what they stay; their sums land inside backward
+    early_rounds: ClassVar[int]
+
+    def __init__(self, listener: Listener, cut: Cutter, *, holds_gradients: bool = False) -> None:
         self._listener = listener
-        self._world_size = world_size
-        self._names = names
         self._holds_gradients = holds_gradients
-        self._is_static = is_static
-        self._is_batched = is_batched
-        #: whether DDP may leave a gradient alone, which shows by its version
-        self._may_be_left = (may_be_unused or is_static) and not holds_gradients
         self.cut = cut
-        self._future = future
-        self._is_manual = is_manual
-        self._keep_local = keep_local
-        #: whether the reducer leaves gradients as they were before the sum
+        #: nobody writes sums into gradients but their buckets, when they are handed back
         self._are_local = False
-        #: a round that the script is to finalize
-        self._unfinalized: list[Bucket] = []
-        #: the script is about to finalize a backward pass that was finalized when it wrapped
-        self.is_finalized_ahead = False
-        self._is_unfinalized_early = False
         self.phase = Phase.IDLE
         #: rounds of which every bucket was handed out
         self.rounds = 0
-        #: the same, of all reducers
+        #: the same, since the beginning
         self.finished = 0
         #: buckets, of all rounds
         self.handed_out = 0
         #: those of the last layout, and of the open round
         self.buckets: list[Bucket] = []
         self._opened: list[Bucket] = []
-        #: parameters whose gradients lay in buckets before this backward pass; see `_divide`
-        self._in_buckets: set[int] = set()
 
     @property
     def is_early(self) -> bool:
-        """Whether DDP may still change its buckets."""
-        return self.rounds < _EARLY_ROUNDS
+        """Whether buckets may still change."""
+        return self.rounds < self.early_rounds
 
-    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        number, buffer = bucket.index(), bucket.buffer()
-        is_backward = torch._C._current_graph_task_id() != -1
-        self.handed_out += 1
-        if number == 0:
-            self.is_finalized_ahead = False
-            self.phase = Phase.OPEN
-            self._opened = []
-            self._listener.round_begins()
-        self._divide(buffer, bucket)
-        here = self._known(number, bucket, is_answer=not is_backward)
-        here.is_under_way = True
-        self._opened.append(here)
-        is_last = bucket.is_last()
-        self._listener.ready(here.chunks, is_last=is_last)
-        if is_last:
-            self._complete(is_backward)
-        future = self._future()
-        future.set_result(buffer)
-        return future
+    def backward_begins(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A backward pass begins; nothing is under way.
 
-    def begin_anew(self) -> None:
-        """The reducer is a new one."""
-        self.rounds = 0
-        self._are_local = False
-        self.let_go()
+        Args:
+            parameters: those of the model.
+        """
+        self.phase = Phase.IDLE
 
     def let_go(self, first: int = 0) -> None:
         """The buckets from ``first`` on are none any more."""
@@ -176,153 +113,21 @@ class Source:
         for bucket in self._opened:
             yield from bucket.members
 
-    def _known(self, number: int, bucket: Any, *, is_answer: bool) -> Bucket:
-        """The bucket ``number``, anew if its memory is not what it was.
-
-        The layout is another one where parameters are, and not where memory is: so that it changes
-        in the same round on all ranks.
+    def _hand_out(self, bucket: Bucket, left: Container[int] = ()) -> bool:
+        """Gradients wait from now on; False if others see their memory, and cannot wait.
 
         Args:
-            is_answer: of a rank that has joined: zeros, in other memory each time.
+            left: ids of parameters that no rank has used, whose gradients stay as they are.
         """
-        known = self.buckets[number] if number < len(self.buckets) else None
-        if known is not None and known.is_of(bucket.buffer()):
-            return known
-        here = self._made(bucket)
-        is_alike = known is not None and known.is_like(here)
-        if not is_alike:
-            self.let_go(number)
-            self._listener.layout_changes()
-        if known is None or not is_alike:
-            self.buckets.append(here)
-        elif not is_answer:
-            known.let_go()
-            self.buckets[number] = here
-        return here
-
-    def _made(self, bucket: Any) -> Bucket:
-        parameters: list[nn.Parameter] = bucket.parameters()
-        return Bucket(
-            self._listener,
-            bucket.buffer(),
-            parameters,
-            bucket.gradients(),
-            self._names,
-            holds_gradients=self._holds_gradients,
-            cut=self.cut,
-            first=sum(len(other.chunks) for other in self._opened),
-        )
-
-    def _divide(self, buffer: torch.Tensor, bucket: Any) -> None:
-        """As the reducer does where it has no hook.
-
-        What it copies in one call for the whole bucket it divides there; what it copies one by one
-        it multiplies, and what lies in the bucket already it divides. The same bits only where the
-        number of ranks is a power of two.
-        """
-        if self._is_batched:
-            buffer.div_(self._world_size)
-            return
-        if not self._in_buckets:
-            buffer.mul_(1 / self._world_size)
-            return
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if id(parameter) in self._in_buckets:
-                view.div_(self._world_size)
-            else:
-                view.mul_(1 / self._world_size)
-
-    def backward_begins(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A backward pass begins; nothing is under way.
-
-        Args:
-            parameters: those of the model.
-        """
-        self.phase = Phase.IDLE
-        if not self._holds_gradients or not self._world_size & (self._world_size - 1):
-            return
-        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
-        self._in_buckets = {
-            id(parameter)
-            for parameter in parameters
-            if (grad := parameter.grad) is not None
-            and (
-                grad.untyped_storage().data_ptr() in storages
-                or (self.rounds <= _EARLY_ROUNDS and grad.untyped_storage().nbytes() > grad.nbytes)
-            )
-        }
-
-    def _complete(self, is_backward: bool) -> None:
-        """The last bucket of a round was handed out, and is under way."""
-        is_early = self.is_early
-        self.rounds += 1
-        self.finished += 1
-        opened, self._opened = self._opened, []
-        if not is_backward:
-            # A rank that has joined answers the others, outside of backward.
-            self._land(opened)
-            for bucket in opened:
-                if not any(bucket is kept for kept in self.buckets):
-                    bucket.let_go()
-            self.phase = Phase.IDLE
-            return
-        if is_early and self._is_static:
-            # DDP may finalize at once, before any callback.
-            self._land(opened)
-        self.phase = Phase.COMPLETE
-        if self._is_manual():
-            self._unfinalized, self._is_unfinalized_early = opened, is_early
-            return
-        # DDP queues its finalize when this hook has returned: in between, and behind it.
-        queue = Variable._execution_engine.queue_callback
-        queue(lambda: self._before_finalize(opened, is_early=is_early))
-
-    @contextmanager
-    def finalizing(self) -> Iterator[None]:
-        """Around a call of DDP's ``finalize_backward``."""
-        buckets, self._unfinalized = self._unfinalized, []
-        is_early = self._is_unfinalized_early
-        is_landed = self._land_before(buckets, is_early=is_early)
-        versions = self._versions(buckets) if self._may_be_left else {}
-        yield
-        if buckets:
-            self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
-
-    def _before_finalize(self, buckets: list[Bucket], *, is_early: bool) -> None:
-        is_landed = self._land_before(buckets, is_early=is_early)
-        versions = self._versions(buckets) if self._may_be_left else {}
-        Variable._execution_engine.queue_callback(
-            lambda: self._after_finalize(buckets, versions, is_early=is_early, is_landed=is_landed)
-        )
-
-    def _after_finalize(
-        self,
-        buckets: list[Bucket],
-        versions: Mapping[int, int],
-        *,
-        is_early: bool,
-        is_landed: bool,
-    ) -> None:
-        if not is_landed:
-            for bucket in buckets:
-                if not self._hand_out(bucket, versions):
-                    self._listener.land(bucket, _ELSEWHERE)
-        self.phase = Phase.IDLE
-        self._listener.round_ends(buckets, is_early=is_early)
-        if is_early and not (self.is_early or self._holds_gradients or self._may_be_left):
-            # What it would write has no sums yet, and whoever reads it waits and gets those.
-            self._are_local = self._keep_local()
-
-    def _hand_out(self, bucket: Bucket, versions: Mapping[int, int]) -> bool:
-        """Gradients wait from now on; False if others see their memory, and cannot wait."""
         can_wait = not (bucket.holds_gradients and bucket.is_seen)
         for member in bucket.members:
+            if left and id(member.parameter) in left:
+                continue
             grad = member.parameter.grad
             if grad is None and self._are_local:
-                # There was none, or a hook has taken it: DDP makes one.
+                # There was none, or a hook has taken it.
                 grad = member.parameter.grad = torch.empty_like(member.parameter)
-            if grad is None or versions.get(id(member.parameter)) == grad._version:
-                # No rank has used it.
+            if grad is None:
                 continue
             if bucket.holds_gradients:
                 if grad.data_ptr() != member.view.data_ptr():
@@ -334,36 +139,9 @@ class Source:
             member.hand_out(grad)
         return can_wait
 
-    def _are_copied(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether DDP copies gradients out of buckets where they cannot lie any more.
-
-        Their parameters have other strides than when its reducer was made.
-        """
-        if self._holds_gradients:
-            # In every round, for every tensor: without a call for each.
-            for bucket in buckets:
-                for member in bucket.members:
-                    if member.parameter.stride() != member.view.stride():
-                        return True
-        return False
-
-    def _land_before(self, buckets: Sequence[Bucket], *, is_early: bool) -> bool:
-        """Lands them all before DDP finalizes, if they have to be here by then."""
-        are_copied = not is_early and self._are_copied(buckets)
-        if is_early or are_copied:
-            self._land(buckets, _STRIDES if are_copied else "")
-        return is_early or are_copied
-
     def _land(self, buckets: Sequence[Bucket], why: str = "") -> None:
         for bucket in buckets:
             self._listener.land(bucket, why)
 
-    @staticmethod
-    def _versions(buckets: Sequence[Bucket]) -> dict[int, int]:
-        """Of all gradients, before DDP writes those that some rank has used."""
-        return {
-            id(member.parameter): member.parameter.grad._version
-            for bucket in buckets
-            for member in bucket.members
-            if member.parameter.grad is not None
-        }
+
+MakeSource = Callable[[Listener], Source]

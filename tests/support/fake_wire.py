@@ -26,8 +26,8 @@ from bytesched.observe import Observer, Observers
 from bytesched.plugins.planned.buckets import Bucket
 from bytesched.plugins.planned.bundles import Slot
 from bytesched.plugins.planned.cutting import cut_whole
+from bytesched.plugins.planned.ddp_session import DdpSession
 from bytesched.plugins.planned.reducer import renew
-from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.planned.wire import HOST
 from bytesched.plugins.proxies.pending import PendingParameter
 from bytesched.plugins.proxies.pending_grads import PendingGrad
@@ -220,7 +220,7 @@ class Run:
         self.slots = [Slot(*named) for named in self.model.named_parameters()]
         if self.wire is None:
             return
-        self.session: Any = PlannedSession(
+        self.session: Any = DdpSession(
             self.model,
             self.model,
             self.slots,

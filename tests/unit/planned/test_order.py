@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from bytesched.plugins.planned import gates, source, updates
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
+from bytesched.plugins.planned.ddp_session import DdpSession
 from bytesched.plugins.planned.rounds import Rounds
 from bytesched.plugins.planned.sending import Sending
-from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.planned.streams import Streams
 from bytesched.plugins.planned.updates import Updates
 from bytesched.plugins.proxies.pending_grads import PendingGrad, make_plain
@@ -343,7 +343,7 @@ def made_plain(member: Member) -> bool:
     return True
 
 
-def not_landed(of_session: PlannedSession) -> None:
+def not_landed(of_session: DdpSession) -> None:
     of_session.source.backward_begins([slot.parameter for slot in of_session._slots])
 
 
@@ -370,15 +370,15 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
         r"reads .*0\.weight in its bucket.*, and waits for no end of sum",
     ),
     "a later round, for all of the last one": (
-        *(PlannedSession, "backward_begins", not_landed, Case(written_again_without_a_step)),
+        *(DdpSession, "backward_begins", not_landed, Case(written_again_without_a_step)),
         r"copy_ on stream \d+ writes .*0\.weight in its bucket.*, and waits for no end of sum",
     ),
     "a pass through another graph": (
-        *(PlannedSession, "backward_begins", not_landed, Case(a_regulariser_between)),
+        *(DdpSession, "backward_begins", not_landed, Case(a_regulariser_between)),
         r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad",
     ),
     "a pass through another graph, in the bucket": (
-        *(PlannedSession, "backward_begins", not_landed, Case(a_regulariser_between, view=True)),
+        *(DdpSession, "backward_begins", not_landed, Case(a_regulariser_between, view=True)),
         r"add_? on stream \d+ (reads|writes) .*0\.weight\.grad.*, and waits for no end of sum",
     ),
     "gradients that everyone sees": (

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
 from bytesched.plugins.planned.cutting import Cut
 from bytesched.plugins.planned.reducer import hook, keep_local, renew
-from bytesched.plugins.planned.source import Phase, Source
+from bytesched.plugins.planned.reducer_source import ReducerSource
+from bytesched.plugins.planned.source import Phase
 from bytesched.plugins.proxies.pending_grads import PendingGrad
 
 
@@ -37,7 +38,7 @@ class Listening:
         self.size = size
         self.names = {id(p): name for name, p in self.ddp.module.named_parameters()}
         self.log: list[Any] = []
-        self.source = Source(
+        self.source = ReducerSource(
             self,
             size,
             self.names,

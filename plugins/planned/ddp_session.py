@@ -1,0 +1,312 @@
+"""A model in DDP whose gradients are planned: DDP's own reducer, its turns, and its end."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError, TransportError, UnusedParameterError
+from bytesched.observe import Observers
+from bytesched.tunable import Setting
+
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
+from ..stages import refuse_stage
+from .attachment import Attachment, Give
+from .bundles import Slot
+from .cutting import Cutter
+from .guard import Guard, collectives_of
+from .reducer import (
+    check_finalized,
+    is_joining,
+    is_manual,
+    keep_local,
+    reduced_by,
+    refuse_effective_join,
+)
+from .reducer_source import ReducerSource
+from .rounds import OpenOwners
+from .session import PlannedSession
+from .source import Listener, Phase
+from .wire import Wire
+
+__all__ = ["DdpSession"]
+
+log = logging.getLogger("bytesched")
+
+
+class DdpSession(PlannedSession):
+    """The life of one wrapped DDP.
+
+    Args:
+        root: the module whose call is a forward pass; not kept alive.
+        ddp: the same, or the DDP that is compiled there.
+        slots: all of its parameters, in registration order.
+        cut: buckets into chunks.
+        setting: the sizes in use, for figures.
+        halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
+        bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
+        is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
+        open_owners: opens what updates parameters, each a share; None: all ranks update all.
+    """
+
+    source: ReducerSource
+
+    def __init__(
+        self,
+        root: nn.Module,
+        ddp: DistributedDataParallel,
+        slots: Sequence[Slot],
+        config: Config,
+        wire: Wire,
+        observers: Observers,
+        *,
+        cut: Cutter,
+        setting: Setting,
+        halves_bytes: int = 0,
+        bucket_bytes: int = 0,
+        is_finalized_ahead: bool = False,
+        open_owners: OpenOwners | None = None,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._name = type(ddp.module).__name__
+        self._by_name = {slot.name: slot.parameter for slot in slots}
+        self._bucket_bytes = bucket_bytes
+        #: of DDP's own back end; None: not counted, or no turns are to come
+        self._collectives = None
+        if config.guard and open_owners is None:
+            self._collectives = collectives_of(ddp, slots[0].parameter.device)
+        #: DDP is by itself, in a turn or until the guard looks again; collectives before the
+        #: current backward pass
+        self._is_away = False
+        self._counted = 0
+
+        def make_source(listener: Listener) -> ReducerSource:
+            self.source = _source(listener, ddp, slots, wire.size, cut)
+            return self.source
+
+        super().__init__(
+            root,
+            slots,
+            config,
+            wire,
+            observers,
+            make_source=make_source,
+            setting=setting,
+            halves_bytes=halves_bytes,
+            open_owners=open_owners,
+        )
+        self._guard = Guard(wire, self._clock)
+        self.source.is_finalized_ahead = is_finalized_ahead
+
+    def _hook(self, root: nn.Module) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        self._attachment = Attachment(
+            ddp,
+            self.source,
+            self._bucket_bytes,
+            lambda: self._stand_aside("the script registers a hook of its own"),
+        )
+        self._undo.append(self._attachment.close)
+
+    def give(self, ddp: DistributedDataParallel, give: Give) -> None:
+        """See `Attachment.give`."""
+        self._attachment.give(ddp, give)
+        self._undo.insert(0, self._attachment.take_off)
+
+    # -- forward -----------------------------------------------------------------------
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """See `Forward`."""
+        if self._is_off and not self._comes_back():
+            return
+        self._failures.check()
+        if self.source.phase is Phase.OPEN:
+            self._complain_if_incomplete()
+        if are_in_a_context():
+            self._stand_aside(IN_A_CONTEXT)
+            return
+        if not self.source.handed_out:
+            refuse_stage(module)
+        ddp = self._ddp()
+        refuse_effective_join(ddp)
+        if self.owners is not None and ddp is not None:
+            if is_joining(ddp):
+                raise PluginError("shard=True: ranks under join() would miss what others own")
+            is_rebuilding = self.source.is_early and self.source.rounds > 0
+            if is_rebuilding or ddp.will_sync_module_buffers():
+                self.owners.forward_begins()
+        if self._attachment.is_renewal_due and self.source.phase is Phase.IDLE:
+            # Here no backward pass of it is under way, or about to begin.
+            self._rounds.land_all("forward")
+            self._rounds.let_go_of_buckets()
+            self._attachment.renew()
+        if self._collectives is not None and self._guard.planned_forward(self.source.finished):
+            self._go_away()
+        self._meter.forward_begins()
+
+    def _may_turn(self, ddp: DistributedDataParallel) -> bool:
+        """Whether DDP may get another reducer in the forward pass that begins."""
+        # That of a static graph sums nothing if its first pass is under no_sync().
+        return self.source.phase is Phase.IDLE and (
+            ddp.require_backward_grad_sync or not ddp.static_graph
+        )
+
+    def _go_away(self) -> None:
+        """DDP is by itself, as the script made it, until the guard says something else."""
+        ddp = self._ddp()
+        if ddp is None or is_joining(ddp) or not self._may_turn(ddp):
+            return
+        self._rounds.land_all("forward")
+        self._is_off = self._is_away = True
+        self._gates.rest()
+        self._rounds.let_go_of_buckets()
+        self._attachment.leave()
+        self._guard.plain_begins()
+
+    def _comes_back(self) -> bool:
+        """A forward pass of DDP by itself begins; whether the plan is in force again."""
+        ddp, guard, root = self._ddp(), self._guard, self._root()
+        if not self._is_away or ddp is None or root is None:
+            return False
+        if is_joining(ddp):
+            self._stand_aside("join() is used")
+            return False
+        known = guard.decision
+        try:
+            guard.plain_forward()
+        except TransportError as error:
+            self._failures.raise_first(error)
+        if guard.decision is not known and self._wire.rank == 0:
+            log.info("%s", guard.decision)
+        if not guard.is_planned_next or not self._may_turn(ddp):
+            return False
+        check_finalized(ddp)
+        self._is_off = self._is_away = False
+        self._rounds.begin_anew()
+        self._attachment.come_back()
+        self._gates.learn(root)
+        guard.planned_begins(self.source.finished)
+        return True
+
+    def _complain_if_incomplete(self) -> None:
+        """Where DDP raises that some parameters got no gradient: with their names, on all ranks."""
+        ddp = self._ddp()
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        here = {id(member.parameter) for member in self.source.members()}
+        names = [self._names[id(p)] for p in reduced_by(ddp) if id(p) not in here]
+        missing = [name for name in names if self._by_name[name].grad is None] or names
+        error = UnusedParameterError(
+            f"{len(missing)} parameters got no gradient on rank {self._wire.rank}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. If that may happen, "
+            "say find_unused_parameters=True to DistributedDataParallel"
+        )
+        self._failures.fail(error, is_raised=True)
+        raise error
+
+    # -- backward ----------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """See `Watcher`."""
+        if self._is_away and self._collectives is not None:
+            self._counted = self._collectives()
+        super().backward_begins()
+
+    def backward_ends(self) -> None:
+        """See `Watcher`."""
+        if not self._is_away or self._collectives is None or self._collectives() == self._counted:
+            return
+        ddp = self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync:
+            self._guard.plain_round_ends()
+
+    def _rounds_alike(self, chunks: int) -> bool:
+        return not self._bucket_bytes and chunks == len(self.source.buckets)
+
+    # -- life --------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> str:
+        """See `PlannedSession`. A turn without the plan changes nothing of it."""
+        if self._is_away and not self._guard.is_aside:
+            return "cross" if self._stepping.crosses else "backward"
+        return super().mode
+
+    def restore(self) -> None:
+        """DDP does everything by itself from now on, on all ranks."""
+        if self._is_interrupted or self.source.phase is Phase.OPEN:
+            self.give_back()
+            return
+        self._failures.check()
+        self._stand_aside()
+
+    def _stand_aside(self, why: str = "") -> None:
+        """The same; between two rounds. Idempotent."""
+        if self._is_away:
+            # DDP has no hook of ours, and what it has now is its own.
+            self._is_away = False
+            self._attachment.close()
+            self._gates.close()
+        elif self._is_off:
+            return
+        else:
+            self._rounds.land_all("flush")
+            self.give_back()
+            if self.owners is not None:
+                self.owners.restore()
+        if why and self._wire.rank == 0:
+            log.info("left to DDP from now on: %s", why)
+
+    def give_back(self) -> None:
+        """DDP has a reducer without our hook; nothing may be under way."""
+        self._is_off, self._is_away = True, False
+        self._attachment.close()
+        self._gates.close()
+        self._rounds.let_go_of_buckets()
+        self._attachment.leave()
+
+    def disown(self) -> None:
+        """See `PlannedSession`."""
+        self._is_away = False
+        super().disown()
+
+    def stats(self) -> dict[str, int | float | str]:
+        """See `PlannedSession`."""
+        return {**self._guard.figures(), **super().stats()}
+
+
+def _source(
+    listener: Listener,
+    ddp: DistributedDataParallel,
+    slots: Sequence[Slot],
+    world_size: int,
+    cut: Cutter,
+) -> ReducerSource:
+    weak_ddp = weakref.ref(ddp)
+    return ReducerSource(
+        listener,
+        world_size,
+        {id(slot.parameter): slot.name for slot in slots},
+        holds_gradients=ddp.gradient_as_bucket_view,
+        is_static=ddp.static_graph,
+        is_batched=bool(getattr(ddp, "batched_grad_copy", False)),
+        may_be_unused=ddp.find_unused_parameters,
+        cut=cut,
+        future=_future_of(slots[0].parameter.device),
+        is_manual=partial(is_manual, weak_ddp),
+        keep_local=partial(keep_local, weak_ddp),
+    )
+
+
+def _future_of(device: torch.device) -> Callable[[], torch.futures.Future[torch.Tensor]]:
+    if device.type == "cpu":
+        return torch.futures.Future
+    return lambda: torch.futures.Future(devices=[device])
