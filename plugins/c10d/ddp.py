@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
@@ -52,6 +51,7 @@ from .grouping import (
     refuse_settings,
 )
 from .grouping import statements as group_statements
+from .hooked import attach_hooked, refuse_part_of_ddp
 from .joining import joining
 from .planning import attach_planned, refuse_halves, sums_within_hosts, why_not_planned
 from .shell import finalizes_by_hand, take_over
@@ -192,20 +192,23 @@ def begin(
         if config.shard:
             refuse_to_shard(optimizer)
         session: Session | PlannedSession
-        why_live = "it is not in DistributedDataParallel"
-        if ddp is not None:
-            why_live = why_not_planned(
-                ddp,
-                config,
-                has_groups=has_groups(model, groups),
-                is_folded=accumulation is not None,
-            )
-        if config.shard and why_live:
+        why_live = why_not_planned(
+            model,
+            ddp,
+            config,
+            has_groups=has_groups(model, groups),
+            is_folded=accumulation is not None,
+        )
+        if config.shard and (why_live or ddp is None):
+            why_live = why_live or "it is not in DistributedDataParallel"
             raise PluginError(f"shard = True cannot be for this model: {why_live}")
         # Settings of ranks may differ: all of them ask.
-        within = ddp is not None and not why_live and sums_within_hosts(ddp, config, entry)
-        if ddp is not None and not why_live and (config.shard or not within):
-            session = attach_planned(optimizer, model, ddp, config, entry)
+        within = not why_live and sums_within_hosts(model, config, entry)
+        if not why_live and (config.shard or not within):
+            if ddp is None:
+                session = attach_hooked(optimizer, model, config, entry)
+            else:
+                session = attach_planned(optimizer, model, ddp, config, entry)
         else:
             session = attach(optimizer, model, config, entry, groups, accumulation)
         try:
@@ -241,7 +244,7 @@ def attach(
     """
     ddp = find_ddp(model)
     if ddp is None:
-        _refuse_part_of_ddp(model)
+        refuse_part_of_ddp(model)
     base = base_of(model)
     grouping = grouping_of(model, groups, base)
     if grouping.parted:
@@ -347,30 +350,6 @@ def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         if name in names:
             yield parameter
-
-
-def _refuse_part_of_ddp(model: nn.Module) -> None:
-    """Raises PluginError if a DDP reduces parameters of ``model``: both would."""
-    if not _is_reduced_by_ddp(model):
-        return
-    # It may be garbage that is not collected yet.
-    gc.collect()
-    if _is_reduced_by_ddp(model):
-        raise PluginError(
-            "parameters of the module belong to a DistributedDataParallel: wrap that one, neither "
-            "its .module nor what contains it"
-        )
-
-
-def _is_reduced_by_ddp(model: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in model.parameters()}
-    return any(
-        id(parameter) in mine
-        # Not isinstance: it reads the class of proxies of all kinds.
-        for owner in gc.get_objects()
-        if issubclass(type(owner), DistributedDataParallel)
-        for parameter in owner.module.parameters()
-    )
 
 
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:

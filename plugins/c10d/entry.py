@@ -47,6 +47,7 @@ class Entry:
 
     def __init__(self, base: dist.ProcessGroup, call: str = _WRAP) -> None:
         self._call = call
+        self.base = base
         self._rank, self._size = base.rank(), base.size()
         store = store_of(base)
         # Counted in the store: the group of a later training has a new one.

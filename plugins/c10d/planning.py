@@ -31,19 +31,34 @@ from .entry import Entry
 from .joining import joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = ["attach_planned", "refuse_halves", "sums_within_hosts", "why_not_planned"]
+__all__ = [
+    "BUCKET_BYTES",
+    "attach_planned",
+    "refuse_halves",
+    "sums_within_hosts",
+    "why_not_planned",
+]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
-_BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
+BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
 _CHUNK_BYTES: Final = {"gloo": 1 << 20}
 
 
 def why_not_planned(
-    ddp: DistributedDataParallel, config: Config, *, has_groups: bool, is_folded: bool
+    model: nn.Module,
+    ddp: DistributedDataParallel | None,
+    config: Config,
+    *,
+    has_groups: bool,
+    is_folded: bool,
 ) -> str:
-    """Why gradients of a DDP go another way; empty if they can be planned."""
+    """Why gradients of a model go another way; empty if they can be planned.
+
+    Args:
+        ddp: what it is, if it is one.
+    """
     ways = [Cell(), Cell("sharded")]
-    if _goes_in_halves(ddp):
+    if ddp is None or _goes_in_halves(ddp):
         ways.append(Cell("split"))
     if config.cell not in ways:
         return "another way is asked for"
@@ -55,7 +70,7 @@ def why_not_planned(
         return "devices are shared"
     if config.compression != "none":
         return "gradients are compressed"
-    if any(parameter.is_complex() for parameter in ddp.parameters()):
+    if ddp is not None and any(parameter.is_complex() for parameter in ddp.parameters()):
         # DDP's hook is shown half of each, as real numbers.
         return "gradients are complex"
     return ""
@@ -81,10 +96,10 @@ def _goes_in_halves(ddp: DistributedDataParallel) -> bool:
     return base.size() == 2 and device.type == "cpu" and kind_of(base, device) == "gloo"
 
 
-def sums_within_hosts(ddp: DistributedDataParallel, config: Config, entry: Entry) -> bool:
+def sums_within_hosts(model: nn.Module, config: Config, entry: Entry) -> bool:
     """Whether hosts that have several ranks each may sum first; collective."""
-    device = next(ddp.parameters()).device
-    if config.hierarchy == "off" or kind_of(ddp.process_group, device) != "gloo":
+    device = next(model.parameters()).device
+    if config.hierarchy == "off" or kind_of(entry.base, device) != "gloo":
         return False
     hosts = entry.gather(socket.gethostname(), config.timeout_s)
     return device.type == "cpu" and levels_of(hosts) is not None
@@ -164,7 +179,7 @@ def attach_planned(
 def _sizes(ddp: DistributedDataParallel, config: Config, kind: str) -> tuple[int, int]:
     """Those of the buckets that ``ddp`` is to get, and of chunks; 0: as they are."""
     asked = config.partition_bytes
-    bucket_bytes = 0 if why_not_renewed(ddp) else asked or _BUCKET_BYTES.get(kind, 0)
+    bucket_bytes = 0 if why_not_renewed(ddp) else asked or BUCKET_BYTES.get(kind, 0)
     return bucket_bytes, asked or _CHUNK_BYTES.get(kind, 0)
 
 

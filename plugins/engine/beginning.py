@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
-from typing import Protocol
+from collections.abc import Callable, Container
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 
-from ..layout.slots import Slot
 from ..left import leave
 from ..proxies.compiling import exclude_compiler, has_compiled
 from ..update.separable import why_not_deferred
@@ -20,6 +19,15 @@ from ..update.separable import why_not_deferred
 __all__ = ["add_optimizer", "slots_of", "stays_plain", "why_whole"]
 
 log = logging.getLogger("bytesched")
+
+
+class Slot(Protocol):
+    """A parameter that is reduced."""
+
+    parameter: nn.Parameter
+
+
+SlotT = TypeVar("SlotT", bound=Slot)
 
 
 def stays_plain(name: str, why: str) -> bool:
@@ -34,8 +42,8 @@ def slots_of(
     optimizer: torch.optim.Optimizer,
     *,
     ignored: Container[int] = (),
-    kind: type[Slot] = Slot,
-) -> list[Slot]:
+    kind: Callable[[str, nn.Parameter], SlotT],
+) -> list[SlotT]:
     """All parameters of ``model`` that require a gradient, on one device, in its own order.
 
     Args:

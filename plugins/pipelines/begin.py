@@ -22,6 +22,7 @@ from ..c10d.planning import refuse_halves
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, slots_of, stays_plain
 from ..engine.session import Session
+from ..layout.slots import Slot
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
 from ..routes.groups.opening import kind_of
@@ -137,7 +138,7 @@ def _attach(
         if name in getattr(ddp, "parameters_to_ignore", ())
     }
     refuse_halves(base, config)
-    slots = slots_of(root, optimizer, ignored=ignored)
+    slots = slots_of(root, optimizer, ignored=ignored, kind=Slot)
     device = slots[0].parameter.device
     kind = kind_of(base, device)
     find_unused = config.find_unused_parameters

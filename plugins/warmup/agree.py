@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from bytesched.config import Config
 from bytesched.errors import MismatchError
-
-from ..layout.slots import Slot
 
 __all__ = ["agree", "disagreement", "settings", "statements"]
 
@@ -32,8 +32,15 @@ _SHARED_FIELDS = (
 )
 
 
+class Named(Protocol):
+    """A parameter that is reduced."""
+
+    name: str
+    parameter: nn.Parameter
+
+
 def statements(
-    slots: Sequence[Slot], optimizer: torch.optim.Optimizer, config: Config
+    slots: Sequence[Named], optimizer: torch.optim.Optimizer, config: Config
 ) -> list[str]:
     """What every plugin's ranks must agree on, a line for each."""
     return [

@@ -150,7 +150,7 @@ def _sized(config: Config, slots: list[Slot], backend: StoreBackend, servers: in
 
 
 def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Slot]:
-    slots = slots_of(model, optimizer)
+    slots = slots_of(model, optimizer, kind=Slot)
     for slot in slots:
         if slot.parameter.device.type != "cpu":
             raise PluginError(

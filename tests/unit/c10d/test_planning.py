@@ -68,7 +68,7 @@ def test_a_ddp_is_planned_unless_another_way_is_asked_for(
 ) -> None:
     ddp = DistributedDataParallel(mlp())
     options = {"has_groups": False, "is_folded": False, **options}
-    assert why_not_planned(ddp, Config(**fields), **options) == why
+    assert why_not_planned(ddp, ddp, Config(**fields), **options) == why
 
 
 def test_it_trains_over_groups_of_its_own() -> None:

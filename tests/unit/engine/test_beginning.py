@@ -9,6 +9,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.plugins.engine.beginning import slots_of, stays_plain, why_whole
+from bytesched.plugins.planned.bundles import Slot
 
 
 class Special(nn.Parameter):
@@ -24,9 +25,13 @@ def test_slots_are_the_parameters_that_train_in_their_order() -> None:
     model, optimizer = model_and_optimizer()
     model[0].bias.requires_grad_(False)
     model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
-    assert [slot.name for slot in slots_of(model, optimizer)] == ["0.weight", "1.weight", "1.bias"]
+    assert [slot.name for slot in slots_of(model, optimizer, kind=Slot)] == [
+        "0.weight",
+        "1.weight",
+        "1.bias",
+    ]
     ignored = {id(model[1].weight)}
-    slots = slots_of(model, optimizer, ignored=ignored)
+    slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
     assert [slot.name for slot in slots] == ["0.weight", "1.bias"]
 
 
@@ -34,28 +39,28 @@ def test_a_parameter_of_another_class_is_refused_by_its_name() -> None:
     model, optimizer = model_and_optimizer()
     model.register_parameter("odd", Special(torch.zeros(2)))
     with pytest.raises(PluginError, match="'odd' is a Special"):
-        slots_of(model, optimizer)
+        slots_of(model, optimizer, kind=Slot)
 
 
 def test_a_model_that_does_not_train_is_refused() -> None:
     model, optimizer = model_and_optimizer()
     model.requires_grad_(False)
     with pytest.raises(PluginError, match="no parameter that requires a gradient"):
-        slots_of(model, optimizer)
+        slots_of(model, optimizer, kind=Slot)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, _ = model_and_optimizer()
     _, optimizer = model_and_optimizer()
     with pytest.raises(PluginError, match="the optimizer has no parameter of this model"):
-        slots_of(model, optimizer)
+        slots_of(model, optimizer, kind=Slot)
 
 
 def test_a_model_on_two_devices_is_refused() -> None:
     model, optimizer = model_and_optimizer()
     model[1].to("meta")
     with pytest.raises(PluginError, match=r"several devices: \['cpu', 'meta'\]"):
-        slots_of(model, optimizer)
+        slots_of(model, optimizer, kind=Slot)
 
 
 def test_the_first_reason_to_step_whole_is_given() -> None:

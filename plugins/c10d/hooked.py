@@ -1,0 +1,95 @@
+"""A model that nobody else reduces: how its ranks come together."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError
+from bytesched.tunable import Setting
+
+from ..engine.beginning import slots_of
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
+from ..planned.wire import GroupWire
+from ..routes.groups.opening import kind_of
+from ..warmup.agree import statements
+from .carrying import broadcast
+from .entry import Entry
+from .joining import joining
+from .planning import BUCKET_BYTES, refuse_halves
+
+__all__ = ["attach_hooked", "refuse_part_of_ddp"]
+
+
+def attach_hooked(
+    optimizer: torch.optim.Optimizer, model: nn.Module, config: Config, entry: Entry
+) -> HookedSession:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective.
+
+    Args:
+        entry: what the ranks go through together.
+    """
+    refuse_part_of_ddp(model)
+    base = entry.base
+    slots = slots_of(model, optimizer, kind=Slot)
+    device = slots[0].parameter.device
+    kind = kind_of(base, device)
+    refuse_halves(base, config)
+    entry.agree(
+        [
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {config.find_unused_parameters}",
+        ],
+        config.timeout_s,
+    )
+    partition_bytes = config.partition_bytes or BUCKET_BYTES.get(kind, 0)
+    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
+    with joining(base, f"session{entry.number}", config) as ranks:
+        data = ranks.open("data", kind)
+        control = data if kind == "gloo" else ranks.open("control")
+        broadcast(data, model)
+        session = HookedSession(
+            model,
+            slots,
+            config,
+            GroupWire(data, control, [], device),
+            ranks.observers(),
+            setting=setting,
+            divisor=data.size,
+            sync=_always,
+            find_unused=config.find_unused_parameters,
+        )
+    return session
+
+
+def refuse_part_of_ddp(model: nn.Module) -> None:
+    """Raises PluginError if a DDP reduces parameters of ``model``: both would."""
+    if not _is_reduced_by_ddp(model):
+        return
+    # It may be garbage that is not collected yet.
+    gc.collect()
+    if _is_reduced_by_ddp(model):
+        raise PluginError(
+            "parameters of the module belong to a DistributedDataParallel: wrap that one, neither "
+            "its .module nor what contains it"
+        )
+
+
+def _is_reduced_by_ddp(model: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(
+        id(parameter) in mine
+        # Not isinstance: it reads the class of proxies of all kinds.
+        for owner in gc.get_objects()
+        if issubclass(type(owner), DistributedDataParallel)
+        for parameter in owner.module.parameters()
+    )
+
+
+def _always() -> bool:
+    return True

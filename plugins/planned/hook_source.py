@@ -1,0 +1,412 @@
+"""Gradients of parameters as the source of chunks: hooks of ours, and buckets of ours.
+
+A round is one synchronised backward pass, or several that complete each other (two losses over one
+forward pass). Every parameter takes part in it once: with its gradient, or with what it has from
+before, or with zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar, Final
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+
+from bytesched.errors import PluginError, TransportError
+
+from ..dependency.failures import Failures
+from ..update.surroundings import unseen
+from .buckets import Bucket
+from .bundles import Slot
+from .cutting import Cutter
+from .source import Listener, Phase, Source
+from .wire import Wire
+
+__all__ = ["Entry", "HookSource"]
+
+#: why sums land inside backward
+_ELSEWHERE: Final = "gradients lie in memory that others have, too"
+#: through which every custom Function's backward is called, also those that run backward again
+_CUSTOM_BACKWARD: Final = BackwardCFunction.apply.__code__
+
+
+class Entry:
+    """One parameter, whose gradient is awaited in every round."""
+
+    __slots__ = ("bucket", "expected", "fired", "hook_id", "index", "is_local", "slot", "view")
+
+    def __init__(self, index: int, slot: Slot) -> None:
+        self.index = index
+        self.slot = slot
+        #: how often it gets a gradient in this round, and how often in each
+        self.fired, self.expected = 0, 1
+        #: it has a gradient from a pass that was not synchronised
+        self.is_local = False
+        #: of its gradient hook
+        self.hook_id = -1
+        #: where its gradient is sent from, and the bucket around it
+        self.view: torch.Tensor
+        self.bucket: _Filling
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.slot.name!r}, {self.fired} of {self.expected} gradients>"
+
+
+class _Filling:
+    """A bucket, and how many gradients it lacks in this round."""
+
+    __slots__ = ("bucket", "entries", "missing", "streams")
+
+    def __init__(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
+        self.bucket = bucket
+        self.entries = entries
+        self.missing = len(entries)
+        #: on which its gradients were computed, on a device
+        self.streams: Set[Any] = set()
+
+
+class HookSource(Source):
+    """The hooks of one model's parameters.
+
+    Args:
+        slots: the parameters, the same on all ranks.
+        bucket_bytes: after which a bucket is full.
+        divisor: of gradients; 1: the wire divides.
+        find_unused: parameters may get no gradient; None: the first round shows it.
+    """
+
+    #: the first one shows in which order gradients come
+    early_rounds: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        listener: Listener,
+        wire: Wire,
+        failures: Failures,
+        slots: Sequence[Slot],
+        *,
+        cut: Cutter,
+        bucket_bytes: int,
+        divisor: int,
+        find_unused: bool | None,
+    ) -> None:
+        super().__init__(listener, cut)
+        self._wire = wire
+        self._failures = failures
+        self._bucket_bytes = bucket_bytes
+        self._scale = 1 / divisor
+        self._names = {id(slot.parameter): slot.name for slot in slots}
+        self._find_unused = find_unused
+        #: what no hook has written is written by its bucket
+        self._are_local = True
+        #: whether gradients of the next backward pass are reduced
+        self.is_synced = True
+        #: whether they are anyone else's
+        self.is_off = False
+        self.entries = [Entry(index, slot) for index, slot in enumerate(slots)]
+        self._by_id = {id(entry.slot.parameter): entry for entry in self.entries}
+        self._is_callback_queued = False
+        #: parameters without a gradient in this round
+        self._missing = 0
+        #: those that got one, in that order, and how many of them before this backward pass
+        self._arrived: list[Entry] = []
+        self._arrived_before = 0
+        self._fillings: list[_Filling] = []
+        #: the first one that was not handed out
+        self._next = 0
+        # What is registered last is used last, and gets its gradient first.
+        self._lay_out(range(len(slots) - 1, -1, -1))
+
+    def hook(self) -> Callable[[], None]:
+        """Takes part in every gradient; returns what ends that."""
+        handles = []
+        for entry in self.entries:
+            parameter = entry.slot.parameter
+            handle = parameter.register_post_accumulate_grad_hook(partial(self._on_grad, entry))
+            entry.hook_id = handle.id
+            handles.append(handle)
+
+        def unhook() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return unhook
+
+    # -- buckets -----------------------------------------------------------------------
+
+    def _lay_out(self, order: Iterable[int]) -> None:
+        """Buckets of parameters that are neighbours in ``order``, in the order of their last."""
+        self.let_go()
+        self._fillings.clear()
+        open_: dict[torch.dtype, list[Entry]] = {}
+        for entry in (self.entries[index] for index in order):
+            kind = entry.slot.parameter.dtype
+            entries = open_.setdefault(kind, [])
+            entries.append(entry)
+            if sum(entry.slot.parameter.nbytes for entry in entries) >= self._bucket_bytes:
+                self._add_bucket(open_.pop(kind))
+        for entries in open_.values():
+            self._add_bucket(entries)
+
+    def _add_bucket(self, entries: Sequence[Entry]) -> None:
+        parameters = [entry.slot.parameter for entry in entries]
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
+        buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        bucket = Bucket(
+            self._listener,
+            buffer,
+            parameters,
+            buffer.split(sizes),
+            self._names,
+            holds_gradients=False,
+            cut=self.cut,
+            first=sum(len(other.chunks) for other in self.buckets),
+        )
+        filling = _Filling(bucket, entries)
+        for entry, member in zip(entries, bucket.members, strict=True):
+            entry.view, entry.bucket = member.view, filling
+        self.buckets.append(bucket)
+        self._fillings.append(filling)
+
+    # -- a gradient --------------------------------------------------------------------
+
+    def _on_grad(self, entry: Entry, parameter: torch.Tensor) -> None:
+        if self.is_off:
+            return
+        if not self.is_synced:
+            entry.is_local = True
+            return
+        if not self._is_callback_queued:
+            self._is_callback_queued = True
+            Variable._execution_engine.queue_callback(self._after_backward)
+        self._take(entry)
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """``parameter`` has its gradient, and no backward pass runs: `finish` ends the round."""
+        self._take(self._by_id[id(parameter)])
+
+    def backward_gradient(self, parameter: torch.Tensor) -> None:
+        """The same inside backward, the end of which ends the round."""
+        self._on_grad(self._by_id[id(parameter)], parameter)
+
+    def _take(self, entry: Entry) -> None:
+        """On the critical path of every parameter's backward: few calls."""
+        if self.phase is not Phase.OPEN:
+            self._begin()
+        entry.fired += 1
+        if entry.fired != entry.expected:
+            if entry.fired > entry.expected:
+                self._refuse_second(entry)
+            return
+        self._missing -= 1
+        self._arrived.append(entry)
+        filling = entry.bucket
+        filling.missing -= 1
+        if self._wire.has_streams:
+            filling.streams = {*filling.streams, torch.cuda.current_stream()}
+        if not filling.missing:
+            self._hand_over()
+
+    def _refuse_second(self, entry: Entry) -> None:
+        raise PluginError(
+            f"parameter {entry.slot.name!r} got a second gradient in one round on rank "
+            f"{self._wire.rank}. Either it is used in several reentrant checkpoints, or "
+            "backward() ran twice on one graph, or an earlier backward() was interrupted by an "
+            "exception"
+        )
+
+    def _begin(self) -> None:
+        self.phase = Phase.OPEN
+        self._opened = []
+        self._next = self._arrived_before = 0
+        self._missing = len(self.entries)
+        self._arrived.clear()
+        for entry in self.entries:
+            entry.fired = 0
+        for filling in self._fillings:
+            filling.missing = len(filling.entries)
+
+    def _hand_over(self) -> None:
+        """Buckets go in one order on all ranks: what is full waits for those before it."""
+        while self._next < len(self._fillings) and not self._fillings[self._next].missing:
+            filling = self._fillings[self._next]
+            if self._next == 0:
+                self._listener.round_begins()
+            self._next += 1
+            self._fill(filling)
+            self.handed_out += 1
+            filling.bucket.is_under_way = True
+            self._opened.append(filling.bucket)
+            is_last = self._next == len(self._fillings)
+            self._listener.ready(filling.bucket.chunks, is_last=is_last)
+
+    def _fill(self, filling: _Filling) -> None:
+        """Gradients, divided, into the bucket."""
+        if filling.streams:
+            stream = torch.cuda.current_stream()
+            for other in filling.streams - {stream}:
+                stream.wait_stream(other)
+            filling.streams = set()
+        with torch.no_grad(), unseen(), torch._C.DisableTorchFunctionSubclass():
+            for entry in filling.entries:
+                grad, view = entry.slot.parameter.grad, entry.view
+                if grad is None:
+                    view.zero_()
+                elif grad.dtype is not view.dtype or grad.device != view.device or grad.is_sparse:
+                    self._refuse(entry, grad)
+                elif self._scale == 1:
+                    view.copy_(grad)
+                else:
+                    torch.mul(grad, self._scale, out=view)
+
+    def _refuse(self, entry: Entry, grad: torch.Tensor) -> None:
+        """Plain training would go on without reducing, and its ranks drift apart."""
+        kind = f"sparse {grad.dtype}" if grad.is_sparse else str(grad.dtype)
+        error = PluginError(
+            f"the gradient of {entry.slot.name!r} is {kind} on {grad.device}, it was "
+            f"{entry.view.dtype} on {entry.view.device}: unwrap before the model is converted, and "
+            "wrap it again"
+        )
+        self._failures.fail(error, is_raised=True)
+        raise error
+
+    # -- the end of a round ------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        """A backward pass begins, of this model or another."""
+        self._is_callback_queued = False
+        self._arrived_before = len(self._arrived)
+
+    def pass_failed(self) -> None:
+        """An exception has ended it, and nothing of it was handed out: as if it had not been."""
+        self._is_callback_queued = False
+        for entry in self._arrived[self._arrived_before :]:
+            entry.fired -= 1
+            entry.bucket.missing += 1
+            self._missing += 1
+        del self._arrived[self._arrived_before :]
+        if not self._arrived:
+            self.phase = Phase.IDLE
+
+    @property
+    def absent(self) -> list[str]:
+        """The names of parameters that the open round lacks."""
+        if self.phase is not Phase.OPEN:
+            return []
+        return [entry.slot.name for entry in self.entries if entry.fired < entry.expected]
+
+    @property
+    def _may_be_absent(self) -> bool:
+        return self._find_unused is not False if self.is_early else bool(self._find_unused)
+
+    def _after_backward(self) -> None:
+        self._is_callback_queued = False
+        if self.phase is not Phase.OPEN:
+            return
+        if self._missing and (not self._may_be_absent or _is_nested()):
+            # The pass around this one, or that of another loss, may bring the rest.
+            return
+        self._finish()
+
+    def finish(self) -> None:
+        """Ends the open round, where it need not be complete; see `absent`."""
+        if self.phase is Phase.OPEN and (not self._missing or self._may_be_absent):
+            self._finish()
+
+    def complete(self) -> None:
+        """Ends a round outside of backward: what got no gradient takes part with what it has.
+
+        That is an earlier gradient, or zeros. Without an open round, a new one is made of these.
+        """
+        if self.phase is not Phase.OPEN:
+            self._begin()
+        for entry in self.entries:
+            if entry.fired < entry.expected:
+                if entry.slot.parameter.grad is None:
+                    entry.slot.parameter.grad = torch.zeros_like(entry.slot.parameter)
+                entry.fired = entry.expected - 1
+                self._take(entry)
+        self._finish()
+
+    def _finish(self) -> None:
+        is_early = self.is_early
+        absent = [entry for entry in self.entries if entry.fired < entry.expected]
+        for entry in absent:
+            entry.bucket.missing -= 1
+        self._missing = 0
+        self._hand_over()
+        telling = self._tell(absent) if is_early or self._find_unused else None
+        self.phase = Phase.COMPLETE
+        self.rounds += 1
+        self.finished += 1
+        opened, self._opened = self._opened, []
+        left: Set[int] = set()
+        order: Sequence[int] = ()
+        if telling is not None and (is_early or absent):
+            left, order = self._told(telling, absent)
+        for bucket in opened:
+            if not self._hand_out(bucket, left) or is_early:
+                self._listener.land(bucket, "" if is_early else _ELSEWHERE)
+        for entry in self.entries:
+            entry.is_local = False
+        self.phase = Phase.IDLE
+        self._listener.round_ends(opened, is_early=is_early)
+        if order:
+            self._settle(order)
+
+    def _tell(self, absent: Sequence[Entry]) -> tuple[torch.Tensor, Any]:
+        """What ranks have used; and in the first round, in which order it came."""
+        used = [1.0] * len(self.entries)
+        for entry in absent:
+            used[entry.index] = float(entry.is_local)
+        places: list[float] = []
+        if self.is_early:
+            places = [float(len(self.entries))] * len(self.entries)
+            for place, entry in enumerate(self._arrived):
+                places[entry.index] = float(place)
+        numbers = torch.tensor([*used, *places, len(absent)], dtype=torch.float64, device="cpu")
+        return numbers, self._wire.start_largest(numbers)
+
+    def _told(
+        self, telling: tuple[torch.Tensor, Any], absent: Sequence[Entry]
+    ) -> tuple[Set[int], Sequence[int]]:
+        """Parameters that no rank has used, by id; and the order in which all had come, if told."""
+        numbers, work = telling
+        try:
+            self._wire.wait(work, "the map of used parameters")
+        except TransportError as error:
+            self._failures.raise_first(error)
+        count = len(self.entries)
+        told = numbers.tolist()
+        left = {id(entry.slot.parameter) for entry in absent if not told[entry.index]}
+        places = told[count:-1]
+        if places and self._find_unused is None:
+            self._find_unused = told[-1] > 0
+        return left, sorted(range(len(places)), key=places.__getitem__)
+
+    def _settle(self, order: Sequence[int]) -> None:
+        """Buckets, and hooks, are what they stay."""
+        self._lay_out(order)
+        self._listener.layout_changes()
+        for entry in self.entries:
+            # The script's own hooks, which may change the gradient, come before ours. Autograd
+            # reads the dictionary beneath an OrderedDict: move_to_end would not do.
+            hooks: Any = entry.slot.parameter._post_accumulate_grad_hooks
+            if entry.hook_id != -1:
+                hooks[entry.hook_id] = hooks.pop(entry.hook_id)
+
+
+def _is_nested() -> bool:
+    """True inside a backward pass that another one runs (a reentrant checkpoint)."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CUSTOM_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False

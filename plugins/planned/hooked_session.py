@@ -1,0 +1,201 @@
+"""A model whose gradients are taken by hooks of ours, as nobody else reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+from bytesched.errors import PluginError, UnusedParameterError
+from bytesched.observe import Observers
+from bytesched.tunable import Setting
+
+from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
+from ..stages import refuse_stage
+from .bundles import Slot
+from .cutting import cut_whole
+from .hook_source import HookSource
+from .session import PlannedSession
+from .source import Listener, Phase
+from .wire import Wire
+
+__all__ = ["HookedSession"]
+
+
+class HookedSession(PlannedSession):
+    """The life of one wrapped model.
+
+    Args:
+        root: the module whose call is a forward pass; not kept alive.
+        slots: the parameters that are reduced, in registration order, the same on all ranks.
+        divisor: of gradients; 1: the wire divides.
+        sync: whether the backward pass of the forward pass that begins now is to be reduced;
+            None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
+        find_unused: parameters may get no gradient; None: the first round shows it.
+    """
+
+    source: HookSource
+
+    def __init__(
+        self,
+        root: nn.Module,
+        slots: Sequence[Slot],
+        config: Config,
+        wire: Wire,
+        observers: Observers,
+        *,
+        setting: Setting,
+        divisor: int,
+        sync: Callable[[], bool] | None,
+        find_unused: bool | None,
+    ) -> None:
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        self._name = type(inner).__name__
+        self._sync = sync
+
+        def make_source(listener: Listener) -> HookSource:
+            self.source = HookSource(
+                listener,
+                wire,
+                self._failures,
+                slots,
+                cut=partial(cut_whole, chunk_bytes=setting.partition_bytes),
+                bucket_bytes=setting.partition_bytes,
+                divisor=divisor,
+                find_unused=find_unused,
+            )
+            return self.source
+
+        super().__init__(
+            root, slots, config, wire, observers, make_source=make_source, setting=setting
+        )
+
+    def _hook(self, root: nn.Module) -> None:
+        if self._sync is not None:
+            self._undo.append(self.source.hook())
+
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Calls ``undo`` after every hook has been taken off."""
+        self._undo.insert(0, undo)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The parameters that are reduced, in registration order."""
+        return self._slots
+
+    # -- forward and backward ----------------------------------------------------------
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """See `Forward`."""
+        if self._is_off:
+            return
+        self._failures.check()
+        if are_in_a_context():
+            self.raise_first(PluginError(f"this model cannot stay wrapped: {IN_A_CONTEXT}"))
+        if self._sync is not None:
+            if not self.source.handed_out:
+                refuse_stage(module)
+            self.source.is_synced = self._sync()
+            if self.source.is_synced:
+                self._finish()
+        self._meter.forward_begins()
+
+    def backward_begins(self) -> None:
+        """See `Watcher`."""
+        self.source.pass_begins()
+        super().backward_begins()
+
+    def backward_ends(self) -> None:
+        """See `Watcher`."""
+
+    def backward_failed(self, error: BaseException) -> BaseException:
+        """See `Watcher`."""
+        if self.source.phase is Phase.OPEN and self.source.handed_out == self._handed_out:
+            self.source.pass_failed()
+            return error
+        return super().backward_failed(error)
+
+    def begin(self) -> None:
+        """See `Steps`: the round ends, at the latest."""
+        super().begin()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.source.finish()
+        if names := self.source.absent:
+            error = UnusedParameterError(
+                f"{len(names)} parameters got no gradient on rank {self._wire.rank}: "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. If that may happen, "
+                "say find_unused_parameters=True to DistributedDataParallel, or to bytesched.wrap "
+                "for a plain module"
+            )
+            self._failures.fail(error, is_raised=True)
+            raise error
+
+    # -- from outside ------------------------------------------------------------------
+
+    def backward_gradient(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is to be reduced; called in backward."""
+        self.source.backward_gradient(parameter)
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is to be reduced; called outside of backward."""
+        if self.source.phase is not Phase.OPEN:
+            self._rounds.land_all("backward")
+        self.source.gradient(parameter)
+
+    def backward_over(self) -> None:
+        """No backward pass of this round is left, where `gradient` is called.
+
+        Raises `UnusedParameterError` if a parameter has no gradient that must have one.
+        """
+        self._finish()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether some gradients of a round are complete and others not."""
+        return self.source.phase is Phase.OPEN and self.error is None
+
+    def complete_round(self) -> None:
+        """Every parameter that got no gradient takes part with what it has, or with zeros."""
+        self._failures.check()
+        if self.source.phase is not Phase.OPEN:
+            self._rounds.land_all("backward")
+        self.source.complete()
+
+    @property
+    def is_inside_round(self) -> bool:
+        """Whether other ranks may wait for gradients of this one, and know of no error of it."""
+        is_unfinished = self.source.phase is Phase.OPEN or bool(self._rounds.sending.buckets)
+        return is_unfinished and self.error is None
+
+    def wait_reduced(self) -> None:
+        """Returns when nothing is on the wire."""
+        self._failures.check()
+        if self.source.phase is Phase.IDLE:
+            self._rounds.land_all("synchronize")
+
+    # -- life --------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """See `PlannedSession`."""
+        self._failures.check()
+
+    def give_back(self) -> None:
+        """See `PlannedSession`."""
+        self._is_off = self.source.is_off = True
+        self._gates.close()
+
+    def disown(self) -> None:
+        """See `PlannedSession`."""
+        self.source.is_off = True
+        super().disown()
+
+    def close(self, *, release_parameters: bool = True) -> None:
+        """See `PlannedSession`."""
+        self.source.is_off = True
+        super().close(release_parameters=release_parameters)
