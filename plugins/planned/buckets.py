@@ -37,7 +37,7 @@ Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 class Sent:
     """What one operation carries to all ranks."""
 
-    __slots__ = ("index", "landed_on", "name", "sent", "work")
+    __slots__ = ("index", "key", "landed_on", "name", "sent", "work")
 
     def __init__(self, index: int, sent: torch.Tensor, name: str) -> None:
         #: in the order in which they are made
@@ -47,6 +47,9 @@ class Sent:
         self.sent = sent
         #: at the end of which it is everywhere; None before it is issued
         self.work: Any = None
+        #: what names it on a wire that needs one: the same on all ranks, once among what is under
+        #: way, and always of as many numbers
+        self.key = f"{index} of {sent.numel()}"
         #: the stream that has waited for it last, or the host; None: none yet
         self.landed_on: int | None = None
 

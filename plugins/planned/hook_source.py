@@ -210,7 +210,8 @@ class HookSource(Source):
         filling.missing -= 1
         if self._wire.has_streams:
             filling.streams = {*filling.streams, torch.cuda.current_stream()}
-        if not filling.missing:
+        if not filling.missing and not self.is_early:
+            # In the first round hooks of the script may still follow ours, and change gradients.
             self._hand_over()
 
     def _refuse_second(self, entry: Entry) -> None:

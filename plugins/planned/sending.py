@@ -79,7 +79,7 @@ class Sending:
         if self._wire.has_streams:
             self._streams.hand_over(chunks, following)
         for number, chunk in enumerate(following, 1):
-            chunk.work = self._wire.start(chunk.sent)
+            chunk.work = self._wire.start(chunk.sent, chunk.key)
             self._planning.issued(chunk, is_last=is_last and number == len(following))
 
     def hand_to_owners(self, bucket: Bucket) -> None:

@@ -26,8 +26,12 @@ class Wire(Protocol):
     #: a wait is only queued, on a stream of a device
     has_streams: bool
 
-    def start(self, tensor: torch.Tensor) -> Any:
-        """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
+    def start(self, tensor: torch.Tensor, key: str = "") -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work.
+
+        Args:
+            key: names it, as `Sent.key` does, where a wire pairs sums by name.
+        """
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.

@@ -100,7 +100,7 @@ class FakeWire:
         #: what every wait raises
         self.error: BaseException | None = None
 
-    def start(self, tensor: Tensor) -> FakeWork:
+    def start(self, tensor: Tensor, key: str = "") -> FakeWork:
         self.started.append(tensor)
         # A device's carrier sums one after the other; of several on a host, any may be the last.
         last = self.works[-1].clock if self.works and self.has_streams else Clock()

@@ -85,8 +85,11 @@ class Group:
         with _unwatched():
             return _unguarded(self.backend, "recv")(self.backend, [tensor], peer, tag)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Begins to sum ``tensor`` over the ranks, in place; returns the work."""
+    def all_reduce(self, tensor: torch.Tensor, key: str = "") -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work.
+
+        Collectives are paired by their order: the ``key`` names it for others (see `Wire.start`).
+        """
         return _unguarded(self.backend, "allreduce")(self.backend, [tensor])
 
     def largest(self, tensor: torch.Tensor) -> Any:

@@ -85,7 +85,7 @@ class EndWire:
         self._ends.begun[self.rank].append((kind, into, sent, work))
         return work
 
-    def start(self, tensor: Tensor) -> Work:
+    def start(self, tensor: Tensor, key: str = "") -> Work:
         return self._begin("sum", tensor, tensor)
 
     def exchange(self, into: Tensor, sent: Tensor) -> Work:

@@ -257,7 +257,7 @@ def test_parameters_that_may_stay_out_do(run_of: Make) -> None:
 def test_what_cannot_be_sent_is_named(run_of: Make) -> None:
     run = run_of()
 
-    def refuse(tensor: Tensor) -> Any:
+    def refuse(tensor: Tensor, key: str = "") -> Any:
         raise RuntimeError("no connection")
 
     run.wire.start = refuse
