@@ -66,7 +66,7 @@ def why_not_planned(
         return "some ranks reduce some parameters"
     if is_folded:
         return "gradients are folded into moments"
-    if config.share:
+    if config.share and config.shard:
         return "devices are shared"
     if config.compression != "none":
         return "gradients are compressed"

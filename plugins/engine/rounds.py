@@ -23,9 +23,9 @@ from bytesched.round import GradientState
 
 from ..dependency.context import Context
 from ..layout.slots import Slot
+from ..planned.turns import ModelTurns
 from ..routes.handover import Handover
 from .phase import Phase
-from .turns import ModelTurns
 
 __all__ = ["Rounds"]
 

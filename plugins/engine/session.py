@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
@@ -21,8 +20,9 @@ from ..figures.unseen import ROUNDING, UNSEEN
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..moments.folding import Accumulation, Folding
+from ..planned.turns import open_turns
 from ..proxies.entries import guard_entries
-from ..proxies.hooks import StayingForwardHook, StayingHook, gate
+from ..proxies.hooks import StayingForwardHook, StayingHook
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..routes.backend import Backend
 from ..routes.handover import Handover
@@ -33,7 +33,6 @@ from .phase import Life
 from .round_steps import RoundSteps
 from .rounds import Rounds
 from .running import Running
-from .turns import open_turns
 from .warming import WarmingUp
 
 __all__ = ["Session"]
@@ -113,7 +112,14 @@ class Session(HookedModel):
         )
         if config.share:
             device = slots[0].parameter.device
-            self._rounds.turns = open_turns(config.share, device, context)
+            self._rounds.turns = open_turns(
+                config.share,
+                device,
+                rank=backend.rank,
+                size=backend.size,
+                timeout_s=backend.timeout_s,
+                look=self._progress.check,
+            )
         self._stepping = Stepping(
             RoundSteps(self._rounds, self._handover, self._progress),
             self._meter,
@@ -130,11 +136,7 @@ class Session(HookedModel):
             for slot in self._rounds.slots:
                 self._undo.append(self._rounds.hook(slot))
         if (turns := self._rounds.turns) is not None:
-            # Behind what DDP does at first, which waits for other ranks.
-            inner = root.module if isinstance(root, DistributedDataParallel) else root
-            self._undo.append(gate(inner, lambda _: turns.forward_begins(), _nothing))
-            ended = StayingForwardHook(lambda *_: turns.forward_ends())
-            self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
+            turns.hook(root)
             self._undo.append(turns.close)
         before = StayingHook(self.before_forward, self._inside_compiled)
         self._undo.append(root.register_forward_pre_hook(before, prepend=True).remove)
@@ -183,11 +185,8 @@ class Session(HookedModel):
             return
         if torch.is_grad_enabled():
             self._before_training_forward()
-        else:
-            if not module.training:
-                self._life.synchronize_all()
-            if self._rounds.turns is not None:
-                self._rounds.turns.brief_forward_begins()
+        elif not module.training:
+            self._life.synchronize_all()
 
     def _before_training_forward(self) -> None:
         self._progress.check()

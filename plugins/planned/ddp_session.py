@@ -80,7 +80,7 @@ class DdpSession(PlannedSession):
         self._bucket_bytes = bucket_bytes
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = None
-        if config.guard and open_owners is None:
+        if config.guard and open_owners is None and not config.share:
             self._collectives = collectives_of(ddp, slots[0].parameter.device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
@@ -254,7 +254,7 @@ class DdpSession(PlannedSession):
             # DDP has no hook of ours, and what it has now is its own.
             self._is_away = False
             self._attachment.close()
-            self._gates.close()
+            self._take_gates_off()
         elif self._is_off:
             return
         else:
@@ -269,7 +269,7 @@ class DdpSession(PlannedSession):
         """DDP has a reducer without our hook; nothing may be under way."""
         self._is_off, self._is_away = True, False
         self._attachment.close()
-        self._gates.close()
+        self._take_gates_off()
         self._rounds.let_go_of_buckets()
         self._attachment.leave()
 

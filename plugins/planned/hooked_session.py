@@ -188,7 +188,7 @@ class HookedSession(PlannedSession):
     def give_back(self) -> None:
         """See `PlannedSession`."""
         self._is_off = self.source.is_off = True
-        self._gates.close()
+        self._take_gates_off()
 
     def disown(self) -> None:
         """See `PlannedSession`."""

@@ -27,6 +27,7 @@ from .questions import Questions, asked_of
 from .sending import Sending
 from .source import MakeSource
 from .splitting import Splitting
+from .turns import ModelTurns
 from .updates import Updates
 from .wire import Wire
 
@@ -106,6 +107,7 @@ class Rounds:
         learned: puts gates where forward passes have shown them; whether it did so now.
         began: called with the chunks and bytes of a round that differs in them from the last one.
         open_owners: opens what updates parameters, each a share; None: all ranks update all.
+        turns: of a device that several jobs share.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Rounds:
         learned: Callable[[], bool],
         began: Callable[[int, int], None],
         open_owners: OpenOwners | None = None,
+        turns: ModelTurns | None = None,
     ) -> None:
         self._slots = slots
         self._wire = wire
@@ -131,6 +134,7 @@ class Rounds:
         self._halves_bytes = halves_bytes
         self._setting = setting
         self._learned = learned
+        self._turns = turns
         self._began = began
         #: chunks and bytes of the last round
         self._last_sent = (0, 0)
@@ -178,6 +182,8 @@ class Rounds:
 
     def round_begins(self) -> None:
         """See `Listener`."""
+        if self._turns is not None:
+            self._turns.backward_begins()
         # A rank that has joined, and begins no backward pass, has not waited for it.
         self._listen()
         if not self.source.is_early:
@@ -300,6 +306,8 @@ class Rounds:
 
     def round_ends(self, buckets: Sequence[Bucket], *, is_early: bool) -> None:
         """See `Listener`."""
+        if self._turns is not None:
+            self._turns.backward_ends()
         self.meter.backward_ends()
         if self.owners is not None:
             self.owners.deal()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from bytesched.errors import PluginError, TransportError
+from bytesched.share.turn import HELD, released
 
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
@@ -106,7 +107,8 @@ class Sending:
         if not outstanding:
             return
         began = self._meter.moment()
-        with span("bytesched::wait"):
+        is_long = HELD and not self.has_streams and not self.have_come(outstanding)
+        with span("bytesched::wait"), released() if is_long else nullcontext():
             if self.halves is not None and self.halves.is_round_whole:
                 # Nor may anything change what is still to be measured.
                 self.hand_on()

@@ -14,6 +14,7 @@ from torch import nn
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observers
+from bytesched.share.turn import turn_figures
 from bytesched.tunable import Setting
 from bytesched.urgency import URGENCY
 from bytesched.values import size_text
@@ -30,6 +31,7 @@ from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
 from .rounds import OpenOwners, Rounds
 from .source import MakeSource, Phase
+from .turns import ModelTurns, open_turns
 from .wire import Wire
 
 __all__ = ["PlannedSession"]
@@ -77,6 +79,16 @@ class PlannedSession(ABC):
         self._failures = Failures(wire)
         device = slots[0].parameter.device
         self._clock: Clock = DeviceClock(device) if wire.has_streams else HostClock()
+        self._turns: ModelTurns | None = None
+        if config.share:
+            self._turns = open_turns(
+                config.share,
+                device,
+                rank=wire.rank,
+                size=wire.size,
+                timeout_s=wire.timeout_s,
+                look=self._failures.check,
+            )
         self._rounds = Rounds(
             slots,
             config,
@@ -90,6 +102,7 @@ class PlannedSession(ABC):
             learned=lambda: self._gates.are_learned(),
             began=self._began,
             open_owners=open_owners,
+            turns=self._turns,
         )
         self._source, self._meter = self._rounds.source, self._rounds.meter
         self.owners = self._rounds.owners
@@ -108,6 +121,8 @@ class PlannedSession(ABC):
         try:
             self._undo.append(watch_passes(self))
             self._hook(root)
+            if self._turns is not None:
+                self._turns.hook(root)
             self._undo.append(self._stepping.close)
         except BaseException:
             self.close()
@@ -326,7 +341,7 @@ class PlannedSession(ABC):
         self._closed = True
         if self.owners is not None:
             self.owners.close()
-        self._gates.close()
+        self._take_gates_off()
         for undo in reversed(self._undo):
             try:
                 undo()
@@ -341,6 +356,12 @@ class PlannedSession(ABC):
         self._rounds.let_go_of_buckets()
         self._wire.close()
         self.observers.close()
+
+    def _take_gates_off(self) -> None:
+        """Nothing waits in front of modules any more."""
+        self._gates.close()
+        if self._turns is not None:
+            self._turns.close()
 
     @abstractmethod
     def give_back(self) -> None:
@@ -357,9 +378,7 @@ class PlannedSession(ABC):
             "rank": self._wire.rank,
             "world_size": self._wire.size,
             **URGENCY.figures(),
-            "turns": 0,
-            "turn_wait_s": 0.0,
-            "turns_ended": 0,
+            **turn_figures(),
         }
 
     def __repr__(self) -> str:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.share.meeting import device_folder, processor
 from bytesched.share.tickets import Tickets
 from bytesched.share.turn import HELD, Turn
 
-from ..dependency.context import Context
+from ..proxies.hooks import StayingForwardHook, gate
 
 __all__ = ["ModelTurns", "open_turns"]
 
@@ -30,25 +32,32 @@ class ModelTurns:
     pass without gradients has a turn of its own.
     """
 
-    def __init__(self, turn: Turn, context: Context) -> None:
+    def __init__(self, turn: Turn, look: Callable[[], None]) -> None:
         self._turn = turn
-        self._look = context.progress.check
+        self._look = look
+        #: what takes the hooks of the model off
+        self._undo: list[Callable[[], None]] = []
         #: a forward pass of this model has taken it, and no backward pass has ended since
         self._is_ours = False
         #: so has one without gradients
         self._is_brief = False
 
+    def hook(self, root: nn.Module) -> None:
+        """Calls of ``root`` are forward passes."""
+        # Behind what DDP does at first, which waits for other ranks.
+        inner = root.module if isinstance(root, DistributedDataParallel) else root
+        self._undo.append(gate(inner, lambda _: self.forward_begins(), _nothing))
+        ended = StayingForwardHook(lambda *_: self.forward_ends())
+        self._undo.append(root.register_forward_hook(ended, always_call=True).remove)
+
     def forward_begins(self) -> None:
-        """The model is about to compute; with gradients, if this is to be a turn."""
+        """The model is about to compute; without gradients the turn ends with it."""
         if torch.is_grad_enabled():
             if self._is_ours:
                 self._turn.give_back()
             self._turn.take(self._look)
             self._is_ours = True
-
-    def brief_forward_begins(self) -> None:
-        """The same without gradients: at the end of it the turn is over."""
-        if self._turn not in HELD:
+        elif self._turn not in HELD:
             self._turn.take(self._look)
             self._is_brief = True
 
@@ -59,7 +68,7 @@ class ModelTurns:
             self._turn.give_back()
 
     def backward_begins(self) -> None:
-        """The first gradient of a round is there."""
+        """The first bucket of a round is there."""
         self._turn.take(self._look)
 
     def backward_ends(self) -> None:
@@ -68,24 +77,37 @@ class ModelTurns:
         self._turn.give_back()
 
     def close(self) -> None:
-        """The model takes no more."""
+        """The model takes no more. Idempotent."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         self._is_ours = self._is_brief = False
         self._turn.give_back()
 
 
-def open_turns(share: str, device: torch.device, context: Context) -> ModelTurns:
+def open_turns(
+    share: str,
+    device: torch.device,
+    *,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    look: Callable[[], None],
+) -> ModelTurns:
     """Those of a model on ``device`` under the name ``share``.
+
+    Args:
+        look: called while a turn is awaited; raises what has gone wrong meanwhile.
 
     Raises `PluginError` if the folder where jobs meet is another user's, or cannot be made.
     """
-    backend = context.backend
-    folder = device_folder(share, _shared_as(device, backend.rank))
+    folder = device_folder(share, _shared_as(device, rank))
     turn = _turns.get(folder)
     if turn is None:
-        tickets = Tickets(folder, f"rank {backend.rank} of {backend.size}")
+        tickets = Tickets(folder, f"rank {rank} of {size}")
         queued = None if device.type == "cpu" else partial(_queued, device)
-        _turns[folder] = turn = Turn(tickets, timeout_s=backend.timeout_s, queued=queued)
-    return ModelTurns(turn, context)
+        _turns[folder] = turn = Turn(tickets, timeout_s=timeout_s, queued=queued)
+    return ModelTurns(turn, look)
 
 
 def _queued(device: torch.device) -> Callable[[], bool]:
@@ -101,3 +123,7 @@ def _shared_as(device: torch.device, rank: int) -> str:
         return processor(rank)
     properties: Any = torch.cuda.get_device_properties(device)
     return f"{device.type}-{getattr(properties, 'uuid', device.index)}"
+
+
+def _nothing() -> None:
+    """A gate inside compiled code waits for no turn."""

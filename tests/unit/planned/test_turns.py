@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from bytesched.plugins.engine.turns import ModelTurns, open_turns
+from bytesched.plugins.planned.turns import ModelTurns, open_turns
 from bytesched.share.turn import HELD, Turn
 
 CPU = torch.device("cpu")
 
 
-def context(rank: int = 0) -> Any:
+def opened(share: str, rank: int = 0) -> ModelTurns:
     """Of a model whose ranks have no error."""
-    backend = SimpleNamespace(rank=rank, size=2, timeout_s=100.0)
-    return SimpleNamespace(backend=backend, progress=SimpleNamespace(check=lambda: None))
+    return open_turns(share, CPU, rank=rank, size=2, timeout_s=100.0, look=lambda: None)
 
 
 @pytest.fixture
 def turns(tmp_path: Path) -> Iterator[ModelTurns]:
-    turns = open_turns(str(tmp_path / "share"), CPU, context())
+    turns = opened(str(tmp_path / "share"))
     yield turns
     turns.close()
     assert not HELD
@@ -62,7 +59,6 @@ def test_a_backward_pass_takes_one_if_no_forward_pass_has(turns: ModelTurns) -> 
 
 def test_a_forward_pass_without_gradients_has_its_own(turns: ModelTurns) -> None:
     with torch.no_grad():
-        turns.brief_forward_begins()
         turns.forward_begins()
         assert HELD
         turns.forward_ends()
@@ -73,7 +69,7 @@ def test_a_forward_pass_without_gradients_has_its_own(turns: ModelTurns) -> None
 def test_a_forward_pass_without_gradients_is_part_of_a_longer_turn(turns: ModelTurns) -> None:
     turns.forward_begins()
     with torch.no_grad():
-        turns.brief_forward_begins()
+        turns.forward_begins()
         turns.forward_ends()
     assert HELD
     assert turn_of(turns).totals.turns == 1
@@ -81,5 +77,5 @@ def test_a_forward_pass_without_gradients_is_part_of_a_longer_turn(turns: ModelT
 
 def test_models_on_one_device_have_one_turn(turns: ModelTurns, tmp_path: Path) -> None:
     share = str(tmp_path / "share")
-    assert turn_of(open_turns(share, CPU, context())) is turn_of(turns)
-    assert turn_of(open_turns(share, CPU, context(rank=1))) is not turn_of(turns)
+    assert turn_of(opened(share)) is turn_of(turns)
+    assert turn_of(opened(share, rank=1)) is not turn_of(turns)
