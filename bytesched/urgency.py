@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from time import monotonic, perf_counter_ns
 from typing import Final
 
+from bytesched.observe import Observers
 from bytesched.scheduler import Scheduler
 from bytesched.share.turn import HELD, released
 
@@ -61,6 +62,8 @@ class Urgency:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._members: dict[Scheduler, None] = {}
+        #: told of sections, beside those that schedulers have
+        self._observers: dict[Observers, None] = {}
         self._sections: dict[Section, None] = {}
         #: threads that wait for something of ours
         self._waits = 0
@@ -99,6 +102,17 @@ class Urgency:
                 self.is_held = False
                 self._changed.notify_all()
 
+    def observe(self, observers: Observers) -> Callable[[], None]:
+        """``observers`` are told of every section; returns what ends that."""
+        with self._lock:
+            self._observers[observers] = None
+
+        def end() -> None:
+            with self._lock:
+                self._observers.pop(observers, None)
+
+        return end
+
     # -- sections ----------------------------------------------------------------------
 
     def begin(self, name: str) -> Section:
@@ -120,6 +134,8 @@ class Urgency:
             self._total_ns += length_ns
             for scheduler in tuple(self._members):
                 scheduler.trace_urgent(section.name, section.began_ns, now_ns)
+            for observers in tuple(self._observers):
+                observers.on_span("urgent", section.name, section.began_ns, now_ns)
             if self._is_over:
                 # What came after the limit: a section that others waited for ends soon after it.
                 length_ns = max(0, length_ns - int(1e9 * self._limit_s))

@@ -14,11 +14,12 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
 
+from ..c10d.hooked import hooked_setting
 from ..c10d.joining import Joining
 from ..engine.beginning import add_optimizer, why_whole
-from ..engine.session import Session
-from ..layout.slots import Slot
-from ..routes.group_backend import C10dBackend
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
+from ..planned.wire import GroupWire
 from ..routes.groups.group import Group
 from ..routes.groups.opening import open_gloo
 from ..warmup.agree import statements
@@ -63,7 +64,7 @@ def open_session(
     config: Config,
     observers: Observers,
     name: str,
-) -> Session:
+) -> HookedSession:
     """A session that averages gradients over the ranks of a place; collective among them.
 
     Args:
@@ -89,17 +90,18 @@ def open_session(
         )
 
     with Joining(opened, config) as ranks:
-        data, control = ranks.open("data"), ranks.open("control")
+        data = ranks.open("data")
         ranks.agree(statements(slots, optimizer, config))
-        session = Session(
+        session = HookedSession(
             root,
             slots,
             config,
-            backend=C10dBackend(data, control),
+            GroupWire(data, data, [], slots[0].parameter.device),
+            observers,
+            setting=hooked_setting(config, "gloo"),
+            divisor=data.size,
             sync=lambda: True,
             find_unused=False,
-            static_graph=False,
-            observers=observers,
         )
     try:
         why = why_whole(root, optimizer, type(optimizer), config)

@@ -23,7 +23,7 @@ from bytesched.observe import Observers
 
 from ..c10d.joining import joining
 from ..ending import at_exit, died_of, make_exit_fail, not_at_exit
-from ..engine.session import Session
+from ..planned.hooked_session import HookedSession
 from ..routes.groups.opening import store_of
 from ..warmup.agree import settings
 from .background import Background
@@ -95,7 +95,7 @@ class Burst(nn.Module):
         self.optimizers: list[torch.optim.Optimizer] = []
         self._loss = loss
         self._rank = world.rank()
-        self._sessions: dict[Place, Session] = {}
+        self._sessions: dict[Place, HookedSession] = {}
         self._background: Background | None = None
         self._steps = 0
         self._closed = False
@@ -269,7 +269,7 @@ class Burst(nn.Module):
             elif self._moves.unseen_error is not None:
                 raise self._moves.unseen_error
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: HookedSession) -> None:
         try:
             if session.error is None and self._moves.error is None:
                 session.flush()

@@ -23,7 +23,7 @@ from .entry import Entry
 from .joining import joining
 from .planning import BUCKET_BYTES, refuse_halves
 
-__all__ = ["attach_hooked", "refuse_part_of_ddp"]
+__all__ = ["attach_hooked", "hooked_setting", "refuse_part_of_ddp"]
 
 
 def attach_hooked(
@@ -47,8 +47,6 @@ def attach_hooked(
         ],
         config.timeout_s,
     )
-    partition_bytes = config.partition_bytes or BUCKET_BYTES.get(kind, 0)
-    setting = Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
     with joining(base, f"session{entry.number}", config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
@@ -59,12 +57,18 @@ def attach_hooked(
             config,
             GroupWire(data, control, [], device),
             ranks.observers(),
-            setting=setting,
+            setting=hooked_setting(config, kind),
             divisor=data.size,
             sync=_always,
             find_unused=config.find_unused_parameters,
         )
     return session
+
+
+def hooked_setting(config: Config, kind: str) -> Setting:
+    """The sizes of what hooks of ours hand out, on a carrier of this ``kind``."""
+    partition_bytes = config.partition_bytes or BUCKET_BYTES[kind]
+    return Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
 
 
 def refuse_part_of_ddp(model: nn.Module) -> None:

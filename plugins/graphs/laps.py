@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytesched.observe import Observers
 
-from ..engine.hooked import HookedModel
+from ..planned.session import PlannedSession
 from ..registry import sessions
 
 __all__ = ["Laps", "laps"]
@@ -55,6 +55,6 @@ def laps() -> Laps:
         [
             session.observers
             for session in sessions()
-            if isinstance(session, HookedModel) and session.observers
+            if isinstance(session, PlannedSession) and session.observers
         ]
     )

@@ -120,6 +120,7 @@ class PlannedSession(ABC):
         guard_entries()
         try:
             self._undo.append(watch_passes(self))
+            self._undo.append(URGENCY.observe(observers))
             self._hook(root)
             if self._turns is not None:
                 self._turns.hook(root)

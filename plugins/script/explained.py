@@ -14,8 +14,8 @@ import torch.distributed as dist
 from bytesched.observe import Observer
 
 from .. import explain_optimizer
-from ..engine.hooked import HookedModel
 from ..figures.causes import place
+from ..planned.session import PlannedSession
 from ..registry import after_wrap, optimizers_of
 
 __all__ = ["Explained", "Wait", "begin"]
@@ -55,11 +55,11 @@ class Explained(Observer):
         self._steps = steps
         self._parameters: set[str] = set()
         self._waits: dict[tuple[str, str, str], Wait] = {}
-        self._sessions: list[ref[HookedModel]] = []
+        self._sessions: list[ref[PlannedSession]] = []
         #: of each optimizer that steps whole, why
         self.verdicts: list[str] = []
 
-    def watch(self, session: HookedModel) -> None:
+    def watch(self, session: PlannedSession) -> None:
         """From now on waits of ``session`` are written down."""
         root = session.root
         names = [] if root is None else [name for name, _ in root.named_parameters()]

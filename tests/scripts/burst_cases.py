@@ -20,7 +20,7 @@ from bytesched.burst.cost import Place, PlacedBranches, Plan
 from bytesched.errors import BytesschedError, PeerLost
 from bytesched.plugins.burst import Background, Branched, Burst
 from bytesched.plugins.burst.moves import Moves
-from bytesched.plugins.engine.session import Session
+from bytesched.plugins.planned.session import PlannedSession
 from bytesched.plugins.routes.groups.devices import shared_devices
 from bytesched.plugins.routes.groups.opening import open_gloo
 from bytesched.task import CommTask
@@ -319,10 +319,10 @@ def loses_its_last_step(closes: bool, is_known: bool) -> None:
     lost = PeerLost("rank 9 is gone")
     if is_known:
         for session in burst._sessions.values():
-            session._progress.fail(lost)
+            session._failures.fail(lost)
         burst._moves.fail(lost)
     else:
-        mock.patch.object(Session, "flush", side_effect=lost).start()
+        mock.patch.object(PlannedSession, "flush", side_effect=lost).start()
     if closes:
         try:
             burst.close()

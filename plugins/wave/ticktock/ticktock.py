@@ -20,7 +20,7 @@ from bytesched.observe import Observers
 from bytesched.trace.timeline import Timeline
 
 from ...c10d.ddp import find_ddp
-from ...engine.session import Session
+from ...planned.session import PlannedSession
 from ...registry import session_of
 from ..conditions import (
     refuse_unsynchronised,
@@ -105,12 +105,12 @@ class TickTock:
         self._trained = {id(parameter) for _, parameter in named}
         device = named[0][1].device
         self._lanes = lanes_for(device, waves)
-        self._owns_observers = not isinstance(session, Session)
+        self._owns_observers = not isinstance(session, PlannedSession)
         self._gradients = JoinedGradients(
             named, waves, self._lanes, rank=this_rank(), timeout_s=config.timeout_s
         )
         self._observers = (
-            session.observers if isinstance(session, Session) else _own_observers(config)
+            session.observers if isinstance(session, PlannedSession) else _own_observers(config)
         )
         self._passes = Passes(named, waves, self._gradients, self._lanes, self._observers)
         self._states = WaveStates(model, waves, world_size()) if replicas else None
