@@ -113,6 +113,9 @@ class Sending:
                 # Nor may anything change what is still to be measured.
                 self.hand_on()
             for chunk in outstanding:
+                if chunk.landed_on == stream:
+                    # A signal handler was quicker.
+                    continue
                 if chunk.work is None:
                     self._failures.check()
                     raise PluginError(

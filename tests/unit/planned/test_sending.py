@@ -141,6 +141,21 @@ def test_a_chunk_is_waited_for_once_on_the_host() -> None:
     sent.sending.wait([first], "a gate")
 
 
+def test_a_signal_handler_that_waits_in_between_takes_nothing_away() -> None:
+    sent = Sent(3)
+    sent.round()
+    wait = sent.wire.wait
+
+    def interrupted(work: Any, task: str) -> None:
+        sent.wire.wait = wait  # type: ignore[method-assign]
+        sent.sending.wait(sent.chunks, "a handler")
+        wait(work, task)
+
+    sent.wire.wait = interrupted  # type: ignore[method-assign]
+    sent.sending.wait(sent.chunks, "a gate")
+    assert sent.buckets[0].buffer.tolist() == [2.0] * 3
+
+
 def test_and_once_on_each_stream() -> None:
     sent = Sent(1, has_streams=True)
     sent.round()
