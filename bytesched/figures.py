@@ -31,7 +31,7 @@ class Figures(TypedDict):
     overlap_pct: float
     """Share of `comm_ms` in which the training thread did not wait."""
     bytes_per_step: int
-    """Bytes of all gradients."""
+    """Bytes of all gradients; of a model in DDP as they are sent."""
     chunks: int
     """Number of chunks in which gradients are sent."""
     partition_bytes: int

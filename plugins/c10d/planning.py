@@ -58,7 +58,7 @@ def why_not_planned(
         ddp: what it is, if it is one.
     """
     ways = [Cell(), Cell("sharded")]
-    if ddp is None or _goes_in_halves(ddp):
+    if ddp is None or _goes_in_halves(ddp, config):
         ways.append(Cell("split"))
     if config.cell not in ways:
         return "another way is asked for"
@@ -68,7 +68,7 @@ def why_not_planned(
         return "gradients are folded into moments"
     if config.share and config.shard:
         return "devices are shared"
-    if config.compression != "none":
+    if config.shard and config.compression != "none":
         return "gradients are compressed"
     if ddp is not None and any(parameter.is_complex() for parameter in ddp.parameters()):
         # DDP's hook is shown half of each, as real numbers.
@@ -89,8 +89,10 @@ def refuse_halves(base: dist.ProcessGroup, config: Config) -> None:
         )
 
 
-def _goes_in_halves(ddp: DistributedDataParallel) -> bool:
+def _goes_in_halves(ddp: DistributedDataParallel, config: Config) -> bool:
     """Whether a norm can be found before all of its gradients are here."""
+    if config.compression != "none":
+        return False
     device = next(ddp.parameters()).device
     base = ddp.process_group
     return base.size() == 2 and device.type == "cpu" and kind_of(base, device) == "gloo"
@@ -158,7 +160,9 @@ def attach_planned(
             setting=Setting(
                 partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy
             ),
-            halves_bytes=chunk_bytes // 2 if statements is None and _goes_in_halves(ddp) else 0,
+            halves_bytes=chunk_bytes // 2
+            if statements is None and _goes_in_halves(ddp, config)
+            else 0,
             bucket_bytes=bucket_bytes,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
             open_owners=None

@@ -37,7 +37,7 @@ Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 class Sent:
     """What one operation carries to all ranks."""
 
-    __slots__ = ("index", "key", "landed_on", "name", "sent", "work")
+    __slots__ = ("coded", "index", "key", "landed_on", "name", "sent", "work")
 
     def __init__(self, index: int, sent: torch.Tensor, name: str) -> None:
         #: in the order in which they are made
@@ -45,6 +45,8 @@ class Sent:
         self.name = name
         #: its memory
         self.sent = sent
+        #: what it is a copy of, in another dtype; see `Coding`
+        self.coded: Any = None
         #: at the end of which it is everywhere; None before it is issued
         self.work: Any = None
         #: what names it on a wire that needs one: the same on all ranks, once among what is under

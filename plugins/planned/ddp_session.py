@@ -80,15 +80,15 @@ class DdpSession(PlannedSession):
         self._bucket_bytes = bucket_bytes
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = None
-        if config.guard and open_owners is None and not config.share:
+        if config.guard and open_owners is None and _can_compare(config):
             self._collectives = collectives_of(ddp, slots[0].parameter.device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
         self._is_away = False
         self._counted = 0
 
-        def make_source(listener: Listener) -> ReducerSource:
-            self.source = _source(listener, ddp, slots, wire.size, cut)
+        def make_source(listener: Listener, divisor: int) -> ReducerSource:
+            self.source = _source(listener, ddp, slots, divisor, cut)
             return self.source
 
         super().__init__(
@@ -283,17 +283,22 @@ class DdpSession(PlannedSession):
         return {**self._guard.figures(), **super().stats()}
 
 
+def _can_compare(config: Config) -> bool:
+    """Whether plain DDP has the same numbers, and takes turns on a device as well."""
+    return config.compression == "none" and not config.share
+
+
 def _source(
     listener: Listener,
     ddp: DistributedDataParallel,
     slots: Sequence[Slot],
-    world_size: int,
+    divisor: int,
     cut: Cutter,
 ) -> ReducerSource:
     weak_ddp = weakref.ref(ddp)
     return ReducerSource(
         listener,
-        world_size,
+        divisor,
         {id(slot.parameter): slot.name for slot in slots},
         holds_gradients=ddp.gradient_as_bucket_view,
         is_static=ddp.static_graph,

@@ -57,7 +57,7 @@ class HookedSession(PlannedSession):
         self._name = type(inner).__name__
         self._sync = sync
 
-        def make_source(listener: Listener) -> HookSource:
+        def make_source(listener: Listener, divisor: int) -> HookSource:
             self.source = HookSource(
                 listener,
                 wire,
@@ -71,7 +71,14 @@ class HookedSession(PlannedSession):
             return self.source
 
         super().__init__(
-            root, slots, config, wire, observers, make_source=make_source, setting=setting
+            root,
+            slots,
+            config,
+            wire,
+            observers,
+            make_source=make_source,
+            divisor=divisor,
+            setting=setting,
         )
 
     def _hook(self, root: nn.Module) -> None:

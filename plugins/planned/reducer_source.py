@@ -30,6 +30,7 @@ class ReducerSource(Source):
     """The communication hook of one reducer. It keeps no DDP alive: the reducer keeps the hook.
 
     Args:
+        divisor: of what is handed out: the number of ranks, or 1 where what sends it divides.
         names: of parameters, by their ids.
         holds_gradients: DDP's ``gradient_as_bucket_view``.
         is_static: DDP's ``static_graph``.
@@ -47,7 +48,7 @@ class ReducerSource(Source):
     def __init__(
         self,
         listener: Listener,
-        world_size: int,
+        divisor: int,
         names: Mapping[int, str],
         *,
         holds_gradients: bool,
@@ -60,7 +61,7 @@ class ReducerSource(Source):
         keep_local: Callable[[], bool],
     ) -> None:
         super().__init__(listener, cut, holds_gradients=holds_gradients)
-        self._world_size = world_size
+        self._divisor = divisor
         self._names = names
         self._is_static = is_static
         self._is_batched = is_batched
@@ -148,22 +149,24 @@ class ReducerSource(Source):
         it multiplies, and what lies in the bucket already it divides. The same bits only where the
         number of ranks is a power of two.
         """
+        if self._divisor == 1:
+            return
         if self._is_batched:
-            buffer.div_(self._world_size)
+            buffer.div_(self._divisor)
             return
         if not self._in_buckets:
-            buffer.mul_(1 / self._world_size)
+            buffer.mul_(1 / self._divisor)
             return
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if id(parameter) in self._in_buckets:
-                view.div_(self._world_size)
+                view.div_(self._divisor)
             else:
-                view.mul_(1 / self._world_size)
+                view.mul_(1 / self._divisor)
 
     def backward_begins(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Source`."""
         super().backward_begins(parameters)
-        if not self._holds_gradients or not self._world_size & (self._world_size - 1):
+        if not self._holds_gradients or not self._divisor & (self._divisor - 1):
             return
         storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
         self._in_buckets = {

@@ -18,6 +18,7 @@ from ..queries.operations import ASKING
 from .buckets import Bucket, Chunk, Member
 from .bundles import Slot
 from .clocks import Clock
+from .coding import coding_of
 from .cutting import cut_dealt
 from .dealing import dealt
 from .halves import Halves
@@ -102,6 +103,7 @@ class Rounds:
     Args:
         slots: all parameters, in registration order.
         make_source: of buckets.
+        divisor: of gradients; 1: the wire divides.
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
@@ -120,6 +122,7 @@ class Rounds:
         clock: Clock,
         *,
         make_source: MakeSource,
+        divisor: int,
         halves_bytes: int,
         setting: Setting,
         learned: Callable[[], bool],
@@ -151,7 +154,8 @@ class Rounds:
             clock=clock,
         )
         self.meter = Meter(observers, len(slots), self._busy_ns)
-        self.sending = Sending(wire, failures, self.meter, self.planning)
+        coding = coding_of(config.compression, divisor)
+        self.sending = Sending(wire, failures, self.meter, self.planning, coding)
         named: dict[str, Any] = {
             "rank": wire.rank,
             "timeout_s": config.timeout_s,
@@ -166,7 +170,7 @@ class Rounds:
                 slots, self.sending, failures, self.meter, observers, **named
             )
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")
-        self.source = make_source(self)
+        self.source = make_source(self, divisor if coding is None else 1)
 
     @property
     def order(self) -> str:
@@ -320,7 +324,8 @@ class Rounds:
             chunks = nbytes = 0
             for bucket in buckets:
                 chunks += len(bucket.chunks)
-                nbytes += bucket.buffer.nbytes
+                for chunk in bucket.chunks:
+                    nbytes += chunk.sent.nbytes
             if (chunks, nbytes) != self._last_sent:
                 self._last_sent = chunks, nbytes
                 self.meter.active(nbytes, chunks, self._setting)

@@ -12,6 +12,7 @@ from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..proxies.spans import span
 from .buckets import Bucket, Chunk, Sent
+from .coding import Coding
 from .halves import Halves
 from .planning import Planning
 from .streams import Streams
@@ -21,10 +22,22 @@ __all__ = ["Sending"]
 
 
 class Sending:
-    """What one session has under way."""
+    """What one session has under way.
 
-    def __init__(self, wire: Wire, failures: Failures, meter: Meter, planning: Planning) -> None:
+    Args:
+        coding: brings chunks into the dtype of the wire; None: they are sent as they are.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        failures: Failures,
+        meter: Meter,
+        planning: Planning,
+        coding: Coding | None = None,
+    ) -> None:
         self._wire = wire
+        self._coding = coding
         self._failures = failures
         self._meter = meter
         self._planning = planning
@@ -60,6 +73,8 @@ class Sending:
         held_back = self._held_back
         for chunk in chunks:
             chunk.work, chunk.landed_on = None, None
+        if self._coding is not None:
+            self._coding.open(chunks)
         if self.halves is not None:
             self.halves.start(chunks)
             if is_last:
@@ -80,6 +95,8 @@ class Sending:
         if self._wire.has_streams:
             self._streams.hand_over(chunks, following)
         for number, chunk in enumerate(following, 1):
+            if self._coding is not None:
+                self._coding.encode(chunk)
             chunk.work = self._wire.start(chunk.sent, chunk.key)
             self._planning.issued(chunk, is_last=is_last and number == len(following))
 
@@ -126,6 +143,8 @@ class Sending:
                     self._wire.wait(chunk.work, chunk.name)
                 except TransportError as error:
                     self._failures.raise_first(error)
+                if self._coding is not None:
+                    self._coding.decode(chunk)
                 chunk.landed_on = stream
                 if stream == HOST:
                     chunk.work = None

@@ -48,6 +48,7 @@ class PlannedSession(ABC):
         root: the module whose call is a forward pass; not kept alive.
         slots: its parameters, in registration order.
         make_source: of their gradients.
+        divisor: of these, where it is not the number of ranks; 1: the wire divides.
         setting: the sizes in use, for figures.
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         open_owners: opens what updates parameters, each a share; None: all ranks update all.
@@ -65,6 +66,7 @@ class PlannedSession(ABC):
         observers: Observers,
         *,
         make_source: MakeSource,
+        divisor: int | None = None,
         setting: Setting,
         halves_bytes: int = 0,
         open_owners: OpenOwners | None = None,
@@ -97,6 +99,7 @@ class PlannedSession(ABC):
             observers,
             self._clock,
             make_source=make_source,
+            divisor=wire.size if divisor is None else divisor,
             halves_bytes=halves_bytes,
             setting=setting,
             learned=lambda: self._gates.are_learned(),

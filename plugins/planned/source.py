@@ -144,4 +144,5 @@ class Source:
             self._listener.land(bucket, why)
 
 
-MakeSource = Callable[[Listener], Source]
+#: of who listens, and the divisor of what is handed out
+MakeSource = Callable[[Listener, int], Source]

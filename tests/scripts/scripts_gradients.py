@@ -398,9 +398,8 @@ def two_losses(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def compressed(job: Job, dtype: str) -> None:
-    """The wire format against DDP's own hook for the same one."""
-    model = job.ddp(mlp())
+def compressing(job: Job, model: Any, dtype: str) -> None:
+    """DDP's own hook for the wire format, where nothing is wrapped."""
     hooks: dict[str, Any] = {
         "bf16": default_hooks.bf16_compress_hook,
         "fp16": default_hooks.fp16_compress_hook,
@@ -412,6 +411,12 @@ def compressed(job: Job, dtype: str) -> None:
 
     if not job.wrapped:
         model.register_comm_hook(None, compress)
+
+
+def compressed(job: Job, dtype: str) -> None:
+    """The wire format against DDP's own hook for the same one."""
+    model = job.ddp(mlp())
+    compressing(job, model, dtype)
     optimizer = job.wrap(sgd(model), model, compression=dtype)
     train(job, model, optimizer)
     for step in range(STEPS):
@@ -420,6 +425,20 @@ def compressed(job: Job, dtype: str) -> None:
         (model(job.inputs(step)).square().mean() * 1e-5).backward()
         job.record("small", [p.grad for p in model.parameters()])
         optimizer.step()
+    job.record_state(model, optimizer)
+
+
+def compressed_and_clipped(job: Job, dtype: str, views: bool) -> None:
+    """From the first step on; what is clipped is what is read after it, and what is stepped."""
+    model = job.ddp(mlp(), gradient_as_bucket_view=views)
+    compressing(job, model, dtype)
+    optimizer = job.wrap(adamw(model), model, compression=dtype)
+
+    def clip(_: int) -> None:
+        job.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        job.record("clipped", [p.grad for p in model.parameters()])
+
+    train(job, model, optimizer, before_step=clip)
     job.record_state(model, optimizer)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import STEPS, Job, adamw, mlp, sgd, train
 
@@ -144,20 +143,6 @@ def norms_of_rows(job: Job) -> None:
         job.record("wide", torch.linalg.vector_norm(weight, 2, dtype=torch.float64))
 
     _train(job, log)
-
-
-def clipped_on_the_wire(job: Job) -> None:
-    """With compression, to which plain DDP has a hook that rounds alike."""
-    model = job.ddp(mlp())
-    if not job.wrapped:
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    optimizer = job.wrap(adamw(model), model, compression="fp16")
-
-    def clip(_: int) -> None:
-        job.record("norm", clip_grad_norm_(model.parameters(), 0.05))
-
-    train(job, model, optimizer, before_step=clip)
-    job.record_state(model, optimizer)
 
 
 def different_norms(job: Job) -> None:
@@ -442,9 +427,9 @@ def norms_inside_backward(job: Job) -> None:
     job.record_state(model, optimizer)
 
 
-def refused(alone: bool) -> str:
+def refused(alone: bool, compression: str) -> str:
     """What is said of ``split="on"``, of a plain module if it is ``alone`` or else of a DDP."""
-    job = Job(wrapped=True, split="on", module_alone=alone)
+    job = Job(wrapped=True, split="on", module_alone=alone, compression=compression)
     with contextlib.closing(job):
         model = job.ddp(nn.Linear(2, 2))
         try:

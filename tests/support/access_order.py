@@ -156,6 +156,15 @@ class Order(TorchDispatchMode):
             if _memory(tensor)[0] not in known:
                 self._access(tensor, stream.clock, stream.name, name, is_write=True)
 
+    @contextmanager
+    def bringing(self) -> Iterator[None]:
+        """Inside, sums are written to where updates that are owed read them."""
+        slots, self.slots = self.slots, []
+        try:
+            yield
+        finally:
+            self.slots = slots
+
     def starts(self, tensor: Tensor, after: Clock) -> Clock:
         """A sum begins where nothing else runs, after what is queued here; returns its place.
 

@@ -18,6 +18,7 @@ from access_order import Order, unnoticed
 from fake_cuda import CUDA, Clock
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
@@ -194,6 +195,13 @@ def inputs(step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
+#: DDP's own, of which it refuses one by its name on Gloo, though that works there
+_HOOKS: dict[str, Any] = {
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+    "fp16": default_hooks.fp16_compress_hook,
+}
+
+
 @dataclass
 class Run:
     """A DDP and its optimizer; planned if there is a wire."""
@@ -204,6 +212,7 @@ class Run:
     optimizer_of: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd
     cross: bool = True
     policy: str = "fifo"
+    compression: str = "none"
     timeout_s: float = 100.0
     bucket_bytes: int = 600
     chunk_bytes: int = 300
@@ -219,12 +228,14 @@ class Run:
         self.steps = 0
         self.slots = [Slot(*named) for named in self.model.named_parameters()]
         if self.wire is None:
+            if self.compression != "none":
+                self.model.register_comm_hook(None, _HOOKS[self.compression])
             return
         self.session: Any = DdpSession(
             self.model,
             self.model,
             self.slots,
-            Config(policy=self.policy, timeout_s=self.timeout_s),
+            Config(policy=self.policy, timeout_s=self.timeout_s, compression=self.compression),
             self.wire,
             Observers(self.observers),
             cut=partial(cut_whole, chunk_bytes=self.chunk_bytes),
@@ -237,6 +248,8 @@ class Run:
             self.order.may_copy.append(lambda: self.session.source.phase.name == "COMPLETE")
             rounds: Any = self.session._rounds
             rounds.round_ends = partial(self._round_ends, self.order, rounds.round_ends)
+            if (coding := rounds.sending._coding) is not None:
+                coding.decode = self.order.bringing()(coding.decode)
 
     @staticmethod
     def _round_ends(

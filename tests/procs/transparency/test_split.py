@@ -74,10 +74,17 @@ def test_infs_of_one_rank(two_ranks: Ranks, optimizer_of: str) -> None:
     check_split(two_ranks, split.scaled_with_infs, optimizer_of)
 
 
-@pytest.mark.parametrize(("ranks", "alone"), [("two_ranks", True), ("three_ranks", False)])
+@pytest.mark.parametrize(
+    ("ranks", "alone", "compression"),
+    [
+        ("two_ranks", True, "none"),
+        ("two_ranks", False, "fp16"),
+        ("three_ranks", False, "none"),
+    ],
+)
 def test_what_cannot_go_in_halves_is_refused(
-    request: pytest.FixtureRequest, ranks: str, alone: bool
+    request: pytest.FixtureRequest, ranks: str, alone: bool, compression: str
 ) -> None:
     pool: Ranks = request.getfixturevalue(ranks)
-    for said in pool.run(split.refused, alone):
+    for said in pool.run(split.refused, alone, compression):
         assert said.startswith("split = 'on': gradients go in two halves between two ranks")

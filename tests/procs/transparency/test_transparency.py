@@ -191,7 +191,14 @@ def test_autograd(two_ranks: Ranks, script: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_compression_equals_the_hook_of_ddp(two_ranks: Ranks, dtype: str) -> None:
-    check(two_ranks, gradients.compressed, dtype)
+    figures = check(two_ranks, gradients.compressed, dtype)
+    assert {stats["order"] for stats in figures} == {"planned"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("views", [False, True], ids=["own", "view"])
+def test_what_is_compressed_can_be_clipped(two_ranks: Ranks, views: bool, dtype: str) -> None:
+    check(two_ranks, gradients.compressed_and_clipped, dtype, views)
 
 
 @pytest.mark.parametrize("name", models.MODELS)

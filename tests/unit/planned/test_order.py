@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bytesched.plugins.planned import gates, source, updates
 from bytesched.plugins.planned.buckets import Bucket, Chunk, Member
+from bytesched.plugins.planned.coding import Coding
 from bytesched.plugins.planned.ddp_session import DdpSession
 from bytesched.plugins.planned.rounds import Rounds
 from bytesched.plugins.planned.sending import Sending
@@ -252,6 +253,8 @@ SCRIPTS: tuple[Script, ...] = (
     *(written_again_without_a_step, accumulated, a_regulariser_between, the_module_beside),
     *(weights_by_hand, kept, aliased, evaluated, some_have_come, stepped_twice),
 )
+#: they need streams
+ELSEWHERE: tuple[Script, ...] = (read_elsewhere, used_first_elsewhere)
 
 
 # -- runs ------------------------------------------------------------------------------
@@ -269,14 +272,17 @@ class Case:
     #: where a wait is only queued
     has_streams: bool = False
     make: Callable[[], nn.Module] = mlp
+    #: plain DDP has its own hook for it
+    compression: str = "none"
 
     def run(self) -> list[str]:
         """What is wrong with it, in words."""
         order, options = Order(), {"gradient_as_bucket_view": self.view}
-        run = Run(FakeWire(self.has_streams, order=order), order, make=self.make, ddp=options)
+        both: dict[str, Any] = {"make": self.make, "ddp": options, "compression": self.compression}
+        run = Run(FakeWire(self.has_streams, order=order), order, **both)
         if self.plan is not None:
             run.plan_when_settled(self.plan)
-        plain = Run(make=self.make, ddp=options)
+        plain = Run(**both)
         try:
             with order.watching():
                 self.script(run)
@@ -314,6 +320,18 @@ def test_a_script_has_the_numbers_of_a_plain_run_and_an_order(
     case = Case(script, view, PLANS[plan])
     assert case.run() == []
     assert bool(case.crossed) == (script not in READING)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["own", "view"])
+@pytest.mark.parametrize(
+    "script",
+    [*SCRIPTS, *ELSEWHERE],
+    ids=lambda script: script.__name__,
+)
+def test_compressed_it_has_those_of_a_hook_of_ddp(script: Script, view: bool) -> None:
+    for has_streams in (True,) if script in ELSEWHERE else (False, True):
+        case = Case(script, view, by_turns, has_streams, compression="bf16")
+        assert case.run() == []
 
 
 # -- waits that are taken out ----------------------------------------------------------
@@ -432,6 +450,10 @@ WAITS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "the place in the plan, for the round": (
         *(Sending, "round_begins", nothing, Case(read_before_the_step, plan=by_turns)),
         r"'module\.\d.*' was not sent on rank 0",
+    ),
+    "compressed sums, to come back": (
+        *(Coding, "decode", nothing, Case(usual, compression="bf16")),
+        r"0\.weight differs",
     ),
     "buckets that have moved": (
         *(Bucket, "is_of", lambda *_: True, Case(usual)),
