@@ -63,7 +63,7 @@ AGAIN = [
     for number in range(5)
     for victim in (FIRST, OTHER)
 ]
-CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "compression": "bf16"}
+CHOSEN = {"partition_bytes": 0, "credit_bytes": 0, "tune": True}
 IN_WARM_UP = [
     scenario(FIRST, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
     scenario(OTHER, "in_backward", "kill", fault_step=0, suffix="-of-the-warm-up"),
