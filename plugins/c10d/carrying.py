@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from bytesched.config import Config
+from bytesched.grid import why_not
 
 from ..routes.groups.group import Group
 from ..routes.groups.opening import open_part
@@ -22,9 +24,25 @@ log = logging.getLogger("bytesched")
 
 
 def levels_of(
-    base: dist.ProcessGroup, ranks: Joining, data: Group, name: str, config: Config
+    base: dist.ProcessGroup,
+    ranks: Joining,
+    data: Group,
+    device: torch.device,
+    name: str,
+    config: Config,
 ) -> TwoLevelSums | None:
-    """Sums in two levels for the session ``name``, where they are asked for or faster."""
+    """Sums in two levels for the session ``name``, where they can be, and are faster or asked for.
+
+    Collective.
+
+    Args:
+        data: what sums travel on otherwise.
+        device: where gradients are.
+    """
+    if device.type != "cpu" or data.backend.name() != "gloo":
+        return None
+    if why_not(config.cell._replace(levels="two levels")):
+        return None
 
     def opened(purpose: str, members: Sequence[int]) -> Group:
         part = open_part(base, members, name=f"{name}/{purpose}", timeout_s=config.timeout_s)

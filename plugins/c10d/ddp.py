@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.config import Config
 from bytesched.errors import PluginError
-from bytesched.grid import why_not
 from bytesched.log import show
 
 from ..engine import beginning
@@ -53,7 +52,7 @@ from .grouping import (
 from .grouping import statements as group_statements
 from .hooked import attach_hooked, refuse_part_of_ddp
 from .joining import joining
-from .planning import attach_planned, refuse_halves, sums_within_hosts, why_not_planned
+from .planning import attach_planned, refuse_halves, why_not_planned
 from .shell import finalizes_by_hand, take_over
 from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
@@ -202,9 +201,7 @@ def begin(
         if config.shard and (why_live or ddp is None):
             why_live = why_live or "it is not in DistributedDataParallel"
             raise PluginError(f"shard = True cannot be for this model: {why_live}")
-        # Settings of ranks may differ: all of them ask.
-        within = not why_live and sums_within_hosts(model, config, entry)
-        if not why_live and (config.shard or not within):
+        if not why_live:
             if ddp is None:
                 session = attach_hooked(optimizer, model, config, entry)
             else:
@@ -298,10 +295,7 @@ def attach(
                     broadcast(part, model, left_out=grouping.outside(part.members))
             else:
                 refuse_other_values(slots, control)
-        levels = None
-        may_fold = not parts and not why_not(config.cell._replace(levels="two levels"))
-        if kind == "gloo" and device.type == "cpu" and may_fold:
-            levels = levels_of(base, ranks, data, name, config)
+        levels = None if parts else levels_of(base, ranks, data, device, name, config)
     backend = C10dBackend(data, control, buffers, levels, parts)
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)

@@ -85,13 +85,6 @@ class Entry:
             nap_s = min(2 * nap_s, longest_nap_s)
         self._raise_if_refused()
 
-    def gather(self, text: str, timeout_s: float) -> list[str]:
-        """Every rank's ``text``, by rank."""
-        stage = f"text{self._stages}"
-        self._store.set(f"{stage}/{self._rank}", text)
-        self.agree([], timeout_s)
-        return [self._store.get(f"{stage}/{rank}").decode() for rank in range(self._size)]
-
     def decline(self, why: str) -> None:
         """This rank goes on alone; the others raise, with its reason ``why``."""
         what = "does not wrap" if self._call == _WRAP else f"failed in {self._call}"

@@ -18,7 +18,7 @@ from ..planned.hooked_session import HookedSession
 from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements
-from .carrying import broadcast
+from .carrying import broadcast, levels_of
 from .entry import Entry
 from .joining import joining
 from .planning import BUCKET_BYTES, refuse_halves
@@ -47,15 +47,17 @@ def attach_hooked(
         ],
         config.timeout_s,
     )
-    with joining(base, f"session{entry.number}", config) as ranks:
+    name = f"session{entry.number}"
+    with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
         broadcast(data, model)
+        levels = levels_of(base, ranks, data, device, name, config)
         session = HookedSession(
             model,
             slots,
             config,
-            GroupWire(data, control, [], device),
+            GroupWire(data, control, [], device, levels),
             ranks.observers(),
             setting=hooked_setting(config, kind),
             divisor=data.size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.grid import Cell
-from bytesched.link.levels import levels_of
 from bytesched.tunable import Setting
 
 from ..planned.bundles import Slot
@@ -27,17 +25,12 @@ from ..routes.groups.opening import kind_of
 from ..warmup.agree import settings
 from ..zero1.sharding import sharding
 from .buffers import BufferBroadcast
+from .carrying import levels_of
 from .entry import Entry
 from .joining import joining
 from .shell import finalize_outstanding, finalizes_by_hand
 
-__all__ = [
-    "BUCKET_BYTES",
-    "attach_planned",
-    "refuse_halves",
-    "sums_within_hosts",
-    "why_not_planned",
-]
+__all__ = ["BUCKET_BYTES", "attach_planned", "refuse_halves", "why_not_planned"]
 
 #: of buckets and of chunks, by the kind of the carrier, where script and settings say nothing
 BUCKET_BYTES: Final = {"gloo": 1 << 20, "nccl": 16 << 20}
@@ -57,7 +50,7 @@ def why_not_planned(
     Args:
         ddp: what it is, if it is one.
     """
-    ways = [Cell(), Cell("sharded")]
+    ways = [Cell(), Cell("sharded"), Cell(levels="two levels")]
     if ddp is None or _goes_in_halves(ddp, config):
         ways.append(Cell("split"))
     if config.cell not in ways:
@@ -98,15 +91,6 @@ def _goes_in_halves(ddp: DistributedDataParallel, config: Config) -> bool:
     return base.size() == 2 and device.type == "cpu" and kind_of(base, device) == "gloo"
 
 
-def sums_within_hosts(model: nn.Module, config: Config, entry: Entry) -> bool:
-    """Whether hosts that have several ranks each may sum first; collective."""
-    device = next(model.parameters()).device
-    if config.hierarchy == "off" or kind_of(entry.base, device) != "gloo":
-        return False
-    hosts = entry.gather(socket.gethostname(), config.timeout_s)
-    return device.type == "cpu" and levels_of(hosts) is not None
-
-
 def attach_planned(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -141,14 +125,16 @@ def attach_planned(
     )
     bucket_bytes, chunk_bytes = _sizes(ddp, config, kind)
     partition_bytes = chunk_bytes or bucket_bytes or ddp.bucket_bytes_cap
-    with joining(base, f"session{entry.number}", config) as ranks:
+    name = f"session{entry.number}"
+    with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
         has_buffers = ddp.modules_buffers and _has_own_broadcast(ddp)
         buffers = ranks.open("buffers") if has_buffers else None
         statements = ranks.open("statements") if config.shard else None
         others = [group for group in (buffers, statements) if group is not None]
-        wire = GroupWire(data, control, others, device)
+        levels = levels_of(base, ranks, data, device, name, config)
+        wire = GroupWire(data, control, others, device, levels)
         session = DdpSession(
             model,
             ddp,

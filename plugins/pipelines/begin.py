@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
-from bytesched.grid import why_not
 from bytesched.log import show
 
 from ..c10d.carrying import broadcast, levels_of
@@ -158,10 +157,7 @@ def _attach(
         observers = ranks.observers()
         if is_named and not ddps:
             broadcast(data, root)
-        levels = None
-        may_fold = not why_not(config.cell._replace(levels="two levels"))
-        if kind == "gloo" and device.type == "cpu" and may_fold:
-            levels = levels_of(base, ranks, data, name, config)
+        levels = levels_of(base, ranks, data, device, name, config)
     backend = C10dBackend(data, control, levels=levels, sizes="beside stages")
     session = Session(
         root,

@@ -229,7 +229,8 @@ class DdpSession(PlannedSession):
             self._guard.plain_round_ends()
 
     def _rounds_alike(self, chunks: int) -> bool:
-        return not self._bucket_bytes and chunks == len(self.source.buckets)
+        is_ddps = not self._bucket_bytes and chunks == len(self.source.buckets)
+        return is_ddps and self._wire.levels == 1
 
     # -- life --------------------------------------------------------------------------
 

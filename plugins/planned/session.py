@@ -378,7 +378,7 @@ class PlannedSession(ABC):
             "model": self._name,
             "mode": self.mode,
             "order": self._rounds.order,
-            "levels": 1,
+            "levels": self._wire.levels,
             "rank": self._wire.rank,
             "world_size": self._wire.size,
             **URGENCY.figures(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from bytesched.errors import SchedulerTimeout
 
 from ..routes.groups.group import Group
+from ..routes.levels.sums import TwoLevelSums
 
 __all__ = ["HOST", "GroupWire", "Wire"]
 
@@ -23,6 +24,8 @@ class Wire(Protocol):
     rank: int
     size: int
     timeout_s: float
+    #: 2: hosts sum first
+    levels: int
     #: a wait is only queued, on a stream of a device
     has_streams: bool
 
@@ -81,10 +84,16 @@ class GroupWire:
         control: of Gloo, what numbers of the host travel on; the same, if that is of Gloo.
         others: what is closed with them.
         device: where gradients are.
+        sums: in two levels, in place of those on ``data``.
     """
 
     def __init__(
-        self, data: Group, control: Group, others: Sequence[Group], device: torch.device
+        self,
+        data: Group,
+        control: Group,
+        others: Sequence[Group],
+        device: torch.device,
+        sums: TwoLevelSums | None = None,
     ) -> None:
         self.rank = data.rank
         self.size = data.size
@@ -92,9 +101,11 @@ class GroupWire:
         self.has_streams = device.type == "cuda"
         self._data = data
         self._control = control
-        self._groups = [*dict.fromkeys((data, control, *others))]
+        self.levels = 1 if sums is None else 2
+        parts = () if sums is None else sums.groups
+        self._groups = [*dict.fromkeys((data, control, *others, *parts))]
         self._device = device
-        self.start = data.all_reduce
+        self.start: Callable[..., Any] = data.all_reduce if sums is None else sums.start
         self.exchange = data.exchange
         self.all_to_all = data.all_to_all
 

@@ -20,8 +20,7 @@ from .carrier import Carrier
 from .groups.group import Group
 from .groups.group_transport import C10dTransport
 from .groups.rank_order import PlannedOrder
-from .levels.sums import PendingSum, TwoLevelSums
-from .levels.two_levels import TwoLevelTransport
+from .levels.sums import TwoLevelSums
 from .scheduled import ScheduledCarrier
 from .streams import Streams
 
@@ -82,9 +81,7 @@ class C10dBackend:
         if self._levels is None or not tensor.is_floating_point():
             self._summing = self._data.all_reduce(tensor)
             return self._summing
-        under = PendingSum(self.timeout_s)
-        self._levels.begin(tensor, key, under.ended)
-        return under
+        return self._levels.start(tensor)
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
         if chunk.group == 0:
@@ -93,9 +90,7 @@ class C10dBackend:
         return _PartSum(part, None if part is None else part.all_reduce(packed))
 
     def wait(self, work: Any, *, task: str = "") -> None:
-        if isinstance(work, PendingSum):
-            work.wait()
-        elif isinstance(work, _PartSum):
+        if isinstance(work, _PartSum):
             if work.group is not None:
                 work.group.wait(work.work, task=task)
         else:
@@ -114,9 +109,7 @@ class C10dBackend:
     ) -> Carrier:
         return ScheduledCarrier(
             plan.chunks,
-            C10dTransport(self._reducing, packer, streams)
-            if self._levels is None
-            else TwoLevelTransport(self._levels, packer),
+            C10dTransport(self._reducing, packer, streams, self._levels),
             PlannedOrder(self._control, plan.chunks, setting),
             credit_bytes=setting.credit_bytes,
             reduced=reduced,

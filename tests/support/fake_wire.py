@@ -87,6 +87,7 @@ class FakeWire:
         self.has_streams = has_streams
         self.size = size
         self.timeout_s = 100.0
+        self.levels = 1
         self._order = order
         self._ranks = [] if ranks is None else ranks
         self.rank = len(self._ranks)

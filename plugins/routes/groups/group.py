@@ -30,6 +30,9 @@ PATIENCE_S: Final = 5.0
 #: for the last messages to be taken by ranks that are busy
 _LEAVE_S: Final = 30.0
 
+#: for the connections of this group to break where those of another one have
+_NAMING_S: Final = 0.5
+
 #: a tag of no message
 _NEVER_SENT: Final = 1 << 20
 
@@ -325,8 +328,12 @@ class Group:
         """Ranks of the job whose connections are broken, unless this one broke them itself."""
         if self._aborted or not self._is_gloo:
             return []
-        lost = (rank for rank in self._others if self.broken([rank]) is not None)
-        return [self.members[rank] for rank in lost]
+        deadline_s = time.monotonic() + _NAMING_S
+        while True:
+            lost = [rank for rank in self._others if self.broken([rank]) is not None]
+            if lost or time.monotonic() > deadline_s:
+                return [self.members[rank] for rank in lost]
+            time.sleep(_NAMING_S / 50)
 
     def _named(self, peers: Sequence[int]) -> str:
         """``peers`` with their hosts, as the beginning of a sentence."""

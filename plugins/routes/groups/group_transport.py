@@ -13,6 +13,7 @@ from bytesched.transport import Done
 
 from ...layout.packing import Packer
 from ...proxies.spans import span
+from ..levels.sums import TwoLevelSums
 from ..streams import Streams
 from .group import Group
 
@@ -24,14 +25,22 @@ class C10dTransport:
 
     Args:
         groups: by `CommTask.group`; None is this rank alone, which sends nothing.
+        levels: what sums over all ranks in place of the first of them, if something does.
     """
 
-    def __init__(self, groups: Sequence[Group | None], packer: Packer, streams: Streams) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group | None],
+        packer: Packer,
+        streams: Streams,
+        levels: TwoLevelSums | None = None,
+    ) -> None:
         self._groups = groups
         assert groups[0] is not None
         self._all = groups[0]
         self._packer = packer
         self._streams = streams
+        self._levels = levels
         self._sent: queue.SimpleQueue[tuple[CommTask, Any, Done] | None] = queue.SimpleQueue()
         #: each is counted by one thread at a time
         self._started = self._ended = 0
@@ -43,7 +52,10 @@ class C10dTransport:
         try:
             with self._streams.communication(task), span("bytesched::send"):
                 group, packed = self._groups[task.group], self._packer.pack(task)
-                work = None if group is None else group.all_reduce(packed)
+                if self._levels is not None:
+                    work: Any = self._levels.start(packed)
+                else:
+                    work = None if group is None else group.all_reduce(packed)
         except RuntimeError as error:
             raise self._group_of(task).error(error, task=task.name) from error
         self._started += 1
@@ -60,6 +72,8 @@ class C10dTransport:
                 for group in self._groups:
                     if group is not None:
                         group.abort()
+                if self._levels is not None:
+                    self._levels.abort()
             # The collector of garbage may end a session on any thread.
             if threading.current_thread() is not self._thread:
                 self._thread.join(5.0)

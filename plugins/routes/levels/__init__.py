@@ -1,7 +1,6 @@
 """Sums in two levels, within hosts and between them, where ranks share hosts."""
 
 from .choosing import open_levels
-from .sums import PendingSum, TwoLevelSums
-from .two_levels import TwoLevelTransport
+from .sums import TwoLevelSum, TwoLevelSums
 
-__all__ = ["PendingSum", "TwoLevelSums", "TwoLevelTransport", "open_levels"]
+__all__ = ["TwoLevelSum", "TwoLevelSums", "open_levels"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from bytesched.errors import PluginError
 from bytesched.link.levels import Levels, levels_of, ring_share, shares_hosts, two_level_share
 
 from ..groups.group import Group
-from .sums import PendingSum, TwoLevelSums
+from .sums import TwoLevelSums
 
 __all__ = ["open_levels"]
 
@@ -96,40 +97,28 @@ def _open(
 def _seconds(data: Group, sums: TwoLevelSums) -> tuple[float, float]:
     """Of a sum over all ranks, and of one in two levels; the same numbers on all ranks."""
 
-    def flat(tensor: torch.Tensor) -> Any:
-        return data.backend.allreduce([tensor])
-
-    def in_levels(tensor: torch.Tensor) -> PendingSum:
-        under = PendingSum(data.timeout_s)
-        sums.begin(tensor, "a trial", under.ended)
-        return under
-
-    def wait(work: Any) -> None:
-        if isinstance(work, PendingSum):
-            work.wait()
-        else:
-            data.wait(work, task="a trial")
-
-    best = [min(_timed(data, begin, wait) for _ in range(_TRIES)) for begin in (flat, in_levels)]
+    ways = data.all_reduce, sums.start
+    best = [min(_timed(data, start) for _ in range(_TRIES)) for start in ways]
     # The slowest rank's, by a sum in which others have nothing: there is no time below 0.
     everyone = torch.zeros(data.size, 2, dtype=torch.float64, device="cpu")
     everyone[data.rank] = torch.tensor(best, dtype=torch.float64, device="cpu")
-    data.wait(data.backend.allreduce([everyone]), task="a trial")
+    data.wait(data.all_reduce(everyone), task="a trial")
     flat_s, levels_s = everyone.amax(0).tolist()
     return flat_s, levels_s
 
 
-def _timed(data: Group, begin: Callable[[torch.Tensor], Any], wait: Callable[[Any], None]) -> float:
+def _timed(data: Group, start: Callable[[torch.Tensor], Any]) -> float:
     """Seconds of one of ``_COUNT`` sums, ``_WINDOW`` of them at a time."""
     buffers = [torch.zeros(_NBYTES // 4, device="cpu") for _ in range(_WINDOW)]
-    wait(begin(buffers[0]))
-    data.wait(data.backend.allreduce([torch.zeros(1, device="cpu")]), task="a trial")
+    wait = partial(data.wait, task="a trial")
+    wait(start(buffers[0]))
+    wait(data.all_reduce(torch.zeros(1, device="cpu")))
     began = perf_counter()
     works: list[Any] = []
     for index in range(_COUNT):
         if len(works) == _WINDOW:
             wait(works.pop(0))
-        works.append(begin(buffers[index % _WINDOW]))
+        works.append(start(buffers[index % _WINDOW]))
     for work in works:
         wait(work)
     return (perf_counter() - began) / _COUNT

@@ -1,41 +1,81 @@
-"""An all-reduce in three steps: added up within the host, then between hosts, then spread."""
+"""An all-reduce in three steps: added up within the host, then between hosts, then spread.
+
+The end of one step begins the next one, in the carrier's own thread. Each step has a group, on
+which sums keep the order in which they were begun, whatever order the steps before end in.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from collections import deque
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from bytesched.errors import SchedulerClosed, SchedulerTimeout, TransportError
+from bytesched.errors import SchedulerClosed
 
-from ..groups.group import PATIENCE_S, Group
+from ..groups.group import Group
 
-__all__ = ["PendingSum", "TwoLevelSums"]
+__all__ = ["TwoLevelSum", "TwoLevelSums"]
 
-#: Called once, on any thread, with the error that ended a sum, if one did.
-Ended = Callable[[TransportError | SchedulerClosed | None], None]
+_STEPS: Final = 3
+#: sums under way at a time, each with memory of its own: two on every group, and two that wait
+_WINDOW: Final = 8
 
 
-class _Sum(NamedTuple):
-    task: str
-    flat: torch.Tensor
-    #: what every rank of this host has for our slice
-    parts: torch.Tensor
-    works: list[Any]
-    ended: Ended
+class TwoLevelSum:
+    """A sum that has begun; it is waited for like a work of torch's."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        #: what every rank of this host has for our slice, and then what every rank is sent of it
+        self.rows = flat
+        #: how many steps have ended
+        self.steps = 0
+        #: what it has failed with
+        self.why = ""
+        self._over = threading.Event()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Returns when it has ended; raises RuntimeError if it failed, or has not by then."""
+        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a sum in two levels timed out")
+        if self.why:
+            raise RuntimeError(self.why)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, or failed."""
+        return self._over.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Complete when it has ended; what was added to it has run when a wait is over."""
+        return self._future
+
+    def end(self) -> None:
+        """Nothing of it is under way any more. The carrier's thread, mostly."""
+        # A script may see how many tensors are over its memory.
+        del self.flat, self.rows
+        if self.why:
+            self._future.set_exception(RuntimeError(self.why))
+        else:
+            self._future.set_result(None)
+        self._over.set()
+
+    def __repr__(self) -> str:
+        state = self.why or ("over" if self.is_completed() else f"{self.steps} steps have ended")
+        return f"<TwoLevelSum: {state}>"
 
 
 class TwoLevelSums:
     """Sums over N hosts of g ranks, of which each adds up one slice of g for its host.
 
-    A host's interface carries 2(N-1)/N of the bytes, and a ring over all ranks more than that. The
-    three steps are a pipeline: each has a group and a thread of its own, and keeps the order in
-    which sums were begun, which must be the same on all ranks. A slice is added up in the order of
-    the ranks on a host, and then as Gloo's ring between hosts does, so all ranks get the same bits.
+    A host's interface carries 2(N-1)/N of the bytes, and a ring over all ranks more than that. A
+    slice is added up in the order of the ranks on a host, and then as Gloo's ring between hosts
+    does, so all ranks get the same bits.
 
     Args:
         gathering: the group of this host's ranks in which slices are brought together.
@@ -47,166 +87,120 @@ class TwoLevelSums:
         self.groups = gathering, between, spreading
         self._gathering, self._between, self._spreading = self.groups
         self._ranks, self._place = gathering.size, gathering.rank
-        self._closed = False
-        #: of the sums under way, those whose last step has not ended
-        self._under_way = 0
+        #: around what is begun: one thread at a time on a group, and in order
         self._lock = threading.Lock()
-        self._gathered = _Step("bytesched-gathering", self._add)
-        self._added = _Step("bytesched-between", self._spread)
-        self._spreaded = _Step("bytesched-spreading", self._end)
+        #: by step, what it is to be begun for
+        self._waiting: list[deque[TwoLevelSum]] = [deque() for _ in range(_STEPS)]
+        self._under_way = 0
+        #: what ended the first one that failed: its steps leave a gap, and none follows
+        self._why = ""
+        self._closed = False
 
-    def begin(self, tensor: torch.Tensor, task: str, ended: Ended) -> None:
-        """Begins to sum ``tensor``, which is dense and on the CPU, in place.
+    def start(self, tensor: torch.Tensor, key: str = "") -> TwoLevelSum:
+        """Begins to sum ``tensor``, which is dense and on the CPU, in place; returns the work.
 
-        On one thread at a time, in one order on all ranks. Raises an error of ours.
+        On one thread at a time, in one order on all ranks; the ``key`` is for others, as that of
+        `Group.all_reduce`. Raises `SchedulerClosed`.
         """
         if self._closed:
-            raise SchedulerClosed(f"closed before {task} was sent")
-        flat = tensor.view(-1)
-        mine = self._slice(flat, self._place).numel()
-        parts = torch.empty(self._ranks * mine, dtype=flat.dtype, device="cpu")
-        sizes = [self._slice(flat, place).numel() for place in range(self._ranks)]
-        try:
-            work = self._gathering.backend.alltoall_base(
-                parts, flat, [mine] * self._ranks, sizes, dist.AllToAllOptions()
-            )
-        except RuntimeError as error:
-            raise self._gathering.error(error, task=task) from error
+            raise SchedulerClosed("sums in two levels are closed")
+        # Not of what is flat: a view would be seen by whoever counts those of a bucket.
+        current = TwoLevelSum(tensor if tensor.dim() == 1 else tensor.view(-1))
         with self._lock:
-            self._under_way += 1
-        self._gathered.put(_Sum(task, flat, parts, [work], ended))
+            self._waiting[0].append(current)
+        self._begin(0)
+        return current
+
+    def abort(self) -> None:
+        """What is under way ends in errors here and on the other ranks. Idempotent, any thread."""
+        for group in self.groups:
+            group.abort()
 
     def close(self) -> None:
-        """Ends threads and connections; what is under way fails. Idempotent."""
+        """Ends connections; what is under way fails. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._under_way:
-            for group in self.groups:
-                group.abort()
-        for step in (self._gathered, self._added, self._spreaded):
-            step.close()
+            self.abort()
         for group in self.groups:
             group.close()
 
-    def _slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        count = flat.numel()
-        return flat[count * place // self._ranks : count * (place + 1) // self._ranks]
+    def _begin(self, step: int) -> None:
+        """Begins the step of all that have come to it, as far as those before them have, too."""
+        begun, failed = [], []
+        with self._lock:
+            waiting = self._waiting[step]
+            while waiting and waiting[0].steps == step and self._has_room(step):
+                current = waiting.popleft()
+                self._under_way += not step
+                if not self._why:
+                    try:
+                        begun.append((current, self._operation(step, current)))
+                    except Exception as error:  # noqa: BLE001 - it is raised by a wait
+                        self._note(error)
+                if self._why:
+                    current.why = current.why or self._why
+                    failed.append(current)
+                elif step + 1 < _STEPS:
+                    self._waiting[step + 1].append(current)
+        # Not with the lock: what has ended already is reported at once.
+        for current, work in begun:
+            work.get_future().add_done_callback(partial(self._ended, current, step))
+        for current in failed:
+            self._over(current)
 
-    def _add(self, current: _Sum) -> None:
-        """What this host's ranks have for our slice is here."""
-        if not self._complete(self._gathering, current):
-            return
-        works = self._begun(self._between, current, lambda: self._added_up(current))
-        if works is not None:
-            self._added.put(current._replace(works=works))
+    def _has_room(self, step: int) -> bool:
+        return bool(step or self._why) or self._under_way < _WINDOW
 
-    def _added_up(self, current: _Sum) -> list[Any]:
-        mine = self._slice(current.flat, self._place)
-        parts = current.parts.view(self._ranks, -1)
-        torch.add(parts[0], parts[1], out=mine)
-        for part in parts[2:]:
-            mine.add_(part)
-        return [self._between.all_reduce(mine)]
+    def _operation(self, step: int, current: TwoLevelSum) -> Any:
+        count = current.flat.numel()
+        bounds = (count * place // self._ranks for place in range(self._ranks + 1))
+        sizes = [end - start for start, end in pairwise(bounds)]
+        mine = [sizes[self._place]] * self._ranks
+        if step == 0:
+            current.rows = torch.empty(sum(mine), dtype=current.flat.dtype, device="cpu")
+            return self._gathering.all_to_all(current.rows, current.flat, mine, sizes)
+        if step == 1:
+            return self._between.all_reduce(current.rows[: mine[0]])
+        return self._spreading.all_to_all(current.flat, current.rows, sizes, mine)
 
-    def _spread(self, current: _Sum) -> None:
-        """Our slice is summed over all ranks."""
-        if not self._complete(self._between, current):
-            return
-        works = self._begun(self._spreading, current, lambda: self._broadcasts(current.flat))
-        if works is not None:
-            self._spreaded.put(current._replace(works=works))
+    # -- in a thread of the carrier, mostly --------------------------------------------
 
-    def _end(self, current: _Sum) -> None:
-        """All slices are here."""
-        if self._complete(self._spreading, current):
-            self._ends(current, None)
-
-    def _broadcasts(self, flat: torch.Tensor) -> list[Any]:
-        works = []
-        for place in range(self._ranks):
-            options: Any = dist.BroadcastOptions()
-            options.rootRank = place
-            works.append(self._spreading.backend.broadcast([self._slice(flat, place)], options))
-        return works
-
-    def _begun(
-        self, group: Group, current: _Sum, begin: Callable[[], list[Any]]
-    ) -> list[Any] | None:
+    def _ended(self, current: TwoLevelSum, step: int, future: torch.futures.Future[Any]) -> None:
         try:
-            return begin()
-        except RuntimeError as error:
-            self._failed(group, current, error)
-            return None
+            future.wait()
+            rows = current.rows.view(self._ranks, current.rows.numel() // self._ranks)
+            if step == 0:
+                for row in rows[1:]:
+                    rows[0].add_(row)
+            elif step == 1:
+                rows[1:] = rows[0]
+        except BaseException as error:
+            current.why = self._note(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            current.steps = step + 1
+            if step + 1 < _STEPS:
+                self._begin(step + 1)
+            else:
+                self._over(current)
 
-    def _complete(self, group: Group, current: _Sum) -> bool:
-        try:
-            for work in current.works:
-                group.complete(work)
-        except RuntimeError as error:
-            self._failed(group, current, error)
-            return False
-        return True
+    def _note(self, error: BaseException) -> str:
+        """What ``error`` says; the first one ends what has not begun."""
+        why = str(error) or type(error).__name__
+        self._why = self._why or why
+        return why
 
-    def _failed(self, group: Group, current: _Sum, error: RuntimeError) -> None:
-        closed = SchedulerClosed(f"closed while {current.task} was being sent")
-        self._ends(current, closed if self._closed else group.error(error, task=current.task))
-
-    def _ends(self, current: _Sum, error: TransportError | SchedulerClosed | None) -> None:
+    def _over(self, current: TwoLevelSum) -> None:
+        current.end()
         with self._lock:
             self._under_way -= 1
-        current.ended(error)
+        self._begin(0)
 
     def __repr__(self) -> str:
         return (
             f"<TwoLevelSums rank {self._place} of {self._ranks} on host {self._between.rank} of "
             f"{self._between.size}, {self._under_way} under way>"
         )
-
-
-class _Step:
-    """A thread that takes sums one after the other."""
-
-    def __init__(self, name: str, take: Callable[[_Sum], None]) -> None:
-        self._take = take
-        self._queue: SimpleQueue[_Sum | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, current: _Sum) -> None:
-        self._queue.put(current)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        # The collector of garbage may end a session on any thread.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(PATIENCE_S)
-
-    def _run(self) -> None:
-        while (current := self._queue.get()) is not None:
-            self._take(current)
-
-
-class PendingSum:
-    """A sum that is waited for.
-
-    Args:
-        timeout_s: longest wait.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._over = threading.Event()
-        self._error: TransportError | SchedulerClosed | None = None
-
-    def ended(self, error: TransportError | SchedulerClosed | None) -> None:
-        """For `TwoLevelSums.begin`."""
-        self._error = error
-        self._over.set()
-
-    def wait(self) -> None:
-        """Returns when it has ended; raises the error that ended it."""
-        if not self._over.wait(self._timeout_s):
-            raise SchedulerTimeout(f"a sum in two levels took more than {self._timeout_s:g} s")
-        if self._error is not None:
-            raise self._error

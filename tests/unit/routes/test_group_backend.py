@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from connected import two_connected
-from fake_gloo import FakeGloo, fake_group, task_of
+from fake_gloo import FakeGloo, FakeWork, fake_group, task_of
 
 from bytesched.errors import SchedulerTimeout, TransportError
 from bytesched.plugins.routes.group_backend import C10dBackend
@@ -22,11 +21,12 @@ class Levels:
     groups = ()
 
     def __init__(self) -> None:
-        self.begun: list[tuple[torch.Tensor, str, Callable[[Any], None]]] = []
+        self.begun: list[tuple[torch.Tensor, FakeWork]] = []
         self.is_closed = False
 
-    def begin(self, tensor: torch.Tensor, task: str, ended: Callable[[Any], None]) -> None:
-        self.begun.append((tensor, task, ended))
+    def start(self, tensor: torch.Tensor) -> FakeWork:
+        self.begun.append((tensor, FakeWork()))
+        return self.begun[-1][1]
 
     def close(self) -> None:
         self.is_closed = True
@@ -41,10 +41,9 @@ def test_only_what_is_summed_in_one_order_goes_in_two_levels() -> None:
     gradients, votes = torch.ones(3), torch.ones(3, dtype=torch.int64)
     work = backend.reduce(task_of(4), gradients)
     backend.sum(votes, "votes")
-    assert [(tensor is gradients, task) for tensor, task, _ in levels.begun] == [(True, "t4")]
+    assert [tensor is gradients for tensor, _ in levels.begun] == [True]
     assert [tensor for _, tensor, *_ in gloo.begun] == [votes]
-    ended = levels.begun[0][2]
-    ended(TransportError("broken", task="t4"))
+    levels.begun[0][1].end("broken")
     with pytest.raises(TransportError, match="broken"):
         backend.wait(work, task="t4")
     gloo.works()[0].end()

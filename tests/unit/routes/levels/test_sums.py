@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from backends import two_level_sums
+from connected import connected
 from together import together
 
-from bytesched.errors import SchedulerClosed, SchedulerTimeout, TransportError
-from bytesched.plugins.routes.levels.sums import PendingSum, TwoLevelSums
+from bytesched.errors import PeerLost, SchedulerClosed, TransportError
+from bytesched.plugins.planned.buckets import uses
+from bytesched.plugins.routes.levels import sums as module
+from bytesched.plugins.routes.levels.sums import TwoLevelSums
 
-LIMIT_S = 100.0
+LIMIT = timedelta(seconds=100)
 
 
 def values(rank: int, count: int) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * rank + count))
 
 
-def begin(sums: TwoLevelSums, tensor: torch.Tensor, task: str = "t") -> PendingSum:
-    under = PendingSum(LIMIT_S)
-    sums.begin(tensor, task, under.ended)
-    return under
-
-
 def close_all(found: list[TwoLevelSums]) -> None:
     together(lambda rank: found[rank].close(), len(found))
-    names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"bytesched-gathering", "bytesched-between", "bytesched-spreading"}
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(2, 2), (2, 3), (3, 2)])
 def test_all_ranks_have_the_same_sum(hosts: int, each: int) -> None:
-    """Of several sums under way, some smaller than a host has ranks."""
+    """Of several sums under way, more than begin at once, some smaller than a host has ranks."""
     found = two_level_sums(hosts, each)
-    counts = [1, 2, 5, 64, 129]
+    counts = [1, 2, 5, 64, 129, *range(1000, 1000 + 2 * module._WINDOW)]
 
     def on(rank: int) -> list[torch.Tensor]:
         tensors = [values(rank, count) for count in counts]
-        works = [begin(found[rank], tensor) for tensor in tensors]
+        tensors[3] = tensors[3].view(8, 8)
+        works = [found[rank].start(tensor) for tensor in tensors]
         for work in works:
-            work.wait()
+            work.wait(LIMIT)
         return tensors
 
     ranks = hosts * each
@@ -55,57 +53,197 @@ def test_all_ranks_have_the_same_sum(hosts: int, each: int) -> None:
             of_hosts.append(total)
         for tensors in made:
             assert torch.equal(tensors[position], made[0][position])
-            torch.testing.assert_close(tensors[position], torch.stack(of_hosts).sum(0))
+            torch.testing.assert_close(tensors[position].view(-1), torch.stack(of_hosts).sum(0))
         if hosts == 2:
             # In the order of the ranks on a host; two numbers have one sum.
-            assert torch.equal(made[0][position], of_hosts[0] + of_hosts[1])
+            assert torch.equal(made[0][position].view(-1), of_hosts[0] + of_hosts[1])
     close_all(found)
 
 
 @pytest.mark.parametrize("step", range(3), ids=["gathering", "between", "spreading"])
 def test_a_rank_that_is_gone_is_named_in_whatever_step(step: int) -> None:
-    found = two_level_sums(2, 2)
+    found, data = two_level_sums(2, 2), connected(4)
+    data[3].abort()
     for group in found[3].groups[step:]:
         group.abort()
 
-    def on(rank: int) -> str:
+    def on(rank: int) -> TransportError | None:
+        work = found[rank].start(torch.ones(8))
         try:
-            begin(found[rank], torch.ones(8), "chunk").wait()
+            data[rank].wait(work, task="chunk")
         except TransportError as error:
             # As a session does.
-            for group in found[rank].groups:
-                group.abort()
-            return error.task
-        return ""
+            found[rank].abort()
+            return error
+        return None
 
     # Those of the other host may have their sums by then.
-    assert together(on, 4)[2:] == ["chunk"] * 2
+    errors = together(on, 4)
+    assert [error.task for error in errors[2:]] == ["chunk"] * 2
+    assert isinstance(errors[2], PeerLost)
+    assert errors[2].peers == (3,)
     close_all(found)
+    together(lambda rank: data[rank].close(), 4)
 
 
 def test_closed_it_fails_what_is_under_way_and_begins_nothing() -> None:
     found = two_level_sums(2, 2)
-    work = begin(found[0], torch.ones(8), "chunk")
+    work = found[0].start(torch.ones(8))
     found[0].close()
     found[0].close()
-    with pytest.raises(SchedulerClosed, match="chunk"):
-        work.wait()
-    with pytest.raises(SchedulerClosed, match="next"):
-        begin(found[0], torch.ones(8), "next")
+    with pytest.raises(RuntimeError):
+        work.wait(LIMIT)
+    with pytest.raises(SchedulerClosed):
+        found[0].start(torch.ones(8))
     close_all(found)
 
 
-def test_a_sum_that_does_not_end_is_waited_for_as_long_as_the_limit() -> None:
-    with pytest.raises(SchedulerTimeout):
-        PendingSum(0.001).wait()
+class Step:
+    """A group of two ranks whose operations a test ends; the other rank has what this one has."""
+
+    size, rank, is_closed, is_aborted = 2, 0, False, False
+
+    def __init__(self) -> None:
+        #: what was begun, by the number in it, and what ends it
+        self.begun: list[tuple[float, torch.futures.Future[None]]] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return self._begin(tensor)
+
+    def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, *sizes: Any) -> Any:
+        into.copy_(sent)
+        return self._begin(sent)
+
+    def _begin(self, tensor: torch.Tensor) -> Any:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        self.begun.append((tensor[0].item(), future))
+        return SimpleNamespace(get_future=lambda: future)
+
+    @property
+    def order(self) -> list[float]:
+        return [number for number, _ in self.begun]
+
+    def end(self, *numbers: float) -> None:
+        for number in numbers:
+            dict(self.begun)[number].set_result(None)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
-def test_a_sum_that_has_ended_raises_its_error_each_time() -> None:
-    under = PendingSum(LIMIT_S)
-    under.ended(TransportError("broken"))
-    for _ in range(2):
-        with pytest.raises(TransportError, match="broken"):
-            under.wait()
-    over = PendingSum(LIMIT_S)
-    over.ended(None)
-    over.wait()
+def steps() -> tuple[TwoLevelSums, Step, Step, Step]:
+    gathering, between, spreading = Step(), Step(), Step()
+    groups: Any = gathering, between, spreading
+    return TwoLevelSums(*groups), gathering, between, spreading
+
+
+def test_each_step_has_the_order_of_the_first_one() -> None:
+    sums, gathering, between, spreading = steps()
+    works = [sums.start(torch.full((2,), number)) for number in (1.0, 2.0, 3.0)]
+    assert gathering.order == [1, 2, 3]
+    gathering.end(3, 2)
+    assert not between.begun
+    gathering.end(1)
+    # What two ranks have is added up.
+    assert between.order == [2, 4, 6]
+    between.end(4)
+    assert not spreading.begun
+    between.end(2)
+    assert spreading.order == [2, 4]
+    spreading.end(4)
+    assert [work.is_completed() for work in works] == [False, True, False]
+    between.end(6)
+    spreading.end(6, 2)
+    for work in works:
+        work.wait(LIMIT)
+
+
+def test_behind_one_that_failed_nothing_begins() -> None:
+    """Another rank would take it for the one that failed."""
+    sums, gathering, between, spreading = steps()
+    works = [sums.start(torch.full((2,), number)) for number in (1.0, 2.0, 3.0)]
+    gathering.end(1, 3)
+    dict(gathering.begun)[2].set_exception(RuntimeError("broken"))  # type: ignore[arg-type]
+    assert between.order == [2]
+    assert [work.is_completed() for work in works] == [False, True, True]
+    between.end(2)
+    assert not spreading.begun
+    works += [sums.start(torch.ones(2)) for _ in range(2 * module._WINDOW)]
+    assert len(gathering.begun) == 3
+    for work in works:
+        with pytest.raises(RuntimeError, match="broken"):
+            work.wait(LIMIT)
+        with pytest.raises(RuntimeError, match="broken"):
+            work.get_future().wait()
+
+
+def test_what_cannot_begin_fails() -> None:
+    sums, gathering, between, _ = steps()
+    work = sums.start(torch.ones(2))
+    between.all_reduce = None  # type: ignore[assignment, method-assign]
+    gathering.end(1)
+    with pytest.raises(RuntimeError, match="not callable"):
+        work.wait(LIMIT)
+
+
+def test_only_so_many_need_memory_at_a_time() -> None:
+    sums, gathering, between, spreading = steps()
+    numbers = [float(number) for number in range(module._WINDOW + 2)]
+    for number in numbers:
+        sums.start(torch.full((2,), number))
+    assert gathering.order == numbers[:-2]
+    gathering.end(0, 1)
+    between.end(0, 2)
+    spreading.end(2)
+    assert gathering.order == numbers[:-1]
+    spreading.end(0)
+    assert gathering.order == numbers
+
+
+def test_what_waits_for_it_comes_after_what_is_told_of_it() -> None:
+    sums, gathering, between, spreading = steps()
+    work = sums.start(torch.ones(2))
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(milliseconds=1))
+    told: list[bool] = []
+    work.get_future().add_done_callback(lambda _: told.append(work.is_completed()))
+    gathering.end(1)
+    between.end(2)
+    spreading.end(2)
+    work.wait(LIMIT)
+    assert told == [False]
+
+
+def test_a_script_sees_no_tensor_of_ours_over_the_memory() -> None:
+    """Where a gradient lies in the memory, it would be taken for one of the script's."""
+    sums, gathering, between, spreading = steps()
+    tensor = torch.ones(4)
+    before = uses(tensor)
+    sums.start(tensor)
+    for step, number in (gathering, 1.0), (between, 2.0), (spreading, 2.0):
+        assert uses(tensor) == before
+        step.end(number)
+    assert uses(tensor) == before
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_connections_are_broken_where_something_is_under_way(is_over: bool) -> None:
+    sums, *groups = steps()
+    sums.start(torch.ones(2))
+    if is_over:
+        for step, number in zip(groups, (1.0, 2.0, 2.0), strict=True):
+            step.end(number)
+    sums.close()
+    assert [step.is_aborted for step in groups] == [not is_over] * 3
+    assert all(step.is_closed for step in groups)
+
+
+def test_it_shows_where_it_is() -> None:
+    sums, gathering, *_ = steps()
+    work = sums.start(torch.ones(2))
+    assert "1 under way" in repr(sums)
+    gathering.end(1)
+    assert "1 steps have ended" in repr(work)
