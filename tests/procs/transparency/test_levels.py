@@ -21,11 +21,13 @@ def check(ranks: Ranks, script: Callable[..., None], rtol: float, **options: Any
     return {stats["levels"] for _, stats in outcomes}
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_equal_but_for_the_order_of_sums(four_ranks: Ranks, compression: str) -> None:
-    rtol = 1e-5 if compression == "none" else 2e-2
-    options = {"hierarchy": "on", "compression": compression}
-    assert check(four_ranks, scripts.trained, rtol, **options) == {2}
+@pytest.mark.parametrize(
+    ("options", "rtol"),
+    [({}, 1e-5), ({"module_alone": True}, 1e-5), ({"compression": "bf16"}, 2e-2)],
+    ids=["DDP", "a plain module", "compressed"],
+)
+def test_equal_but_for_the_order_of_sums(four_ranks: Ranks, options: Any, rtol: float) -> None:
+    assert check(four_ranks, scripts.trained, rtol, hierarchy="on", **options) == {2}
 
 
 def test_equal_bits_where_nothing_is_rounded(four_ranks: Ranks) -> None:

@@ -60,6 +60,7 @@ def sizes_of(session: Any) -> list[list[int]]:
         ({"shard": True}, {}, ""),
         ({"compression": "fp16"}, {}, ""),
         ({"compression": "fp16", "shard": True}, {}, "gradients are compressed"),
+        ({"hierarchy": "on"}, {}, ""),
         ({}, {"has_groups": True}, "some ranks reduce some parameters"),
         ({}, {"is_folded": True}, "gradients are folded into moments"),
     ],

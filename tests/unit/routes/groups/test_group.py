@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from connected import connected, two_connected
+from fake_gloo import CLOSED, FakeGloo, fake_group
 from together import together
 from torch._C._distributed_c10d import HashStore
 
@@ -142,3 +143,13 @@ def test_a_rank_that_aborts_while_another_goes_reaches_those_that_are_left() -> 
         left.wait_message(awaited)
     for g in (group, going, left):
         g.close()
+
+
+def test_a_rank_is_named_whose_connections_break_one_after_the_other() -> None:
+    gloo = FakeGloo()
+    group = fake_group(gloo)
+    threading.Timer(0.02, gloo.gone.add, [1]).start()
+    # Of another group.
+    error = group.error(RuntimeError(CLOSED))
+    assert isinstance(error, PeerLost)
+    assert error.peers == (1,)
