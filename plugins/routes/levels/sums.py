@@ -104,6 +104,9 @@ class TwoLevelSums:
         """
         if self._closed:
             raise SchedulerClosed("sums in two levels are closed")
+        if tensor.is_complex():
+            # Gloo adds such numbers up, but does not deal them.
+            tensor = torch.view_as_real(tensor)
         # Not of what is flat: a view would be seen by whoever counts those of a bucket.
         current = TwoLevelSum(tensor if tensor.dim() == 1 else tensor.view(-1))
         with self._lock:

@@ -60,6 +60,21 @@ def test_all_ranks_have_the_same_sum(hosts: int, each: int) -> None:
     close_all(found)
 
 
+def test_numbers_of_all_kinds_are_added_up() -> None:
+    found = two_level_sums(2, 2)
+    kinds = [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        tensors = [torch.full((3,), rank + 1, dtype=kind) for kind in kinds]
+        for work in [found[rank].start(tensor) for tensor in tensors]:
+            work.wait(LIMIT)
+        return tensors
+
+    for tensors in together(on, 4):
+        assert [tensor.tolist() for tensor in tensors] == [[10] * 3] * len(kinds)
+    close_all(found)
+
+
 @pytest.mark.parametrize("step", range(3), ids=["gathering", "between", "spreading"])
 def test_a_rank_that_is_gone_is_named_in_whatever_step(step: int) -> None:
     found, data = two_level_sums(2, 2), connected(4)
