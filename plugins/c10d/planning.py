@@ -151,7 +151,7 @@ def attach_planned(
             else 0,
             bucket_bytes=bucket_bytes,
             is_finalized_ahead=finalizes_by_hand(ddp) and finalize_outstanding(ddp),
-            open_owners=None
+            open_updates=None
             if statements is None
             else sharding(
                 wire, statements, base, reduced, max(1, 2 * partition_bytes // data.size)

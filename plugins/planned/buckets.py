@@ -235,9 +235,10 @@ class Bucket:
         ]
 
     def let_go(self) -> None:
-        """It is none of the layout any more: its memory goes with the last who refers to it."""
+        """It is none of the layout any more: its memory goes with the last other who has it."""
         self.members.clear()
         self.chunks.clear()
+        self.buffer = self.buffer.new_empty(0)
         self.row = None
 
     def hand_back(self) -> None:

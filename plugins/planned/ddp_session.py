@@ -31,7 +31,7 @@ from .reducer import (
     refuse_effective_join,
 )
 from .reducer_source import ReducerSource
-from .rounds import OpenOwners
+from .rounds import OpenUpdates
 from .session import PlannedSession
 from .source import Listener, Phase
 from .wire import Wire
@@ -53,7 +53,7 @@ class DdpSession(PlannedSession):
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
         bucket_bytes: of the reducer that ``ddp`` gets in its next forward pass; 0: its own stays.
         is_finalized_ahead: the script is about to finalize a backward pass that is finalized.
-        open_owners: opens what updates parameters, each a share; None: all ranks update all.
+        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     source: ReducerSource
@@ -72,7 +72,7 @@ class DdpSession(PlannedSession):
         halves_bytes: int = 0,
         bucket_bytes: int = 0,
         is_finalized_ahead: bool = False,
-        open_owners: OpenOwners | None = None,
+        open_updates: OpenUpdates | None = None,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._name = type(ddp.module).__name__
@@ -80,7 +80,7 @@ class DdpSession(PlannedSession):
         self._bucket_bytes = bucket_bytes
         #: of DDP's own back end; None: not counted, or no turns are to come
         self._collectives = None
-        if config.guard and open_owners is None and _can_compare(config):
+        if config.guard and open_updates is None and _can_compare(config):
             self._collectives = collectives_of(ddp, slots[0].parameter.device)
         #: DDP is by itself, in a turn or until the guard looks again; collectives before the
         #: current backward pass
@@ -100,7 +100,7 @@ class DdpSession(PlannedSession):
             make_source=make_source,
             setting=setting,
             halves_bytes=halves_bytes,
-            open_owners=open_owners,
+            open_updates=open_updates,
         )
         self._guard = Guard(wire, self._clock)
         self.source.is_finalized_ahead = is_finalized_ahead

@@ -21,7 +21,7 @@ from bytesched.errors import PluginError, TransportError
 
 from ..dependency.failures import Failures
 from ..update.surroundings import unseen
-from .buckets import Bucket
+from .buckets import Bucket, Member
 from .bundles import Slot
 from .cutting import Cutter
 from .source import Listener, Phase, Source
@@ -36,7 +36,7 @@ _CUSTOM_BACKWARD: Final = BackwardCFunction.apply.__code__
 
 
 class Entry:
-    """One parameter, whose gradient is awaited in every round."""
+    """One parameter, whose gradient is awaited in every round, and what it has in a bucket."""
 
     __slots__ = ("bucket", "expected", "fired", "hook_id", "index", "is_local", "slot", "view")
 
@@ -52,6 +52,32 @@ class Entry:
         #: where its gradient is sent from, and the bucket around it
         self.view: torch.Tensor
         self.bucket: _Filling
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has in a bucket."""
+        return self.slot.parameter.numel()
+
+    def lay_out(self, member: Member, memory: torch.Tensor) -> None:
+        """It is ``member`` of a new bucket, and ``memory`` is its own there, in one dimension."""
+        self.view = member.view
+
+    def fill(self, scale: float) -> bool:
+        """What is sent is in the bucket; False if the gradient is of another kind than that.
+
+        Args:
+            scale: of the gradient.
+        """
+        grad, view = self.slot.parameter.grad, self.view
+        if grad is None:
+            view.zero_()
+        elif grad.dtype is not view.dtype or grad.device != view.device or grad.is_sparse:
+            return False
+        elif scale == 1:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        return True
 
     def __repr__(self) -> str:
         return f"<Entry {self.slot.name!r}, {self.fired} of {self.expected} gradients>"
@@ -82,6 +108,8 @@ class HookSource(Source):
 
     #: the first one shows in which order gradients come
     early_rounds: ClassVar[int] = 1
+    #: what there is of each parameter
+    entry_kind: ClassVar[type[Entry]] = Entry
 
     def __init__(
         self,
@@ -108,7 +136,7 @@ class HookSource(Source):
         self.is_synced = True
         #: whether they are anyone else's
         self.is_off = False
-        self.entries = [Entry(index, slot) for index, slot in enumerate(slots)]
+        self.entries = [self.entry_kind(index, slot) for index, slot in enumerate(slots)]
         self._by_id = {id(entry.slot.parameter): entry for entry in self.entries}
         self._is_callback_queued = False
         #: parameters without a gradient in this round
@@ -148,7 +176,7 @@ class HookSource(Source):
             kind = entry.slot.parameter.dtype
             entries = open_.setdefault(kind, [])
             entries.append(entry)
-            if sum(entry.slot.parameter.nbytes for entry in entries) >= self._bucket_bytes:
+            if sum(entry.numel for entry in entries) * kind.itemsize >= self._bucket_bytes:
                 self._add_bucket(open_.pop(kind))
         for entries in open_.values():
             self._add_bucket(entries)
@@ -156,21 +184,23 @@ class HookSource(Source):
     def _add_bucket(self, entries: Sequence[Entry]) -> None:
         parameters = [entry.slot.parameter for entry in entries]
         first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
+        sizes = [entry.numel for entry in entries]
         buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        memory = buffer.split(sizes)
         bucket = Bucket(
             self._listener,
             buffer,
             parameters,
-            buffer.split(sizes),
+            memory,
             self._names,
             holds_gradients=False,
             cut=self.cut,
             first=sum(len(other.chunks) for other in self.buckets),
         )
         filling = _Filling(bucket, entries)
-        for entry, member in zip(entries, bucket.members, strict=True):
-            entry.view, entry.bucket = member.view, filling
+        for entry, member, own in zip(entries, bucket.members, memory, strict=True):
+            entry.lay_out(member, own)
+            entry.bucket = filling
         self.buckets.append(bucket)
         self._fillings.append(filling)
 
@@ -248,7 +278,7 @@ class HookSource(Source):
             self._listener.ready(filling.bucket.chunks, is_last=is_last)
 
     def _fill(self, filling: _Filling) -> None:
-        """Gradients, divided, into the bucket."""
+        """Puts into the bucket what is sent, divided."""
         if filling.streams:
             stream = torch.cuda.current_stream()
             for other in filling.streams - {stream}:
@@ -256,18 +286,13 @@ class HookSource(Source):
             filling.streams = set()
         with torch.no_grad(), unseen(), torch._C.DisableTorchFunctionSubclass():
             for entry in filling.entries:
-                grad, view = entry.slot.parameter.grad, entry.view
-                if grad is None:
-                    view.zero_()
-                elif grad.dtype is not view.dtype or grad.device != view.device or grad.is_sparse:
-                    self._refuse(entry, grad)
-                elif self._scale == 1:
-                    view.copy_(grad)
-                else:
-                    torch.mul(grad, self._scale, out=view)
+                if not entry.fill(self._scale):
+                    self._refuse(entry)
 
-    def _refuse(self, entry: Entry, grad: torch.Tensor) -> None:
+    def _refuse(self, entry: Entry) -> None:
         """Plain training would go on without reducing, and its ranks drift apart."""
+        grad = entry.slot.parameter.grad
+        assert grad is not None
         kind = f"sparse {grad.dtype}" if grad.is_sparse else str(grad.dtype)
         error = PluginError(
             f"the gradient of {entry.slot.name!r} is {kind} on {grad.device}, it was "

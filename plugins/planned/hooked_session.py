@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from ..stages import refuse_stage
 from .bundles import Slot
 from .cutting import cut_whole
 from .hook_source import HookSource
+from .rounds import OpenUpdates
 from .session import PlannedSession
 from .source import Listener, Phase
 from .wire import Wire
@@ -36,9 +38,12 @@ class HookedSession(PlannedSession):
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: parameters may get no gradient; None: the first round shows it.
+        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     source: HookSource
+    #: what the buckets are of
+    source_kind: ClassVar[type[HookSource]] = HookSource
 
     def __init__(
         self,
@@ -52,13 +57,14 @@ class HookedSession(PlannedSession):
         divisor: int,
         sync: Callable[[], bool] | None,
         find_unused: bool | None,
+        open_updates: OpenUpdates | None = None,
     ) -> None:
         inner = root.module if isinstance(root, DistributedDataParallel) else root
         self._name = type(inner).__name__
         self._sync = sync
 
         def make_source(listener: Listener, divisor: int) -> HookSource:
-            self.source = HookSource(
+            self.source = self.source_kind(
                 listener,
                 wire,
                 self._failures,
@@ -79,6 +85,7 @@ class HookedSession(PlannedSession):
             make_source=make_source,
             divisor=divisor,
             setting=setting,
+            open_updates=open_updates,
         )
 
     def _hook(self, root: nn.Module) -> None:

@@ -32,7 +32,7 @@ from .turns import ModelTurns
 from .updates import Updates
 from .wire import Wire
 
-__all__ = ["OpenOwners", "Owners", "Rounds"]
+__all__ = ["OpenUpdates", "Owners", "Rounds"]
 
 log = logging.getLogger("bytesched")
 
@@ -82,8 +82,8 @@ class Owners(Protocol):
         """Returns when no other rank needs anything of this one any more."""
 
 
-class OpenOwners(Protocol):
-    """Makes owners, and what updates what they own."""
+class OpenUpdates(Protocol):
+    """Makes what updates parameters; and their owners, where each rank updates a share of them."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class OpenOwners(Protocol):
         meter: Meter,
         observers: Observers,
         **named: Any,
-    ) -> tuple[Owners, Updates]:
+    ) -> tuple[Owners | None, Updates]:
         """For ``slots``; see `Updates` for what is ``named``."""
 
 
@@ -108,7 +108,7 @@ class Rounds:
         setting: the sizes in use, for figures.
         learned: puts gates where forward passes have shown them; whether it did so now.
         began: called with the chunks and bytes of a round that differs in them from the last one.
-        open_owners: opens what updates parameters, each a share; None: all ranks update all.
+        open_updates: opens what updates parameters; None: all ranks update all from gradients.
         turns: of a device that several jobs share.
     """
 
@@ -127,7 +127,7 @@ class Rounds:
         setting: Setting,
         learned: Callable[[], bool],
         began: Callable[[int, int], None],
-        open_owners: OpenOwners | None = None,
+        open_updates: OpenUpdates | None = None,
         turns: ModelTurns | None = None,
     ) -> None:
         self._slots = slots
@@ -163,10 +163,10 @@ class Rounds:
         }
         self.owners: Owners | None = None
         self.updates: Updates
-        if open_owners is None:
+        if open_updates is None:
             self.updates = Updates(slots, self.sending, failures, self.meter, **named)
         else:
-            self.owners, self.updates = open_owners(
+            self.owners, self.updates = open_updates(
                 slots, self.sending, failures, self.meter, observers, **named
             )
         self._splitting = Splitting(wire, config.split if halves_bytes else "off")

@@ -29,7 +29,7 @@ from ..update.stepping import Stepping
 from .bundles import Slot
 from .clocks import Clock, DeviceClock, HostClock
 from .gates import Gates
-from .rounds import OpenOwners, Rounds
+from .rounds import OpenUpdates, Rounds
 from .source import MakeSource, Phase
 from .turns import ModelTurns, open_turns
 from .wire import Wire
@@ -51,7 +51,7 @@ class PlannedSession(ABC):
         divisor: of these, where it is not the number of ranks; 1: the wire divides.
         setting: the sizes in use, for figures.
         halves_bytes: of a chunk that goes in two halves, of two ranks; 0: none does.
-        open_owners: opens what updates parameters, each a share; None: all ranks update all.
+        open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
     #: of the model, for figures
@@ -69,7 +69,7 @@ class PlannedSession(ABC):
         divisor: int | None = None,
         setting: Setting,
         halves_bytes: int = 0,
-        open_owners: OpenOwners | None = None,
+        open_updates: OpenUpdates | None = None,
     ) -> None:
         self._root = weakref.ref(root)
         self._wire = wire
@@ -104,13 +104,13 @@ class PlannedSession(ABC):
             setting=setting,
             learned=lambda: self._gates.are_learned(),
             began=self._began,
-            open_owners=open_owners,
+            open_updates=open_updates,
             turns=self._turns,
         )
         self._source, self._meter = self._rounds.source, self._rounds.meter
         self.owners = self._rounds.owners
         self._updates = self._rounds.updates
-        self._stepping = Stepping(self, self._meter, takes_gradients=self.owners is not None)
+        self._stepping = Stepping(self, self._meter, takes_gradients=self._updates.takes_gradients)
         self._gates = Gates(root, slots, self._updates, self, observers)
         #: buckets that were handed out before the current backward pass
         self._handed_out = 0

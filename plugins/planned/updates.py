@@ -43,6 +43,8 @@ class Updates:
 
     #: also where gradients are here when ``step()`` is called, parameters may not be after it
     late_with_any_gradient: ClassVar[bool] = False
+    #: see `Stepping`
+    takes_gradients: ClassVar[bool] = False
 
     def __init__(
         self,

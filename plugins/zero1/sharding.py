@@ -13,7 +13,7 @@ from bytesched.observe import Observers
 from ..dependency.failures import Failures
 from ..figures.meter import Meter
 from ..planned.bundles import Slot
-from ..planned.rounds import OpenOwners
+from ..planned.rounds import OpenUpdates
 from ..planned.sending import Sending
 from ..planned.updates import Updates
 from ..planned.wire import Wire
@@ -30,7 +30,7 @@ def sharding(
     base: dist.ProcessGroup,
     reduced: Sequence[nn.Parameter],
     run_bytes: int,
-) -> OpenOwners:
+) -> OpenUpdates:
     """Opens the owners of a session; see `Owners`."""
 
     def opened(

@@ -36,6 +36,7 @@ class ShardedUpdates(Updates):
     """
 
     late_with_any_gradient = True
+    takes_gradients = True
 
     def __init__(self, slots: Sequence[Slot], owners: Owners, *others: Any, **named: Any) -> None:
         super().__init__(slots, *others, **named)
