@@ -14,7 +14,7 @@ from bytesched.config import Config
 from bytesched.errors import PluginError
 from bytesched.observe import Observer, Observers
 
-from ..c10d.hooked import hooked_setting
+from ..c10d.hooked import setting_of
 from ..c10d.joining import Joining
 from ..engine.beginning import add_optimizer, why_whole
 from ..planned.bundles import Slot
@@ -98,7 +98,7 @@ def open_session(
             config,
             GroupWire(data, data, [], slots[0].parameter.device),
             observers,
-            setting=hooked_setting(config, "gloo"),
+            setting=setting_of(config, "gloo"),
             divisor=data.size,
             sync=lambda: True,
             find_unused=False,

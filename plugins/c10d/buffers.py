@@ -17,7 +17,7 @@ from bytesched.urgency import urgent
 
 from ..routes.groups.group import Group
 
-__all__ = ["BufferBroadcast"]
+__all__ = ["BufferBroadcast", "broadcasts_buffers"]
 
 
 class BufferBroadcast:
@@ -79,6 +79,13 @@ class BufferBroadcast:
 
     def __reduce__(self) -> Any:
         return BufferBroadcast, ()
+
+
+def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` broadcasts rank 0's buffers in its own way, or in ours."""
+    hook = getattr(ddp, "buffer_hook", None)
+    is_known = hook is None or isinstance(hook.buffer_comm_hook, BufferBroadcast)
+    return bool(ddp.modules_buffers) and is_known
 
 
 def _give_back(weak_ddp: weakref.ref[DistributedDataParallel]) -> None:

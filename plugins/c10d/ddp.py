@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,8 +24,6 @@ from ..engine.session import Session
 from ..layout.slots import Slot
 from ..left import name_of_ddp
 from ..moments.folding import Accumulation
-from ..moments.refusals import folding_statements
-from ..moments.slots import MomentSlot
 from ..planned.session import PlannedSession
 from ..proxies.compiling import has_compiled
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
@@ -36,9 +34,10 @@ from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..update.separable import refuse_to_shard
 from ..warmup.agree import statements
-from .buffers import BufferBroadcast
+from .buffers import BufferBroadcast, broadcasts_buffers
 from .carrying import broadcast, levels_of
 from .entry import Entry
+from .folded import attach_folded
 from .grouping import (
     grouping_of,
     has_groups,
@@ -53,7 +52,7 @@ from .grouping import statements as group_statements
 from .hooked import attach_hooked, refuse_part_of_ddp
 from .joining import joining
 from .planning import attach_planned, refuse_halves, why_not_planned
-from .shell import finalizes_by_hand, take_over
+from .shell import finalizes_by_hand, ignored_by, take_over
 from .syncing import Syncing
 from .urgent_norms import make_norms_urgent
 
@@ -191,23 +190,24 @@ def begin(
         if config.shard:
             refuse_to_shard(optimizer)
         session: Session | PlannedSession
+        is_parted = has_groups(model, groups)
         why_live = why_not_planned(
-            model,
-            ddp,
-            config,
-            has_groups=has_groups(model, groups),
-            is_folded=accumulation is not None,
+            model, ddp, config, has_groups=is_parted, is_folded=accumulation is not None
         )
         if config.shard and (why_live or ddp is None):
             why_live = why_live or "it is not in DistributedDataParallel"
             raise PluginError(f"shard = True cannot be for this model: {why_live}")
-        if not why_live:
+        if accumulation is not None:
+            session = attach_folded(
+                optimizer, model, ddp, config, entry, accumulation, has_groups=is_parted
+            )
+        elif not why_live:
             if ddp is None:
                 session = attach_hooked(optimizer, model, config, entry)
             else:
                 session = attach_planned(optimizer, model, ddp, config, entry)
         else:
-            session = attach(optimizer, model, config, entry, groups, accumulation)
+            session = attach(optimizer, model, config, entry, groups)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -232,7 +232,6 @@ def attach(
     config: Config,
     entry: Entry,
     groups: Mapping[Any, Any] | None = None,
-    accumulation: Accumulation | None = None,
 ) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
@@ -248,18 +247,11 @@ def attach(
         refuse_settings(config)
         if ddp is not None:
             refuse_reduced(ddp, grouping)
-    ignored = set() if ddp is None else {id(p) for p in _ignored_by(ddp)} - grouping.ids
-    is_folded = accumulation is not None
-    slots = slots_of(model, optimizer, ignored=ignored, kind=MomentSlot if is_folded else Slot)
+    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
+    slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
     in_groups = group_statements(slots, grouping)
     kind = kind_of(base, slots[0].parameter.device)
     find_unused = _find_unused(ddp, config)
-    folded: list[str] = []
-    if accumulation is not None:
-        folded = folding_statements(
-            accumulation, slots, config, find_unused=find_unused, has_groups=bool(in_groups)
-        )
-        find_unused = False
     refuse_halves(base, config)
     if in_groups and config.find_unused_parameters is None:
         # Whether an expert is used depends on the batch, and DDP does not look at it.
@@ -267,7 +259,6 @@ def attach(
     entry.agree(
         [
             *in_groups,
-            *folded,
             *statements(slots, optimizer, config),
             f"find_unused_parameters = {find_unused}",
             f"static_graph = {ddp is not None and ddp.static_graph}",
@@ -280,7 +271,7 @@ def attach(
     with joining(base, name, config) as ranks:
         data, control = ranks.open("data", kind), ranks.open("control")
         buffers = None
-        if ddp is not None and kind in ("gloo", "nccl") and _broadcasts_buffers(ddp):
+        if ddp is not None and kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
             buffers = ranks.open("buffers")
         observers = ranks.observers()
         device = slots[0].parameter.device
@@ -308,7 +299,6 @@ def attach(
         find_unused=find_unused,
         static_graph=bool(ddp is not None and ddp.static_graph),
         observers=observers,
-        accumulation=accumulation,
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
@@ -322,7 +312,7 @@ def attach(
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
             # Nor does DDP reduce over some ranks.
-            can_stop = can_stop and not grouping.ids and not is_folded
+            can_stop = can_stop and not grouping.ids
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
             session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()
@@ -333,17 +323,9 @@ def why_whole(optimizer: torch.optim.Optimizer, model: nn.Module, config: Config
     """Why the barrier cannot be crossed for ``optimizer``; empty if it can."""
     carried = ""
     ddp = find_ddp(model)
-    if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not _broadcasts_buffers(ddp):
+    if ddp is not None and _is_nccl(model) and ddp.modules_buffers and not broadcasts_buffers(ddp):
         carried = "on NCCL, the forward pass has collectives of its own: a hook for buffers"
     return beginning.why_whole(model, optimizer, type(optimizer), config, carried=carried)
-
-
-def _ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters that DDP leaves out of its reduction."""
-    names = getattr(ddp, "parameters_to_ignore", ())
-    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
-        if name in names:
-            yield parameter
 
 
 def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | None:
@@ -356,10 +338,3 @@ def _find_unused(ddp: DistributedDataParallel | None, config: Config) -> bool | 
 
 def _is_nccl(model: nn.Module) -> bool:
     return kind_of(base_of(model), next(model.parameters()).device) == "nccl"
-
-
-def _broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether ``ddp`` broadcasts rank 0's buffers in its own way, or in ours."""
-    hook = getattr(ddp, "buffer_hook", None)
-    is_known = hook is None or isinstance(hook.buffer_comm_hook, BufferBroadcast)
-    return bool(ddp.modules_buffers) and is_known

@@ -23,7 +23,7 @@ from .entry import Entry
 from .joining import joining
 from .planning import BUCKET_BYTES, refuse_halves
 
-__all__ = ["attach_hooked", "hooked_setting", "refuse_part_of_ddp"]
+__all__ = ["attach_hooked", "refuse_part_of_ddp", "setting_of"]
 
 
 def attach_hooked(
@@ -59,7 +59,7 @@ def attach_hooked(
             config,
             GroupWire(data, control, [], device, levels),
             ranks.observers(),
-            setting=hooked_setting(config, kind),
+            setting=setting_of(config, kind),
             divisor=data.size,
             sync=_always,
             find_unused=config.find_unused_parameters,
@@ -67,9 +67,9 @@ def attach_hooked(
     return session
 
 
-def hooked_setting(config: Config, kind: str) -> Setting:
-    """The sizes of what hooks of ours hand out, on a carrier of this ``kind``."""
-    partition_bytes = config.partition_bytes or BUCKET_BYTES[kind]
+def setting_of(config: Config, kind: str) -> Setting:
+    """The sizes of buckets of ours, over a carrier of this ``kind``."""
+    partition_bytes = config.partition_bytes or BUCKET_BYTES.get(kind, 0)
     return Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bytesched.errors import PluginError
 
 from ..planned.reducer import requiring_gradients
 
-__all__ = ["finalize_outstanding", "finalizes_by_hand", "take_over"]
+__all__ = ["finalize_outstanding", "finalizes_by_hand", "ignored_by", "take_over"]
 
 
 def take_over(
@@ -53,6 +54,14 @@ def take_over(
             told.require_manual_backward_finalization = True
 
     return give_back
+
+
+def ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """The parameters that DDP leaves out of its reduction."""
+    names = getattr(ddp, "parameters_to_ignore", ())
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
+        if name in names:
+            yield parameter
 
 
 def finalizes_by_hand(ddp: DistributedDataParallel) -> bool:

@@ -19,7 +19,6 @@ from ..dependency.context import Context
 from ..figures.unseen import ROUNDING, UNSEEN
 from ..layout.plan import Plan
 from ..layout.slots import Slot
-from ..moments.folding import Accumulation, Folding
 from ..planned.turns import open_turns
 from ..proxies.entries import guard_entries
 from ..proxies.hooks import StayingForwardHook, StayingHook
@@ -57,8 +56,6 @@ class Session(HookedModel):
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
-        accumulation: gradients are folded into the moments of its optimizer, for which ``slots``
-            are made; it says what is reduced in place of ``sync``.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Session(HookedModel):
         find_unused: bool | None,
         static_graph: bool,
         observers: Observers,
-        accumulation: Accumulation | None = None,
     ) -> None:
         super().__init__(root, slots, backend, observers)
         guard_entries()
@@ -86,11 +82,6 @@ class Session(HookedModel):
         elif config.tune and backend.rank == 0:
             log.warning("tune is on, but sizes cannot change during training over %s", backend.wire)
         context = Context(backend, self._progress, self._streams, self._meter, observers)
-        self._folding: Folding | None = None
-        if accumulation is not None:
-            self._folding = Folding(accumulation, slots, context, self._apply_all)
-            self._sync = self._folding.is_last
-            self._undo.append(self._folding.close)
         warming_up = WarmingUp(
             slots,
             config,
@@ -98,7 +89,6 @@ class Session(HookedModel):
             first_use=self._first_use,
             handover=self._handover,
             decisions=decisions,
-            folding=self._folding,
             find_unused=find_unused,
             inside_compiled=self._inside_compiled,
             ended=self._warmed_up,
@@ -121,9 +111,7 @@ class Session(HookedModel):
                 look=self._progress.check,
             )
         self._stepping = Stepping(
-            RoundSteps(self._rounds, self._handover, self._progress),
-            self._meter,
-            takes_gradients=self._folding is not None,
+            RoundSteps(self._rounds, self._handover, self._progress), self._meter
         )
         try:
             self._hook(root)
@@ -156,8 +144,6 @@ class Session(HookedModel):
 
         ``kind`` is the class whose ``step()`` does them.
         """
-        if self._folding is not None:
-            self._folding.check(optimizer)
         # The user may name the optimizer instead of the model, which is there as long as it is.
         self._stepping.add(optimizer, kind, self.root, cross=cross)
 
@@ -217,9 +203,6 @@ class Session(HookedModel):
                 "torch.compile was applied after bytesched.wrap: scheduling inside backward, "
                 "stepping whole; wrap the compiled model to cross the barrier"
             )
-
-    def _apply_all(self) -> None:
-        self._rounds.phase.synchronize_all()
 
     def _warmed_up(self, running: Running) -> None:
         """The user's thread, at the end of the first round."""

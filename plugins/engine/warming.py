@@ -14,8 +14,6 @@ from ..dependency.context import Context
 from ..dependency.gates import Gates
 from ..dependency.synchronizing import Synchronizing
 from ..layout.slots import Slot
-from ..moments.folding import Folding
-from ..moments.updates import MomentUpdates
 from ..proxies.first_use import FirstUse
 from ..routes.carrier import Traffic
 from ..routes.handover import Handover
@@ -36,7 +34,6 @@ class WarmingUp:
     Args:
         first_use: learns which parameters it uses first.
         decisions: of rank 0 about the setting, if it is tuned.
-        folding: what brings gradients to where they are sent from, if anything does.
         find_unused: whether parameters may get no gradient; None if the first round is to show it.
         inside_compiled: called when a gate turns out to be inside compiled code.
         ended: called with the life that follows.
@@ -55,7 +52,6 @@ class WarmingUp:
         first_use: FirstUse,
         handover: Handover,
         decisions: Decisions | None,
-        folding: Folding | None,
         find_unused: bool | None,
         inside_compiled: Callable[[], None],
         ended: Callable[[Running], None],
@@ -69,7 +65,6 @@ class WarmingUp:
         self._first_use = first_use
         self._handover = handover
         self._decisions = decisions
-        self._folding = folding
         self._asked_to_find = find_unused
         self._inside_compiled = inside_compiled
         self._ended = ended
@@ -148,12 +143,7 @@ class WarmingUp:
         synchronizing = Synchronizing(plan, progress, streams, meter)
         used = [slot for slot in plan.slots if slot.state in UNTAKEN]
         gates = Gates(plan, used, self._first_use, synchronizing, self._inside_compiled)
-        if self._folding is None:
-            pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)
-        else:
-            pending_updates = MomentUpdates(
-                plan.slots, synchronizing, updater, context, self._folding
-            )
+        pending_updates = PendingUpdates(plan.slots, synchronizing, updater, context)
 
         def cut(changed: Setting) -> None:
             plan.cut(changed.partition_bytes)
@@ -192,8 +182,7 @@ class WarmingUp:
         self._deferred.append(deferred)
 
     def step(self, deferred: Deferred, *, whole_because: str) -> None:
-        if self._folding is not None:
-            self._folding.complete()
+        pass
 
     def stepped(self) -> None:
         pass

@@ -90,8 +90,6 @@ class Packer:
 def _pack(slice_: Slice, scale: float) -> None:
     """Writes the slice's gradient, times ``scale``, to the arena; zeros if there is none."""
     slot, grad = slice_.slot, slice_.grad
-    if slot.is_in_place:
-        return
     if grad is None:
         slice_.target.zero_()
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -18,11 +18,8 @@ from .slots import Bundle, Slice, Slot
 __all__ = ["Plan"]
 
 
-#: What is sent from where it is kept moves to its arena once; so much of it is there twice.
-_SEGMENT_BYTES: Final = 16 * 2**20
-
-#: what can be in one arena: of a dtype, a device, a group of ranks, and a segment
-_Kind: TypeAlias = tuple[torch.dtype, torch.device, "Partition | None", int]
+#: what can be in one arena: of a dtype, a device, and a group of ranks
+_Kind: TypeAlias = tuple[torch.dtype, torch.device, "Partition | None"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +55,9 @@ class Plan:
         self.bundles_of: list[list[Bundle]] = []
         self.slots_of: list[list[Slot]] = []
         kinds: dict[_Kind, list[int]] = {}
-        kept_bytes = 0
         for position, slot in enumerate(slots):
             dtype, device = slot.parameter.dtype, slot.parameter.device
-            kind = dtype, device, slot.partition, kept_bytes // _SEGMENT_BYTES
-            kinds.setdefault(kind, []).append(position)
-            if slot.is_in_place:
-                kept_bytes += slot.elements * dtype.itemsize
+            kinds.setdefault((dtype, device, slot.partition), []).append(position)
         self._arenas = [self._lay_out(*kind) for kind in kinds.items()]
         if find_unused:
             self.used_flags = torch.zeros(
@@ -104,11 +97,13 @@ class Plan:
 
     def _lay_out(self, kind: _Kind, positions: list[int]) -> _Arena:
         slots = [self.slots[position] for position in positions]
-        memory = torch.zeros(sum(slot.elements for slot in slots), dtype=kind[0], device=kind[1])
+        memory = torch.zeros(
+            sum(slot.parameter.numel() for slot in slots), dtype=kind[0], device=kind[1]
+        )
         offset = 0
         for slot in slots:
-            slot.lay_out(memory[offset : offset + slot.elements])
-            offset += slot.elements
+            slot.lay_out(memory[offset : offset + slot.parameter.numel()])
+            offset += slot.parameter.numel()
         return _Arena(memory, positions)
 
     def _cut(
@@ -122,12 +117,12 @@ class Plan:
             task = CommTask(
                 slot.name,
                 start_at=offset,
-                stop_at=offset + slot.elements,
+                stop_at=offset + slot.parameter.numel(),
                 itemsize=memory.element_size(),
                 priority=position,
             )
             slot_of[task] = slot
-            offset += slot.elements
+            offset += slot.parameter.numel()
         cut = []
         whole = CommTask.merge(list(slot_of))
         for chunk in whole.partition(partition_bytes, first_bytes(partition_bytes)):
@@ -135,7 +130,9 @@ class Plan:
             for task in chunk.members:
                 slot, at = slot_of[task], task.start_at
                 a, b = max(at, chunk.start_at), min(task.stop_at, chunk.stop_at)
-                slices.append(Slice(slot, a - at, b - at, memory[a:b], b - a == slot.elements))
+                slices.append(
+                    Slice(slot, a - at, b - at, memory[a:b], b - a == slot.parameter.numel())
+                )
             cut.append((chunk, memory[chunk.start_at : chunk.stop_at], slices))
         return cut
 
@@ -147,7 +144,7 @@ class Plan:
         for last in sorted(by_last):
             slots = by_last[last]
             chunks = {chunk for slot in slots for chunk in slot.chunks}
-            nbytes = sum(slot.elements * slot.view.element_size() for slot in slots)
+            nbytes = sum(slot.parameter.numel() * slot.view.element_size() for slot in slots)
             bundle = Bundle(len(self.bundles), slots, chunks, nbytes)
             self.bundles.append(bundle)
             for slot in slots:

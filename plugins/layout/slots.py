@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 @dataclass(eq=False, repr=False)
 class Slot(Gradient):
     """One parameter, and where its gradient lies."""
-
-    #: what is sent of it is kept in the arena, and sent from there: nothing is packed
-    is_in_place: ClassVar[bool] = False
 
     parameter: nn.Parameter
     #: the arena's memory in the parameter's shape and strides
@@ -44,13 +41,8 @@ class Slot(Gradient):
     #: what a use of the parameter calls while its update is outstanding
     synchronize: Callable[[], None] = field(init=False)
 
-    @property
-    def elements(self) -> int:
-        """How many numbers of it are sent."""
-        return self.parameter.numel()
-
     def lay_out(self, memory: torch.Tensor) -> None:
-        """``memory``, so many elements of the arena, is where its sum comes."""
+        """``memory``, as many elements of the arena, is where its sum comes."""
         self.view = shaped(memory, self.parameter)
         self.realias()
 

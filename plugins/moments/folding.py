@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bytesched.errors import PluginError
-from bytesched.round import UNTAKEN
 
-from ..dependency.context import Context
-from ..layout.slots import Slot
-from ..proxies.lazy_grads import plain
+from ..dependency.failures import Failures
 from ..update.optimizer_state import GuardedState
 from .slots import MomentSlot
 
@@ -53,38 +51,42 @@ class Folding:
     """Folds the gradients of one optimizer, whose moments the slots hold.
 
     Args:
-        slots: MomentSlots.
-        apply_all: returns when every update that was armed is applied.
+        rank: of so many ``ranks``.
     """
 
     def __init__(
         self,
         accumulation: Accumulation,
-        slots: Sequence[Slot],
-        context: Context,
-        apply_all: Callable[[], None],
+        slots: Sequence[MomentSlot],
+        failures: Failures,
+        *,
+        rank: int,
+        ranks: int,
     ) -> None:
         self.micro_batches = accumulation.micro_batches
         # Not kept alive: it keeps the model alive, which keeps this alive.
         self._weak_optimizer = weakref.ref(accumulation.optimizer)
-        self._slots = [slot for slot in slots if isinstance(slot, MomentSlot)]
-        self._progress = context.progress
-        self._apply_all = apply_all
-        self._rank, ranks = context.backend.rank, context.backend.size
-        self._mean_factor = 1 / context.backend.divisor
+        self._slots = slots
+        self._failures = failures
+        self._rank, self._ranks = rank, ranks
+        self._mean_factor = 1 / ranks
         self._square_factor = self._mean_factor / ranks
         #: backward passes since the last step, as far as any gradient has come
         self._passes = 0
         #: of each parameter, beta1, beta2, what decays its gradient, and which sign that has
         self._factors: dict[int, tuple[float, float, float, float]] = {}
-        optimizer = accumulation.optimizer
-        self._handles = [optimizer.register_state_dict_pre_hook(self._refuse_within)]
+        #: of hooks
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self) -> None:
+        """Gradients are folded from now on, by the first hook of each."""
+        optimizer = self._optimizer
+        self._handles.append(optimizer.register_state_dict_pre_hook(self._refuse_within))
         for slot in self._slots:
-            slot.moved = self._show
             hook = slot.parameter.register_post_accumulate_grad_hook(partial(self._fold, slot))
             self._handles.append(hook)
         if self._rank == 0:
-            count = ranks * self.micro_batches
+            count = self._ranks * self.micro_batches
             log.warning(
                 "accumulate='adama': v is a sum of %d squares, not the square of a sum. Where "
                 "gradients of micro-batches agree, steps are up to %.1f times Adam's; where noise "
@@ -131,7 +133,7 @@ class Folding:
                 "backward() in turn, so often before each step(), and let every parameter take "
                 "part in each"
             )
-        local = next((s for s in self._slots if s.state not in UNTAKEN), None)
+        local = next((s for s in self._slots if s.awaits is None), None)
         if local is not None:
             raise PluginError(
                 f"the moments of {local.name!r} are this rank's alone (rank {self._rank}): whether "
@@ -148,8 +150,7 @@ class Folding:
         for handle in self._handles:
             handle.remove()
         for slot in self._slots:
-            if slot.parameter.grad is getattr(slot, "lazy", None):
-                slot.parameter.grad = None
+            slot.withhold()
 
     # -- a gradient --------------------------------------------------------------------
 
@@ -167,7 +168,6 @@ class Folding:
                     "parameter gets one gradient in each backward pass"
                 )
             first, second, decay, sign = self._factors[id(parameter)]
-            gradient = plain(gradient)
             if sign < 0:
                 gradient = -gradient
             if decay:
@@ -178,19 +178,14 @@ class Folding:
     def _begin(self, slot: MomentSlot) -> None:
         if self._passes == 0:
             self._begin_batch()
-        entry = self._entry(slot)
-        if entry.get("exp_avg") is not slot.mean or entry.get("exp_avg_sq") is not slot.square:
-            # A new optimizer, or one whose state was loaded.
-            nothing = torch.zeros((), dtype=slot.mean.dtype, device=slot.mean.device)
-            slot.adopt(entry.get("exp_avg", nothing), entry.get("exp_avg_sq", nothing))
-            entry.setdefault("step", torch.zeros((), dtype=torch.float32))
-            self._show(slot)
+        state: Any = self._optimizer.state
+        is_guarded = isinstance(state, GuardedState)
+        slot.adopt(state.raw(slot.parameter) if is_guarded else state[slot.parameter])
         first, second, _, _ = self._factors[id(slot.parameter)]
         slot.begin(first * self._mean_factor, second * self._mean_factor)
 
     def _begin_batch(self) -> None:
-        self._progress.check()
-        self._apply_all()
+        self._failures.check()
         self._passes = 1
         optimizer = self._optimizer
         for group in optimizer.param_groups:
@@ -202,17 +197,6 @@ class Folding:
             for parameter in group["params"]:
                 self._factors[id(parameter)] = first, second, decay, sign
 
-    def _show(self, slot: MomentSlot) -> None:
-        """The optimizer's state of ``slot`` is its moments, where they lie now."""
-        entry = self._entry(slot)
-        entry["exp_avg"], entry["exp_avg_sq"] = slot.mean, slot.square
-
-    def _entry(self, slot: MomentSlot) -> Any:
-        state = self._optimizer.state
-        if isinstance(state, GuardedState):
-            return state.raw(slot.parameter)
-        return state[slot.parameter]
-
     def _refuse_within(self, _: Any) -> None:
         if self._passes:
             raise PluginError(
@@ -223,5 +207,5 @@ class Folding:
 
     def _fail(self, what: str) -> NoReturn:
         error = PluginError(what)
-        self._progress.fail(error, is_raised=True)
+        self._failures.fail(error, is_raised=True)
         raise error

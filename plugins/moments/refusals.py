@@ -10,8 +10,8 @@ import torch
 from bytesched.config import Config
 from bytesched.errors import ConfigError, PluginError
 
-from ..layout.slots import Slot
 from .folding import Accumulation
+from .slots import MomentSlot
 
 __all__ = ["ADAMA", "check_request", "folding_statements"]
 
@@ -36,7 +36,7 @@ def check_request(accumulate: Any, micro_batches: Any) -> None:
 
 def folding_statements(
     accumulation: Accumulation,
-    slots: Sequence[Slot],
+    slots: Sequence[MomentSlot],
     config: Config,
     *,
     find_unused: bool | None,
@@ -69,6 +69,7 @@ def _refuse_settings(
             "moments of a parameter that no rank uses would change",
         ),
         ("groups", has_groups, "moments are summed over all ranks"),
+        ("share", bool(config.share), "its gradients take no turns with those of other jobs"),
         (
             "differentiable = True",
             any(group["differentiable"] for group in optimizer.param_groups),
@@ -79,7 +80,7 @@ def _refuse_settings(
             raise PluginError(f"accumulate='adama' and {name}: {why}; leave one of them out")
 
 
-def _refuse_slots(slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+def _refuse_slots(slots: Sequence[MomentSlot], optimizer: torch.optim.Optimizer) -> None:
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for slot in slots:
         if id(slot.parameter) not in managed:

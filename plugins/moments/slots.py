@@ -2,93 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from bytesched.errors import PluginError
-
 from ..layout.memory import shaped
-from ..layout.slots import Slot
-from ..proxies.lazy_grads import has_own_memory, lazy_over
+from ..planned.bundles import Slot
+from .released import stand_in
 
 __all__ = ["MomentSlot"]
 
 
-@dataclass(eq=False, repr=False)
 class MomentSlot(Slot):
-    """One parameter, and its moments: both halves of what it has in the arena.
+    """One parameter, and its moments, which lie in a bucket.
 
     Between two mini-batches they are those of Adam. While one is folded, they are this rank's
-    share of what the sum over the ranks will be.
+    share of what the sum over the ranks will be. ``awaits`` is None until they are sent.
     """
 
-    is_in_place: ClassVar[bool] = True
+    __slots__ = ("folds", "mean", "released", "square")
 
-    #: the mean of gradients, and of their squares, both in the parameter's shape
-    mean: torch.Tensor = field(init=False)
-    square: torch.Tensor = field(init=False)
-    #: gradients that were folded since the last step
-    folds: int = field(init=False, default=0)
-    #: called with the slot when its moments have moved
-    moved: Callable[[MomentSlot], None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mean = torch.zeros_like(self.parameter.detach())
-        self.square = torch.zeros_like(self.mean)
-
-    @property
-    def elements(self) -> int:
-        return 2 * self.parameter.numel()
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        super().__init__(name, parameter)
+        #: the mean of gradients, and of their squares, both in the parameter's shape
+        self.mean = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        self.square = self.mean
+        #: gradients that were folded since the last step
+        self.folds = 0
+        #: what ``parameter.grad`` is between backward and ``step()``
+        self.released: torch.Tensor | None = None
 
     def lay_out(self, memory: torch.Tensor) -> None:
+        """The moments move to the two halves of ``memory``; nothing of them is under way."""
         half = self.parameter.numel()
         mean, square = shaped(memory[:half], self.parameter), shaped(memory[half:], self.parameter)
         self.mean, self.square = mean.copy_(self.mean), square.copy_(self.square)
-        self.view = self.mean
-        self.realias()
-        self.moved(self)
+        self.awaits = ()
 
-    def adopt(self, mean: torch.Tensor, square: torch.Tensor) -> None:
-        """The moments are these from now on, as a script or a checkpoint has set them."""
-        self.mean.copy_(mean)
-        self.square.copy_(square)
-
-    def take_gradient(self) -> bool:
-        # It is in the arena, or will be when that is laid out.
-        return True
-
-    def make_lazy(self, synchronize: Callable[[], None]) -> None:
-        """What ``parameter.grad`` is between backward and ``step()``: any read of it is refused."""
-        lazy = getattr(self, "lazy", None)
-        if lazy is None or has_own_memory(lazy):
-            lazy = self.lazy = lazy_over(self.mean[:0].reshape(-1))
-            # What reads it from C++ cannot be refused.
-            nothing = torch.full((), torch.nan, dtype=self.mean.dtype, device=self.mean.device)
-            with torch._C.DisableTorchFunctionSubclass():
-                lazy.data = nothing.expand_as(self.mean)
-            lazy.storage_id = 0
-        self.lazy.synchronize, self.lazy.is_taken = self._refuse, _true
-
-    def _refuse(self) -> None:
-        raise PluginError(
-            f"the gradient of {self.name!r} has been folded into Adam's moments and released "
-            "(accumulate='adama'): clipping by norm, GradScaler and whatever else reads p.grad "
-            "need training without it"
-        )
-
-    def realias(self) -> None:
-        self.alias = nn.Parameter(self.parameter.detach(), self.parameter.requires_grad)
+    def show(self, entry: MutableMapping[str, Any]) -> None:
+        """``entry``, of the optimizer's state, has the moments where they lie."""
+        entry["exp_avg"], entry["exp_avg_sq"] = self.mean, self.square
 
     # -- folding -----------------------------------------------------------------------
+
+    def adopt(self, entry: MutableMapping[str, Any]) -> None:
+        """The moments are those of ``entry`` from now on; zero, where it has none."""
+        if entry.get("exp_avg") is self.mean and entry.get("exp_avg_sq") is self.square:
+            return
+        # A new optimizer, or one whose state was loaded, or a script has set.
+        nothing = torch.zeros((), dtype=self.mean.dtype, device=self.mean.device)
+        self.mean.copy_(entry.get("exp_avg", nothing))
+        self.square.copy_(entry.get("exp_avg_sq", nothing))
+        entry.setdefault("step", torch.zeros((), dtype=torch.float32))
+        self.show(entry)
 
     def begin(self, mean_factor: float, square_factor: float) -> None:
         """The first gradient of a mini-batch is about to be folded."""
         self.mean.mul_(mean_factor)
         self.square.mul_(square_factor)
+        self.awaits = None
 
     def fold(self, gradient: torch.Tensor, mean_factor: float, square_factor: float) -> None:
         """Adds ``gradient`` and its square, times these."""
@@ -96,6 +70,16 @@ class MomentSlot(Slot):
         self.square.addcmul_(gradient, gradient, value=square_factor)
         self.folds += 1
 
+    # -- what stands for the gradient --------------------------------------------------
 
-def _true(*_: Any) -> bool:
-    return True
+    def release(self) -> None:
+        """Any read of the gradient is refused from now on."""
+        self.released = stand_in(self.name, self.parameter, self.released)
+        self.parameter.grad = self.released
+
+    def withhold(self) -> bool:
+        """There is no gradient, if it is one whose reads are refused; whether it was."""
+        is_released = self.released is not None and self.parameter.grad is self.released
+        if is_released:
+            self.parameter.grad = None
+        return is_released

@@ -1,7 +1,8 @@
-"""``step()`` where moments travel: every update is armed, and takes moments as they are summed."""
+"""``step()`` where moments travel: every update is owed, and takes moments as they are summed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
@@ -9,35 +10,34 @@ import torch
 
 from bytesched.errors import PluginError
 
-from ..dependency.context import Context
-from ..dependency.synchronizing import Synchronizing
-from ..layout.slots import Bundle, Job, Slot
+from ..planned.bundles import Bundle, Debt, Slot
+from ..planned.updates import Updates
 from ..update.deferred import Deferred
 from ..update.frozen import snapshot
 from ..update.optimizer_state import GuardedState
-from ..update.pending_updates import PendingUpdates
-from ..update.updater import Updater
+from ..update.surroundings import unseen
 from .folding import Folding, decays_apart
 from .slots import MomentSlot
 
 __all__ = ["AdamUpdate", "MomentUpdates"]
 
 
-class MomentUpdates(PendingUpdates):
-    """The steps of the optimizer whose moments travel."""
+class MomentUpdates(Updates):
+    """The steps of the optimizer whose moments travel.
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        synchronizing: Synchronizing,
-        updater: Updater,
-        context: Context,
-        folding: Folding,
-    ) -> None:
-        super().__init__(slots, synchronizing, updater, context)
+    Args:
+        slots: MomentSlots.
+        others: see `Updates`.
+    """
+
+    takes_gradients = True
+
+    def __init__(self, slots: Sequence[Slot], folding: Folding, *others: Any, **named: Any) -> None:
+        super().__init__(slots, *others, **named)
         self._folding = folding
 
-    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]] | None:
+    def step(self, deferred: Deferred, *, whole_because: str) -> list[dict[str, Any]]:
+        """See `Steps.step`."""
         optimizer = deferred.optimizer
         if hasattr(optimizer, "grad_scale"):
             raise PluginError(
@@ -48,34 +48,39 @@ class MomentUpdates(PendingUpdates):
         if not self._folding.complete():
             return nothing
         deferred.guard()
+        debts = self._all_owed(optimizer)
+        with self.lock:
+            needed = self._owe(debts)
+        self._meter.stepped(self._sending.outstanding_bytes(needed), whole_because)
+        if whole_because or not deferred.cross:
+            self.apply_all("step")
+        return nothing
+
+    def _all_owed(self, optimizer: torch.optim.Optimizer) -> list[Debt]:
+        debts: list[Debt] = []
         update = AdamUpdate(optimizer.state)
-        armed: dict[Bundle, list[Job]] = {}
         #: a group may name a parameter twice
         seen: set[Slot] = set()
         for group in optimizer.param_groups:
             taken = snapshot(group)
             if not decays_apart(optimizer, group):
+                # The gradients have decayed.
                 taken["weight_decay"] = 0.0
+            owed: dict[Bundle, list[Slot]] = {}
             for parameter in group["params"]:
                 slot = self._slots.get(id(parameter))
-                if slot is None or slot in seen:
-                    continue
-                seen.add(slot)
-                if slot.alias.data_ptr() != parameter.data_ptr():
-                    slot.realias()
-                jobs = armed.setdefault(slot.bundle, [])
-                if not jobs or jobs[-1].hyperparameters is not taken:
-                    jobs.append(Job(update, taken, keeps=optimizer))
-                jobs[-1].slots.append(slot)
-        self._arm(armed)
-        if whole_because or not deferred.cross:
-            self._synchronizing.synchronize_all()
-        return nothing
+                if slot is not None and slot not in seen:
+                    seen.add(slot)
+                    slot.stand_for()
+                    owed.setdefault(slot.bundle, []).append(slot)
+            debts += [Debt(update, taken, slots) for slots in owed.values()]
+        return debts
 
     def stepped(self) -> None:
+        """See `Steps.stepped`."""
         for slot in self._slots.values():
-            if slot.parameter.grad is slot.lazy:
-                slot.parameter.grad = None
+            assert isinstance(slot, MomentSlot)
+            slot.withhold()
 
 
 class AdamUpdate:
@@ -85,9 +90,9 @@ class AdamUpdate:
         assert isinstance(state, GuardedState)
         self._state = state
 
-    def update(self, groups: list[tuple[dict[str, Any], list[Slot]]]) -> None:
-        """See `layout.slots.Update`."""
-        with torch.no_grad():
+    def update(self, groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]]) -> None:
+        """See `planned.bundles.Update`."""
+        with unseen():
             for taken, slots in groups:
                 for slot in slots:
                     assert isinstance(slot, MomentSlot)
@@ -95,6 +100,8 @@ class AdamUpdate:
 
 
 def _update(slot: MomentSlot, entry: dict[str, Any], taken: dict[str, Any]) -> None:
+    # They may have moved since the first gradient was folded.
+    slot.show(entry)
     entry["step"] += 1
     step = float(entry["step"])
     rate = float(taken["lr"])

@@ -142,7 +142,7 @@ class WarmUp:
         if self._decisions is None and partition_bytes and credit_bytes:
             return Decision(Setting(partition_bytes, credit_bytes, policy), NEVER)
         probes: list[Probe] = []
-        model_bytes = sum(s.elements * s.parameter.element_size() for s in ordered)
+        model_bytes = sum(s.parameter.nbytes for s in ordered)
         if self._decisions is not None or not partition_bytes:
             probes = probe_sizes(self._probe, model_bytes)
         sizes = chosen_sizes(

@@ -234,6 +234,7 @@ def refused(case: str) -> str:
         "split": {"split": "on"},
         "compression": {"compression": "bf16"},
         "unused": {"find_unused_parameters": True},
+        "share": {"share": "adama"},
         "micro_batches": {"micro_batches": 0},
         "accumulate": {"accumulate": "adamb"},
         "micro_batches alone": {"accumulate": None},
@@ -261,6 +262,10 @@ def _passes(model: nn.Module, count: int) -> None:
 
 def _clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _passes(model, 2)
+    _clips_now(model)
+
+
+def _clips_now(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -270,6 +275,12 @@ def _reads(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     first = next(model.parameters())
     assert first.grad is not None
     first.grad.mul_(2)
+
+
+def _clips_after_another_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    _passes(model, 2)
+    nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+    _clips_now(model)
 
 
 def _scales(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -317,6 +328,7 @@ def _wraps_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 _USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
     "clip": _clips,
+    "clip after another pass": _clips_after_another_pass,
     "read": _reads,
     "scaler": _scales,
     "early": _steps_early,

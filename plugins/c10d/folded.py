@@ -1,0 +1,101 @@
+"""A model whose gradients are folded into moments: how its ranks come together."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+
+from ..engine.beginning import slots_of
+from ..moments.folding import Accumulation
+from ..moments.refusals import folding_statements
+from ..moments.session import FoldedSession
+from ..moments.slots import MomentSlot
+from ..planned.wire import GroupWire
+from ..routes.groups.opening import kind_of
+from ..warmup.agree import statements
+from .buffers import BufferBroadcast, broadcasts_buffers
+from .carrying import broadcast
+from .entry import Entry
+from .hooked import refuse_part_of_ddp, setting_of
+from .joining import joining
+from .shell import ignored_by, take_over
+
+__all__ = ["attach_folded"]
+
+log = logging.getLogger("bytesched")
+
+
+def attach_folded(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    ddp: DistributedDataParallel | None,
+    config: Config,
+    entry: Entry,
+    accumulation: Accumulation,
+    *,
+    has_groups: bool,
+) -> FoldedSession:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective.
+
+    Args:
+        ddp: what ``model`` is, if it is one; its own reducer gets nothing to do.
+        entry: what the ranks go through together.
+        has_groups: some parameters are reduced over some ranks.
+    """
+    if ddp is None:
+        refuse_part_of_ddp(model)
+    base = entry.base
+    ignored = () if ddp is None else {id(parameter) for parameter in ignored_by(ddp)}
+    slots = slots_of(model, optimizer, ignored=ignored, kind=MomentSlot)
+    device = slots[0].parameter.device
+    kind = kind_of(base, device)
+    folded = folding_statements(
+        accumulation,
+        slots,
+        config,
+        find_unused=_finds_unused(ddp, config),
+        has_groups=has_groups,
+    )
+    entry.agree([*folded, *statements(slots, optimizer, config)], config.timeout_s)
+    with joining(base, f"session{entry.number}", config) as ranks:
+        data = ranks.open("data", kind)
+        control = data if kind == "gloo" else ranks.open("control")
+        buffers = None
+        if ddp is None:
+            broadcast(data, model)
+        elif kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
+            buffers = ranks.open("buffers")
+        session = FoldedSession(
+            model,
+            slots,
+            config,
+            GroupWire(data, control, [] if buffers is None else [buffers], device),
+            ranks.observers(),
+            accumulation=accumulation,
+            setting=setting_of(config, kind),
+        )
+    if config.tune and data.rank == 0:
+        log.warning("tune is on, but sizes stay as they are with accumulate='adama'")
+    if ddp is not None:
+        with ExitStack() as half_attached:
+            half_attached.callback(session.close)
+            if buffers is not None:
+                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
+            # Last of all: from here on, the session sums or nobody does.
+            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
+            session.on_close(take_over(weakref.ref(ddp), reduced))
+            half_attached.pop_all()
+    return session
+
+
+def _finds_unused(ddp: DistributedDataParallel | None, config: Config) -> bool:
+    if config.find_unused_parameters is not None or ddp is None or ddp.static_graph:
+        return bool(config.find_unused_parameters)
+    return bool(ddp.find_unused_parameters)

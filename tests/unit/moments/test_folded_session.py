@@ -1,0 +1,157 @@
+"""A model whose gradients are folded into moments, over a wire that sums when it is told to."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fake_wire import FakeWire, inputs, mlp
+
+from bytesched.config import Config
+from bytesched.observe import Observers
+from bytesched.plugins.moments.folding import Accumulation
+from bytesched.plugins.moments.session import FoldedSession
+from bytesched.plugins.moments.slots import MomentSlot
+from bytesched.plugins.proxies.pending import PendingParameter
+from bytesched.tunable import Setting
+
+MICRO_BATCHES = 2
+
+
+class Folded:
+    """One of two ranks that see the same."""
+
+    def __init__(self, bucket_bytes: int = 1000) -> None:
+        self.wire = FakeWire()
+        self.model = mlp()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.slots = [MomentSlot(*named) for named in self.model.named_parameters()]
+        self.session = FoldedSession(
+            self.model,
+            self.slots,
+            Config(policy="fifo"),
+            self.wire,
+            Observers(),
+            accumulation=Accumulation(self.optimizer, MICRO_BATCHES),
+            setting=Setting(bucket_bytes, 2 * bucket_bytes),
+        )
+        self.session.add_optimizer(self.optimizer, type(self.optimizer), cross=True)
+
+    def mini_batch(self, number: int) -> None:
+        for micro in range(MICRO_BATCHES):
+            loss = self.model(inputs(MICRO_BATCHES * number + micro)).square().mean()
+            (loss / MICRO_BATCHES).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def held(self) -> list[str]:
+        return [slot.name for slot in self.slots if type(slot.parameter) is PendingParameter]
+
+
+@pytest.fixture
+def folded() -> Iterator[Folded]:
+    made = Folded()
+    yield made
+    made.session.close()
+
+
+def alone(mini_batches: int) -> Sequence[torch.Tensor]:
+    """The parameters of two ranks that see the same, computed in one place."""
+    model = mlp()
+    parameters = list(model.parameters())
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for number in range(mini_batches):
+        for mean, square in moments:
+            mean.mul_(0.9)
+            square.mul_(0.999)
+        for micro in range(MICRO_BATCHES):
+            loss = model(inputs(MICRO_BATCHES * number + micro)).square().mean() / MICRO_BATCHES
+            gradients = torch.autograd.grad(loss, parameters)
+            for gradient, (mean, square) in zip(gradients, moments, strict=True):
+                mean.add_(gradient, alpha=0.1)
+                # Of each of the two ranks, half of the gradient.
+                square.add_(gradient.square(), alpha=0.001 / 2)
+        with torch.no_grad():
+            for p, (mean, square) in zip(parameters, moments, strict=True):
+                p.mul_(1 - 0.01 * 0.01)
+                spread = (square / (1 - 0.999 ** (number + 1))).sqrt() + 1e-8
+                p.sub_(0.01 * mean / (1 - 0.9 ** (number + 1)) / spread)
+    return parameters
+
+
+def test_updates_are_owed_until_moments_are_summed(folded: Folded) -> None:
+    folded.mini_batch(0)
+    folded.session.flush()
+    started = len(folded.wire.started)
+    folded.mini_batch(1)
+    assert folded.held == [slot.name for slot in folded.slots]
+    assert len(folded.wire.started) > started
+    # A read waits for what it needs.
+    pairs = zip(folded.model.parameters(), alone(2), strict=True)
+    assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
+    assert not folded.held
+
+
+def test_twice_as_many_numbers_are_sent_as_the_model_has(folded: Folded) -> None:
+    folded.mini_batch(0)
+    assert sum(sent.numel() for sent in folded.wire.started) == 2 * sum(
+        p.numel() for p in folded.model.parameters()
+    )
+
+
+def test_the_first_buckets_are_let_go_of(folded: Folded) -> None:
+    before = _bucket_bytes(folded)
+    folded.mini_batch(0)
+    folded.session.flush()
+    gc.collect()
+    nbytes = 2 * sum(p.nbytes for p in folded.model.parameters())
+    assert _bucket_bytes(folded) == before == nbytes
+    storages = {slot.mean.untyped_storage().data_ptr() for slot in folded.slots}
+    buckets = {bucket.address for bucket in folded.session.source.buckets}
+    assert storages == buckets
+    for slot in folded.slots:
+        entry: Any = folded.optimizer.state[slot.parameter]
+        assert entry["exp_avg"] is slot.mean
+        assert entry["exp_avg_sq"] is slot.square
+
+
+def _bucket_bytes(folded: Folded) -> int:
+    return sum(bucket.buffer.nbytes for bucket in folded.session.source.buckets)
+
+
+def test_a_state_that_was_there_before_is_gone_on_from() -> None:
+    first = Folded()
+    first.mini_batch(0)
+    first.mini_batch(1)
+    weights, state = first.model.state_dict(), first.optimizer.state_dict()
+    first.session.close()
+    second = Folded()
+    second.model.load_state_dict(weights)
+    second.optimizer.load_state_dict(state)
+    second.mini_batch(2)
+    second.session.flush()
+    pairs = zip(second.model.parameters(), alone(3), strict=True)
+    assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
+    second.session.close()
+
+
+def test_in_a_forked_child_gradients_are_ordinary_ones(folded: Folded) -> None:
+    folded.mini_batch(0)
+    folded.session.flush()
+    folded.session.disown()
+    folded.model(inputs(5)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in folded.model.parameters())
+
+
+def test_when_it_is_closed_nothing_is_refused_or_folded(folded: Folded) -> None:
+    for micro in range(MICRO_BATCHES):
+        folded.model(inputs(micro)).square().mean().backward()
+    folded.session.flush()
+    folded.session.close()
+    assert all(p.grad is None for p in folded.model.parameters())
+    folded.model(inputs(5)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in folded.model.parameters())
