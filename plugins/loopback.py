@@ -1,36 +1,48 @@
-"""Ranks in one process: a backend whose wire is a thread, for tests of all that a session does."""
+"""Ranks in one process: a wire that is a thread, for tests of all that a session does."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from bytesched.config import Config
-from bytesched.errors import PeerLost, SchedulerClosed, SchedulerTimeout
+from bytesched.errors import PeerLost, PluginError, SchedulerTimeout
 from bytesched.observe import Observers
-from bytesched.task import CommTask
 from bytesched.tunable import Setting
 
-from .engine.beginning import add_optimizer, why_whole
-from .engine.session import Session
-from .layout.packing import Packer
-from .layout.plan import Plan
-from .layout.slots import Slot
-from .routes.carrier import Carrier, Traffic
-from .routes.streams import Streams
+from .engine.beginning import add_optimizer, slots_of, why_whole
+from .planned.bundles import Slot
+from .planned.hooked_session import HookedSession
+from .planned.wire import HOST
 
-__all__ = ["Loopback", "LoopbackBackend"]
+__all__ = ["Loopback", "LoopbackWire"]
 
 T = TypeVar("T")
 
-_Ended = Callable[[BaseException | None], None]
+#: of what hooks hand out, where a test says nothing
+_PARTITION_BYTES = 1 << 20
+
+
+class _Work:
+    """A sum under way."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def get_future(self) -> Future[None]:
+        """What ends with it."""
+        return self.future
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self.future.done()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +50,15 @@ class _Part:
     """One rank's part in a sum, which is made in place when all ranks have given theirs."""
 
     rank: int
-    #: on the thread of the wire
-    give: Callable[[], torch.Tensor]
-    ended: _Ended
+    tensor: torch.Tensor
+    work: _Work
 
 
 class Loopback:
     """Ranks that reduce within one process, each in a thread of its own.
 
     Chunks are reduced one by one on the thread of the wire, in the order in which the last rank
-    submits them, unless `hold` keeps them there.
+    starts them, unless `hold` keeps them there.
 
     Args:
         ranks: how many; the gradients of a single one stay as they are, bit for bit.
@@ -56,9 +67,9 @@ class Loopback:
 
     def __init__(self, ranks: int = 1, *, timeout_s: float = 30.0) -> None:
         self.timeout_s = timeout_s
-        self.backends = [LoopbackBackend(self, rank, ranks) for rank in range(ranks)]
+        self.wires = [LoopbackWire(self, rank, ranks) for rank in range(ranks)]
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._parts: dict[object, list[_Part]] = {}
+        self._parts: dict[str, list[_Part]] = {}
         self._held: list[list[_Part]] | None = None
         self._chunk_error: BaseException | None = None
         self._error: BaseException | None = None
@@ -74,25 +85,23 @@ class Loopback:
         *,
         rank: int = 0,
         find_unused: bool | None = False,
-        static_graph: bool = False,
         observers: Observers | None = None,
         **fields: Any,
-    ) -> Session:
+    ) -> HookedSession:
         """A session of ``rank`` for a plain module; ``fields`` are those of Config."""
         config = Config(**fields)
-        session = Session(
+        partition_bytes = config.partition_bytes or _PARTITION_BYTES
+        credit_bytes = config.credit_bytes or 2 * partition_bytes
+        session = HookedSession(
             model,
-            [
-                Slot(name, parameter)
-                for name, parameter in model.named_parameters()
-                if parameter.requires_grad
-            ],
+            slots_of(model, optimizer, kind=Slot),
             config,
-            backend=self.backends[rank],
+            self.wires[rank],
+            Observers() if observers is None else observers,
+            setting=Setting(partition_bytes, credit_bytes, config.policy),
+            divisor=len(self.wires),
             sync=lambda: True,
             find_unused=find_unused,
-            static_graph=static_graph,
-            observers=Observers() if observers is None else observers,
         )
         kind = type(optimizer)
         add_optimizer(session, optimizer, kind, why_whole(model, optimizer, kind, config))
@@ -109,9 +118,7 @@ class Loopback:
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        threads = [
-            threading.Thread(target=call, args=(rank,)) for rank in range(len(self.backends))
-        ]
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(self.wires))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -121,7 +128,7 @@ class Loopback:
         return [results[rank] for rank in range(len(threads))]
 
     def hold(self) -> None:
-        """From now on no chunk is reduced; other sums are."""
+        """From now on no chunk is reduced; numbers that ranks tell each other are."""
         self._events.put(self._hold)
 
     def release(self) -> None:
@@ -141,11 +148,13 @@ class Loopback:
         self._events.put(None)
         self._thread.join(5.0)
 
-    # -- what backends do --------------------------------------------------------------
+    # -- what wires do -----------------------------------------------------------------
 
-    def add(self, key: object, rank: int, give: Callable[[], torch.Tensor], ended: _Ended) -> None:
-        """Adds the part of ``rank`` to the sum under ``key``; a CommTask's index, or a text."""
-        self._events.put(lambda: self._add(key, _Part(rank, give, ended)))
+    def add(self, key: str, rank: int, tensor: torch.Tensor, *, is_chunk: bool) -> _Work:
+        """Begins the part of ``rank`` in the sum under ``key``; in the largest, if no chunk."""
+        part = _Part(rank, tensor, _Work())
+        self._events.put(lambda: self._add(key, part, is_chunk=is_chunk))
+        return part.work
 
     def abort(self, error: BaseException) -> None:
         """What is under way, and what comes, ends with ``error``."""
@@ -157,38 +166,24 @@ class Loopback:
         while (event := self._events.get()) is not None:
             event()
 
-    def _add(self, key: object, part: _Part) -> None:
+    def _add(self, key: str, part: _Part, *, is_chunk: bool) -> None:
         if self._error is not None:
-            part.ended(self._error)
+            part.work.future.set_exception(self._error)
             return
         parts = self._parts.setdefault(key, [])
         parts.append(part)
-        if len(parts) < len(self.backends):
+        if len(parts) < len(self.wires):
             return
         del self._parts[key]
-        if not isinstance(key, int):
-            self._sum(parts)
+        if not is_chunk:
+            _combine(parts, torch.maximum)
         elif self._chunk_error is not None:
             error, self._chunk_error = self._chunk_error, None
-            self._end(parts, error)
+            _end(parts, error)
         elif self._held is not None:
             self._held.append(parts)
         else:
-            self._sum(parts)
-
-    def _sum(self, parts: list[_Part]) -> None:
-        try:
-            tensors = [part.give() for part in sorted(parts, key=lambda part: part.rank)]
-            if len(tensors) > 1:
-                total = tensors[0].clone()
-                for tensor in tensors[1:]:
-                    total += tensor
-                for tensor in tensors:
-                    tensor.copy_(total)
-        except Exception as error:  # noqa: BLE001 - it must reach the ranks
-            self._end(parts, error)
-        else:
-            self._end(parts, None)
+            _combine(parts, torch.add)
 
     def _hold(self) -> None:
         self._held = []
@@ -196,85 +191,84 @@ class Loopback:
     def _release(self) -> None:
         held, self._held = self._held or [], None
         for parts in held:
-            self._sum(parts)
+            _combine(parts, torch.add)
 
     def _abort(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
             for parts in [*self._parts.values(), *(self._held or ())]:
-                self._end(parts, error)
+                _end(parts, error)
             self._parts.clear()
             self._held = None
 
-    def _end(self, parts: list[_Part], error: BaseException | None) -> None:
-        for part in parts:
-            part.ended(error)
+
+def _combine(parts: list[_Part], combine: Callable[..., torch.Tensor]) -> None:
+    total, *others = (part.tensor for part in sorted(parts, key=lambda part: part.rank))
+    for tensor in others:
+        total = combine(total, tensor)
+    for part in parts:
+        if part.tensor is not total:
+            part.tensor.copy_(total)
+    _end(parts, None)
 
 
-class _Sum:
-    """The end of a sum, waited for by the rank that began it."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def end(self, error: BaseException | None) -> None:
-        self._error = error
-        self._ended.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """False if it has not ended within ``timeout_s``; raises its error."""
-        has_ended = self._ended.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return has_ended
+def _end(parts: list[_Part], error: BaseException | None) -> None:
+    for part in parts:
+        if error is None:
+            part.work.future.set_result(None)
+        else:
+            part.work.future.set_exception(error)
 
 
-class LoopbackBackend:
-    """One rank of a Loopback (see backend.Backend)."""
+class LoopbackWire:
+    """One rank of a Loopback (see `planned.wire.Wire`)."""
 
-    sizes = "all-reduce"
+    has_streams = False
     levels = 1
-    wire = "loopback"
-    knobs = frozenset({"partition_bytes", "credit_bytes"})
-    plans = False
 
     def __init__(self, loopback: Loopback, rank: int, size: int) -> None:
         self.rank = rank
-        self.size = self.divisor = size
+        self.size = size
         self.timeout_s = loopback.timeout_s
         self._loopback = loopback
+        self._told = 0
         self._note = "it has failed"
 
-    def sum(self, tensor: torch.Tensor, key: str) -> _Sum:
-        work = _Sum()
-        self._loopback.add(key, self.rank, lambda: tensor, work.end)
-        return work
+    def start(self, tensor: torch.Tensor, key: str = "") -> Any:
+        return self._loopback.add(f"chunk {key}", self.rank, tensor, is_chunk=True)
 
-    def reduce(self, chunk: CommTask, packed: torch.Tensor) -> _Sum:
-        return self.sum(packed, f"chunk {chunk.index}")
+    def start_largest(self, numbers: torch.Tensor) -> Any:
+        self._told += 1
+        return self._loopback.add(f"numbers {self._told}", self.rank, numbers, is_chunk=False)
 
-    def wait(self, work: Any, *, task: str = "") -> None:
-        if not work.wait(self.timeout_s):
+    def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> NoReturn:
+        raise PluginError("gradients go whole over a loopback")
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        sent: torch.Tensor,
+        into_numels: Sequence[int],
+        sent_numels: Sequence[int],
+    ) -> NoReturn:
+        raise PluginError("gradients go whole over a loopback")
+
+    def wait(self, work: Any, task: str) -> None:
+        try:
+            work.future.result(self.timeout_s)
+        except TimeoutError:
             raise SchedulerTimeout(
                 f"not all ranks came within {self.timeout_s:g} s", task=task, rank=self.rank
-            )
+            ) from None
 
-    def carrier(
-        self,
-        plan: Plan,
-        packer: Packer,
-        streams: Streams,
-        setting: Setting,
-        *,
-        reduced: Callable[[CommTask], None],
-        failed: Callable[[BaseException], None],
-        observers: Observers,
-    ) -> Carrier:
-        return _LoopbackCarrier(self._loopback, self.rank, packer, reduced, failed)
+    def wait_left(self, works: Iterable[Any]) -> None:
+        for work in works:
+            if not work.is_completed():
+                self._loopback.abort(PeerLost(f"rank {self.rank} has left"))
+                return
 
-    def timeout(self, message: str, story: Callable[[], str]) -> SchedulerTimeout:
-        return SchedulerTimeout(message, rank=self.rank, story=story().splitlines())
+    def stream(self) -> int:
+        return HOST
 
     def leave_note(self, text: str) -> None:
         self._note = text
@@ -284,64 +278,3 @@ class LoopbackBackend:
 
     def close(self) -> None:
         pass
-
-
-class _LoopbackCarrier:
-    """Chunks in the order in which they are submitted (see carrier.Carrier)."""
-
-    order = "loopback"
-
-    def __init__(
-        self,
-        loopback: Loopback,
-        rank: int,
-        packer: Packer,
-        reduced: Callable[[CommTask], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._loopback = loopback
-        self._rank = rank
-        self._packer = packer
-        self._reduced = reduced
-        self._failed = failed
-        self._closed = self._has_failed = False
-        self._busy_ns = self._chunks = self._nbytes = 0
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(self._busy_ns, self._chunks, self._nbytes)
-
-    def submit(self, chunk: CommTask) -> None:
-        if self._closed:
-            raise SchedulerClosed(f"{chunk!r} was submitted after close")
-        began_ns = perf_counter_ns()
-
-        def give() -> torch.Tensor:
-            chunk.start()
-            return self._packer.pack(chunk)
-
-        def ended(error: BaseException | None) -> None:
-            if error is not None:
-                if not self._has_failed:
-                    self._has_failed = True
-                    self._failed(error)
-                return
-            self._packer.receive(chunk)
-            self._packer.let_go(chunk)
-            chunk.notify_finish()
-            chunk.rearm()
-            self._chunks += 1
-            self._nbytes += chunk.nbytes
-            self._busy_ns += perf_counter_ns() - began_ns
-            self._reduced(chunk)
-
-        self._loopback.add(chunk.index, self._rank, give, ended)
-
-    def change(self, setting: Setting) -> None:
-        pass
-
-    def story(self) -> str:
-        return f"{self._chunks} chunks reduced"
-
-    def close(self) -> None:
-        self._closed = True

@@ -21,7 +21,7 @@ from ..planned.wire import GroupWire
 from ..routes.groups.opening import kind_of
 from ..warmup.agree import statements
 from .buffers import BufferBroadcast, broadcasts_buffers
-from .carrying import broadcast
+from .carrying import broadcast, levels_of
 from .entry import Entry
 from .hooked import refuse_part_of_ddp, setting_of
 from .joining import joining
@@ -64,7 +64,8 @@ def attach_folded(
         has_groups=has_groups,
     )
     entry.agree([*folded, *statements(slots, optimizer, config)], config.timeout_s)
-    with joining(base, f"session{entry.number}", config) as ranks:
+    name = f"session{entry.number}"
+    with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
         buffers = None
@@ -72,11 +73,13 @@ def attach_folded(
             broadcast(data, model)
         elif kind in ("gloo", "nccl") and broadcasts_buffers(ddp):
             buffers = ranks.open("buffers")
+        others = [] if buffers is None else [buffers]
+        levels = levels_of(base, ranks, data, device, name, config)
         session = FoldedSession(
             model,
             slots,
             config,
-            GroupWire(data, control, [] if buffers is None else [buffers], device),
+            GroupWire(data, control, others, device, levels),
             ranks.observers(),
             accumulation=accumulation,
             setting=setting_of(config, kind),

@@ -69,7 +69,6 @@ def _refuse_settings(
             "moments of a parameter that no rank uses would change",
         ),
         ("groups", has_groups, "moments are summed over all ranks"),
-        ("share", bool(config.share), "its gradients take no turns with those of other jobs"),
         (
             "differentiable = True",
             any(group["differentiable"] for group in optimizer.param_groups),

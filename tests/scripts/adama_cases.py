@@ -234,7 +234,6 @@ def refused(case: str) -> str:
         "split": {"split": "on"},
         "compression": {"compression": "bf16"},
         "unused": {"find_unused_parameters": True},
-        "share": {"share": "adama"},
         "micro_batches": {"micro_batches": 0},
         "accumulate": {"accumulate": "adamb"},
         "micro_batches alone": {"accumulate": None},

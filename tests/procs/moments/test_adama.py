@@ -86,7 +86,6 @@ def test_a_model_ends_with_the_last_reference_to_it(two_ranks: Ranks) -> None:
         ("micro_batches", "ConfigError: micro_batches = 0"),
         ("accumulate", "ConfigError: accumulate = 'adamb'"),
         ("micro_batches alone", "ConfigError: micro_batches = 2 without accumulate"),
-        ("share", "accumulate='adama' and share: its gradients take no turns"),
         ("clip", "the gradient of '0.weight' has been folded into Adam's moments and released"),
         ("clip after another pass", "the gradient of '0.weight' has been folded into Adam's"),
         ("read", "the gradient of '0.weight' has been folded into Adam's moments and released"),
