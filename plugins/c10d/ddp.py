@@ -24,12 +24,12 @@ from ..engine.session import Session
 from ..layout.slots import Slot
 from ..left import name_of_ddp
 from ..moments.folding import Accumulation
+from ..planned.hooked_session import HookedSession
 from ..planned.session import PlannedSession
 from ..proxies.compiling import has_compiled
 from ..proxies.passes import IN_A_CONTEXT, are_in_a_context
 from ..registry import sessions
 from ..routes.group_backend import C10dBackend
-from ..routes.groups.group import Group
 from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..update.separable import refuse_to_shard
@@ -38,17 +38,8 @@ from .buffers import BufferBroadcast, broadcasts_buffers
 from .carrying import broadcast, levels_of
 from .entry import Entry
 from .folded import attach_folded
-from .grouping import (
-    grouping_of,
-    has_groups,
-    open_parts,
-    partition_slots,
-    refuse_other_groups,
-    refuse_other_values,
-    refuse_reduced,
-    refuse_settings,
-)
-from .grouping import statements as group_statements
+from .grouped import attach_grouped
+from .grouping import grouping_of, has_groups, reduces_itself, refuse_other_groups
 from .hooked import attach_hooked, refuse_part_of_ddp
 from .joining import joining
 from .planning import attach_planned, refuse_halves, why_not_planned
@@ -179,9 +170,11 @@ def begin(
         optimizer = stepping_optimizer(optimizer)
         if isinstance(known[0], PlannedSession) and known[0].owners is not None:
             refuse_to_shard(optimizer)
-        if isinstance(known[0], Session) and groups:
-            base = base_of(model)
-            refuse_other_groups(model, known[0].slots, grouping_of(model, groups, base))
+        if groups:
+            partitions = known[0].partitions if isinstance(known[0], HookedSession) else {}
+            grouping = grouping_of(model, groups, base_of(model))
+            reduced = [slot.parameter for slot in known[0].slots]
+            refuse_other_groups(model, reduced, partitions, grouping)
         add_optimizer(known[0], optimizer, type(optimizer), why_whole(optimizer, model, config))
         return known[0]
     with Entry(base_of(model)) as entry:
@@ -189,25 +182,28 @@ def begin(
         why = why_whole(optimizer, model, config)
         if config.shard:
             refuse_to_shard(optimizer)
+        grouping = grouping_of(model, groups, base_of(model))
+        is_grouped = not reduces_itself(ddp, grouping)
         session: Session | PlannedSession
-        is_parted = has_groups(model, groups)
         why_live = why_not_planned(
-            model, ddp, config, has_groups=is_parted, is_folded=accumulation is not None
+            model, ddp, config, has_groups=is_grouped, is_folded=accumulation is not None
         )
         if config.shard and (why_live or ddp is None):
             why_live = why_live or "it is not in DistributedDataParallel"
             raise PluginError(f"shard = True cannot be for this model: {why_live}")
         if accumulation is not None:
             session = attach_folded(
-                optimizer, model, ddp, config, entry, accumulation, has_groups=is_parted
+                optimizer, model, ddp, config, entry, accumulation, has_groups=is_grouped
             )
+        elif is_grouped:
+            session = attach_grouped(optimizer, model, ddp, config, entry, grouping)
         elif not why_live:
             if ddp is None:
                 session = attach_hooked(optimizer, model, config, entry)
             else:
                 session = attach_planned(optimizer, model, ddp, config, entry)
         else:
-            session = attach(optimizer, model, config, entry, groups)
+            session = attach(optimizer, model, config, entry)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -231,34 +227,24 @@ def attach(
     model: nn.Module,
     config: Config,
     entry: Entry,
-    groups: Mapping[Any, Any] | None = None,
 ) -> Session:
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
     Args:
         entry: what the ranks go through together.
+        has_groups: some ranks reduce some parameters, which can only be refused.
     """
     ddp = find_ddp(model)
     if ddp is None:
         refuse_part_of_ddp(model)
     base = base_of(model)
-    grouping = grouping_of(model, groups, base)
-    if grouping.parted:
-        refuse_settings(config)
-        if ddp is not None:
-            refuse_reduced(ddp, grouping)
-    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
+    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)}
     slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
-    in_groups = group_statements(slots, grouping)
     kind = kind_of(base, slots[0].parameter.device)
     find_unused = _find_unused(ddp, config)
     refuse_halves(base, config)
-    if in_groups and config.find_unused_parameters is None:
-        # Whether an expert is used depends on the batch, and DDP does not look at it.
-        find_unused = True
     entry.agree(
         [
-            *in_groups,
             *statements(slots, optimizer, config),
             f"find_unused_parameters = {find_unused}",
             f"static_graph = {ddp is not None and ddp.static_graph}",
@@ -276,18 +262,9 @@ def attach(
         observers = ranks.observers()
         device = slots[0].parameter.device
         if ddp is None:
-            broadcast(data, model, left_out=grouping.parted)
-        parts: list[Group | None] = []
-        if in_groups:
-            partitions = partition_slots(slots, grouping, control)
-            parts = open_parts(base, ranks, kind, partitions, name, config.timeout_s)
-            if ddp is None:
-                for part in filter(None, parts):
-                    broadcast(part, model, left_out=grouping.outside(part.members))
-            else:
-                refuse_other_values(slots, control)
-        levels = None if parts else levels_of(base, ranks, data, device, name, config)
-    backend = C10dBackend(data, control, buffers, levels, parts)
+            broadcast(data, model)
+        levels = levels_of(base, ranks, data, device, name, config)
+    backend = C10dBackend(data, control, buffers, levels)
     # A session ends with its model, so it must not keep it alive.
     weak_ddp = None if ddp is None else weakref.ref(ddp)
     session = Session(
@@ -311,8 +288,6 @@ def attach(
             # what a script finalizes late must not change hands before.
             can_stop = ddp is model and not ddp.static_graph and not has_compiled(model)
             can_stop = can_stop and config.compression == "none" and not finalizes_by_hand(ddp)
-            # Nor does DDP reduce over some ranks.
-            can_stop = can_stop and not grouping.ids
             reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
             session.take_over(partial(take_over, weak_ddp, reduced), can_stop=can_stop)
         half_attached.pop_all()

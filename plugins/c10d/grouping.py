@@ -4,7 +4,7 @@ ranks agree on it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -18,18 +18,18 @@ from bytesched.config import Config
 from bytesched.errors import MismatchError, PluginError
 
 from ..layout.digest import digest_of
-from ..layout.partition import Partition
-from ..layout.slots import Slot
+from ..planned.bundles import Slot
+from ..planned.partition import Partition
+from ..planned.wire import Summing
 from ..routes.groups.group import Group
-from ..routes.groups.opening import open_part
-from .joining import Joining
+from .shell import ignored_by
 
 __all__ = [
     "Grouping",
     "grouping_of",
     "has_groups",
-    "open_parts",
-    "partition_slots",
+    "partitions_of",
+    "reduces_itself",
     "refuse_other_groups",
     "refuse_other_values",
     "refuse_reduced",
@@ -160,11 +160,19 @@ def _ranks(group: Any, base: dist.ProcessGroup, where: str) -> tuple[int, ...]:
     return tuple(sorted(map(all_ranks.index, members)))
 
 
+def reduces_itself(ddp: DistributedDataParallel | None, grouping: Grouping) -> bool:
+    """Whether ``ddp``, or who averages over all ranks, can do with ``grouping`` as it is."""
+    left_out = () if ddp is None else ignored_by(ddp)
+    return not grouping.parted and all(id(p) not in grouping.ids for p in left_out)
+
+
 def refuse_settings(config: Config) -> None:
     """Raises PluginError for settings that parameters in groups cannot be trained with."""
     for name, is_set in (
         ("split = 'on'", config.split == "on"),
         ("hierarchy = 'on'", config.hierarchy == "on"),
+        (f"compression = {config.compression!r}", config.compression != "none"),
+        (f"share = {config.share!r}", bool(config.share)),
     ):
         if is_set:
             raise PluginError(
@@ -191,10 +199,21 @@ def refuse_reduced(ddp: DistributedDataParallel, grouping: Grouping) -> None:
         )
 
 
-def refuse_other_groups(model: nn.Module, slots: Sequence[Slot], grouping: Grouping) -> None:
-    """Raises PluginError if ``slots`` were grouped otherwise when ``model`` was wrapped first."""
+def refuse_other_groups(
+    model: nn.Module,
+    reduced: Iterable[nn.Parameter],
+    partitions: Mapping[int, Partition],
+    grouping: Grouping,
+) -> None:
+    """Raises PluginError if ``model`` was grouped otherwise when it was wrapped first.
+
+    Args:
+        reduced: by some ranks or all, from then on.
+        partitions: of those that not all ranks reduce, by the id of the parameter.
+    """
     every = tuple(range(grouping.size))
-    first = {id(s.parameter): s.partition.members if s.partition else every for s in slots}
+    first = dict.fromkeys(map(id, reduced), every)
+    first.update((key, partition.members) for key, partition in partitions.items())
     for name, parameter in model.named_parameters():
         before, now = first.get(id(parameter)), grouping.of(parameter)
         if before is None and not (parameter.requires_grad and id(parameter) in grouping.ids):
@@ -207,16 +226,25 @@ def refuse_other_groups(model: nn.Module, slots: Sequence[Slot], grouping: Group
             )
 
 
-def partition_slots(slots: Sequence[Slot], grouping: Grouping, control: Group) -> list[Partition]:
-    """Sets the partition of each slot; returns all, by number. Collective.
+def partitions_of(
+    slots: Sequence[Slot],
+    grouping: Grouping,
+    control: Group,
+    wire_of: Callable[[int, int, Sequence[int]], Summing],
+) -> dict[int, Partition]:
+    """The partition of each parameter that not all ranks reduce, by its id. Collective.
 
     Call it on all ranks, if `statements` were the same. Raises `MismatchError` on all of them
     unless every rank of a group names the same group.
+
+    Args:
+        wire_of: opens what sums over the group of this rank, from the number of a partition, the
+            place of the group in it, and the members.
     """
     divisions = _divisions(slots, grouping)
     texts = control.gather_text("groups", json.dumps(divisions))
     said: list[list[tuple[int, ...]]] = [[tuple(d) for d in json.loads(t)] for t in texts]
-    partitions = []
+    by_members: dict[tuple[int, ...], Partition] = {}
     for number, mine in enumerate(divisions):
         name = next(s.name for s in slots if grouping.of(s.parameter) == mine)
         for rank in range(control.size):
@@ -228,11 +256,14 @@ def partition_slots(slots: Sequence[Slot], grouping: Grouping, control: Group) -
                         f"{_text(said[member][number])}; every rank of a group must name the same"
                     )
         groups = sorted({one[number] for one in said})
-        partitions.append(Partition(number + 1, mine, groups.index(mine), len(groups)))
-    by_members = {partition.members: partition for partition in partitions}
-    for slot in slots:
-        slot.partition = by_members.get(grouping.of(slot.parameter))
-    return partitions
+        place = groups.index(mine)
+        wire = wire_of(number, place, mine)
+        by_members[mine] = Partition(mine, place, len(groups), wire)
+    return {
+        id(slot.parameter): by_members[members]
+        for slot in slots
+        if (members := grouping.of(slot.parameter)) in by_members
+    }
 
 
 def statements(slots: Sequence[Slot], grouping: Grouping) -> list[str]:
@@ -248,43 +279,19 @@ def _divisions(slots: Sequence[Slot], grouping: Grouping) -> list[tuple[int, ...
     return list(dict.fromkeys(members for members in found if len(members) < grouping.size))
 
 
-def open_parts(
-    base: dist.ProcessGroup,
-    ranks: Joining,
-    kind: str,
-    partitions: Sequence[Partition],
-    name: str,
-    timeout_s: float,
-) -> list[Group | None]:
-    """What gradients of each partition travel on; None where no other rank is in the group."""
-    parts: list[Group | None] = []
-    for partition in partitions:
-        if len(partition.members) == 1:
-            parts.append(None)
-            continue
-        purpose = f"{name}/part{partition.number}of{partition.place}"
-        part = open_part(base, partition.members, kind, name=purpose, timeout_s=timeout_s)
-        parts.append(ranks.adopt(part))
-    return parts
-
-
-def refuse_other_values(slots: Sequence[Slot], control: Group) -> None:
+def refuse_other_values(slots: Sequence[Slot], grouping: Grouping, control: Group) -> None:
     """Raises MismatchError on all ranks unless each group begins with equal values; collective."""
-    by_partition: dict[Partition, list[Slot]] = {}
-    for slot in slots:
-        if slot.partition is not None:
-            by_partition.setdefault(slot.partition, []).append(slot)
-    mine = {
-        p.number: (p.members, digest_of(slot.parameter for slot in found))
-        for p, found in by_partition.items()
-    }
-    texts = control.gather_text("values", json.dumps(mine))
-    said = [json.loads(text) for text in texts]
-    for partition, found in by_partition.items():
+    divisions = _divisions(slots, grouping)
+    in_group = [[s for s in slots if grouping.of(s.parameter) == mine] for mine in divisions]
+    mine = [
+        (members, digest_of(slot.parameter for slot in found))
+        for members, found in zip(divisions, in_group, strict=True)
+    ]
+    said = [json.loads(text) for text in control.gather_text("values", json.dumps(mine))]
+    for number, found in enumerate(in_group):
         for theirs in said:
-            members, digest = theirs[str(partition.number)]
-            first = said[members[0]][str(partition.number)]
-            if digest != first[1]:
+            members, digest = theirs[number]
+            if digest != said[members[0]][number][1]:
                 raise MismatchError(
                     f"ranks {_text(members)} reduce {found[0].name!r} and others in its group "
                     "among themselves, but begin with different values: give all of them the same"

@@ -1,8 +1,9 @@
-"""A model that nobody else reduces: how its ranks come together."""
+"""A model whose gradients hooks of ours take: how its ranks come together."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from .entry import Entry
 from .joining import joining
 from .planning import BUCKET_BYTES, refuse_halves
 
-__all__ = ["attach_hooked", "refuse_part_of_ddp", "setting_of"]
+__all__ = ["attach_hooked", "join_hooked", "refuse_part_of_ddp", "setting_of", "syncs_always"]
 
 
 def attach_hooked(
@@ -35,11 +36,8 @@ def attach_hooked(
         entry: what the ranks go through together.
     """
     refuse_part_of_ddp(model)
-    base = entry.base
     slots = slots_of(model, optimizer, kind=Slot)
-    device = slots[0].parameter.device
-    kind = kind_of(base, device)
-    refuse_halves(base, config)
+    refuse_halves(entry.base, config)
     entry.agree(
         [
             *statements(slots, optimizer, config),
@@ -47,29 +45,62 @@ def attach_hooked(
         ],
         config.timeout_s,
     )
+    return join_hooked(
+        model,
+        slots,
+        config,
+        entry,
+        sync=syncs_always,
+        find_unused=config.find_unused_parameters,
+        is_broadcast=True,
+    )
+
+
+def join_hooked(
+    root: nn.Module,
+    slots: Sequence[Slot],
+    config: Config,
+    entry: Entry,
+    *,
+    sync: Callable[[], bool] | None,
+    find_unused: bool | None,
+    is_broadcast: bool,
+) -> HookedSession:
+    """A session for ``root``, on whose ``slots`` the ranks have agreed; collective.
+
+    Args:
+        entry: what the ranks go through together.
+        sync: see `HookedSession`.
+        find_unused: see `HookedSession`.
+        is_broadcast: all ranks begin with the values of the first one.
+    """
+    base = entry.base
+    device = slots[0].parameter.device
+    kind = kind_of(base, device)
     name = f"session{entry.number}"
     with joining(base, name, config) as ranks:
         data = ranks.open("data", kind)
         control = data if kind == "gloo" else ranks.open("control")
-        broadcast(data, model)
+        if is_broadcast:
+            broadcast(data, root)
         levels = levels_of(base, ranks, data, device, name, config)
         session = HookedSession(
-            model,
+            root,
             slots,
             config,
             GroupWire(data, control, [], device, levels),
             ranks.observers(),
             setting=setting_of(config, kind),
             divisor=data.size,
-            sync=_always,
-            find_unused=config.find_unused_parameters,
+            sync=sync,
+            find_unused=find_unused,
         )
     return session
 
 
 def setting_of(config: Config, kind: str) -> Setting:
     """The sizes of buckets of ours, over a carrier of this ``kind``."""
-    partition_bytes = config.partition_bytes or BUCKET_BYTES.get(kind, 0)
+    partition_bytes = config.partition_bytes or BUCKET_BYTES[kind]
     return Setting(partition_bytes, max(config.credit_bytes, 2 * partition_bytes), config.policy)
 
 
@@ -97,5 +128,6 @@ def _is_reduced_by_ddp(model: nn.Module) -> bool:
     )
 
 
-def _always() -> bool:
+def syncs_always() -> bool:
+    """Every backward pass is reduced."""
     return True

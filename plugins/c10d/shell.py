@@ -57,7 +57,7 @@ def take_over(
 
 
 def ignored_by(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters that DDP leaves out of its reduction."""
+    """The parameters that ``ddp`` leaves out of its reduction."""
     names = getattr(ddp, "parameters_to_ignore", ())
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         if name in names:

@@ -15,7 +15,6 @@ from ..dependency.forked import disown
 from ..dependency.gates import Gates
 from ..dependency.lazy import give_back, is_left, kept_or_seen, moved
 from ..dependency.synchronizing import Synchronizing
-from ..layout.flags import from_cells, to_cells
 from ..layout.plan import Plan
 from ..layout.slots import Slot
 from ..proxies.lazy_grads import keep_apart, move_apart
@@ -133,7 +132,7 @@ class Running:
         assert plan.used_flags is not None
         assert plan.flags_chunk is not None
         computed = [int(s.state in UNTAKEN or s.is_local) for s in plan.slots]
-        plan.used_flags.copy_(torch.tensor(to_cells(plan.slots, computed), dtype=torch.int32))
+        plan.used_flags.copy_(torch.tensor(computed, dtype=torch.int32))
         if plan.flags_chunk.notify_ready():
             self._streams.backward_done(plan.flags_chunk, self._carrier.submit)
         for slot in plan.slots:
@@ -151,8 +150,7 @@ class Running:
                 self._streams.backward_done(chunk, self._carrier.submit)
         if missing:
             self._progress.wait(lambda: plan.flags_reduced, "the map of used parameters")
-            counts = from_cells(plan.slots, plan.used_flags.tolist())
-            ranks = zip(plan.slots, counts, strict=True)
+            ranks = zip(plan.slots, plan.used_flags.tolist(), strict=True)
             with self._progress.lock:
                 self._round.found({slot: count > 0 for slot, count in ranks})
         for slot, gradient in earlier.items():

@@ -11,20 +11,18 @@ import torch
 from bytesched.link.sizes import first_bytes
 from bytesched.task import CommTask
 
-from .flags import cell_count
-from .partition import Partition
 from .slots import Bundle, Slice, Slot
 
 __all__ = ["Plan"]
 
 
-#: what can be in one arena: of a dtype, a device, and a group of ranks
-_Kind: TypeAlias = tuple[torch.dtype, torch.device, "Partition | None"]
+#: what can be in one arena: of a dtype and a device
+_Kind: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
 class _Arena:
-    """The gradients of one dtype, device and group of ranks, one after the other."""
+    """The gradients of one dtype and device, one after the other."""
 
     memory: torch.Tensor
     #: of its slots in the plan
@@ -42,7 +40,7 @@ class Plan:
         self, slots: Sequence[Slot], *, partition_bytes: int, find_unused: bool = False
     ) -> None:
         self.slots = list(slots)
-        #: which slots got a gradient, summed over the ranks (see flags); the most urgent chunk
+        #: which slots got a gradient, summed over the ranks; the most urgent chunk
         self.used_flags: torch.Tensor | None = None
         self.flags_chunk: CommTask | None = None
         self.flags_reduced = False
@@ -57,12 +55,11 @@ class Plan:
         kinds: dict[_Kind, list[int]] = {}
         for position, slot in enumerate(slots):
             dtype, device = slot.parameter.dtype, slot.parameter.device
-            kinds.setdefault((dtype, device, slot.partition), []).append(position)
+            kinds.setdefault((dtype, device), []).append(position)
         self._arenas = [self._lay_out(*kind) for kind in kinds.items()]
         if find_unused:
-            self.used_flags = torch.zeros(
-                cell_count(slots), dtype=torch.int32, device=slots[0].parameter.device
-            )
+            device = slots[0].parameter.device
+            self.used_flags = torch.zeros(len(slots), dtype=torch.int32, device=device)
         self.cut(partition_bytes)
 
     def cut(self, partition_bytes: int) -> None:
@@ -89,8 +86,6 @@ class Plan:
             self.slices.append(slices)
             self.slots_of.append([slice_.slot for slice_ in slices])
             for slice_ in slices:
-                if slice_.slot.partition is not None:
-                    chunk.group = slice_.slot.partition.number
                 slice_.slot.chunks.append(chunk)
                 slice_.slot.slices.append(slice_)
         self._bundle()

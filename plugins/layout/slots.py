@@ -14,7 +14,6 @@ from bytesched.round import Bundle as BundleOf
 
 from ..proxies.lazy_grads import LazyGrad, has_aliases, lazy_over, plain, point
 from .memory import is_gradient_shared, is_laid_out_as, lies_over, shaped
-from .partition import Partition
 
 __all__ = ["Bundle", "Job", "Slice", "Slot", "Update"]
 
@@ -34,8 +33,6 @@ class Slot(Gradient):
     bundle: Bundle = field(init=False)
     #: its parts, by chunk
     slices: list[Slice] = field(init=False, default_factory=list)
-    #: the ranks that reduce it; None: all
-    partition: Partition | None = field(init=False, default=None)
     #: of its gradient hook
     hook_id: int = field(init=False, default=-1)
     #: what a use of the parameter calls while its update is outstanding

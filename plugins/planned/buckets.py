@@ -14,6 +14,7 @@ from ..layout.memory import shaped
 from ..proxies.pending_grads import PendingGrad, make_plain
 from ..update.surroundings import unseen
 from .cutting import Cutter
+from .wire import Summing
 
 __all__ = ["ALONE", "Bucket", "Change", "Chunk", "Member", "Sent", "Sums", "make_changes", "uses"]
 
@@ -37,7 +38,7 @@ Change: TypeAlias = Callable[[list[torch.Tensor]], None]
 class Sent:
     """What one operation carries to all ranks."""
 
-    __slots__ = ("coded", "index", "key", "landed_on", "name", "sent", "work")
+    __slots__ = ("coded", "index", "key", "landed_on", "name", "sent", "wire", "work")
 
     def __init__(self, index: int, sent: torch.Tensor, name: str) -> None:
         #: in the order in which they are made
@@ -47,6 +48,8 @@ class Sent:
         self.sent = sent
         #: what it is a copy of, in another dtype; see `Coding`
         self.coded: Any = None
+        #: what sums it over some ranks; None: what sums all others does
+        self.wire: Summing | None = None
         #: at the end of which it is everywhere; None before it is issued
         self.work: Any = None
         #: what names it on a wire that needs one: the same on all ranks, once among what is under

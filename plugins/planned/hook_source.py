@@ -8,7 +8,7 @@ before, or with zeros.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, Final
@@ -24,6 +24,7 @@ from ..update.surroundings import unseen
 from .buckets import Bucket, Member
 from .bundles import Slot
 from .cutting import Cutter
+from .partition import Partition
 from .source import Listener, Phase, Source
 from .wire import Wire
 
@@ -38,11 +39,26 @@ _CUSTOM_BACKWARD: Final = BackwardCFunction.apply.__code__
 class Entry:
     """One parameter, whose gradient is awaited in every round, and what it has in a bucket."""
 
-    __slots__ = ("bucket", "expected", "fired", "hook_id", "index", "is_local", "slot", "view")
+    __slots__ = (
+        "bucket",
+        "cell",
+        "expected",
+        "fired",
+        "hook_id",
+        "index",
+        "is_local",
+        "partition",
+        "slot",
+        "view",
+    )
 
-    def __init__(self, index: int, slot: Slot) -> None:
+    def __init__(self, index: int, slot: Slot, partition: Partition | None, cell: int) -> None:
         self.index = index
         self.slot = slot
+        #: the ranks that sum its gradient; None: all
+        self.partition = partition
+        #: where the ranks say whether it is used: each group of a partition has a cell of its own
+        self.cell = cell
         #: how often it gets a gradient in this round, and how often in each
         self.fired, self.expected = 0, 1
         #: it has a gradient from a pass that was not synchronised
@@ -104,6 +120,8 @@ class HookSource(Source):
         bucket_bytes: after which a bucket is full.
         divisor: of gradients; 1: the wire divides.
         find_unused: parameters may get no gradient; None: the first round shows it.
+        is_static: one may get several in a round, as many in each.
+        partitions: of parameters that some ranks sum among themselves, by id.
     """
 
     #: the first one shows in which order gradients come
@@ -122,6 +140,8 @@ class HookSource(Source):
         bucket_bytes: int,
         divisor: int,
         find_unused: bool | None,
+        is_static: bool,
+        partitions: Mapping[int, Partition],
     ) -> None:
         super().__init__(listener, cut)
         self._wire = wire
@@ -130,13 +150,21 @@ class HookSource(Source):
         self._scale = 1 / divisor
         self._names = {id(slot.parameter): slot.name for slot in slots}
         self._find_unused = find_unused
+        #: until the first round is over: gradients of a parameter are only counted
+        self._counts_uses = is_static
         #: what no hook has written is written by its bucket
         self._are_local = True
         #: whether gradients of the next backward pass are reduced
         self.is_synced = True
         #: whether they are anyone else's
         self.is_off = False
-        self.entries = [self.entry_kind(index, slot) for index, slot in enumerate(slots)]
+        self.entries: list[Entry] = []
+        self._cells = 0
+        for index, slot in enumerate(slots):
+            partition = partitions.get(id(slot.parameter))
+            cell = self._cells + (0 if partition is None else partition.place)
+            self._cells += 1 if partition is None else partition.groups
+            self.entries.append(self.entry_kind(index, slot, partition, cell))
         self._by_id = {id(entry.slot.parameter): entry for entry in self.entries}
         self._is_callback_queued = False
         #: parameters without a gradient in this round
@@ -144,6 +172,8 @@ class HookSource(Source):
         #: those that got one, in that order, and how many of them before this backward pass
         self._arrived: list[Entry] = []
         self._arrived_before = 0
+        #: what carries the map of used parameters, if nobody has waited for it
+        self._telling: Any = None
         self._fillings: list[_Filling] = []
         #: the first one that was not handed out
         self._next = 0
@@ -167,19 +197,28 @@ class HookSource(Source):
 
     # -- buckets -----------------------------------------------------------------------
 
-    def _lay_out(self, order: Iterable[int]) -> None:
+    def _lay_out(self, order: Sequence[int]) -> None:
         """Buckets of parameters that are neighbours in ``order``, in the order of their last."""
         self.let_go()
         self._fillings.clear()
-        open_: dict[torch.dtype, list[Entry]] = {}
+        full: list[list[Entry]] = []
+        open_: dict[tuple[torch.dtype, Partition | None], list[Entry]] = {}
         for entry in (self.entries[index] for index in order):
-            kind = entry.slot.parameter.dtype
+            kind = entry.slot.parameter.dtype, entry.partition
             entries = open_.setdefault(kind, [])
             entries.append(entry)
-            if sum(entry.numel for entry in entries) * kind.itemsize >= self._bucket_bytes:
-                self._add_bucket(open_.pop(kind))
-        for entries in open_.values():
+            if sum(entry.numel for entry in entries) * kind[0].itemsize >= self._bucket_bytes:
+                full.append(open_.pop(kind))
+        places = {index: place for place, index in enumerate(order)}
+        for entries in sorted((*full, *open_.values()), key=lambda one: places[one[-1].index]):
             self._add_bucket(entries)
+
+    def let_go(self, first: int = 0) -> None:
+        if self._telling is not None:
+            # Others may wait for it, for which this rank has to stay.
+            self._wire.wait_left([self._telling])
+            self._telling = None
+        super().let_go(first)
 
     def _add_bucket(self, entries: Sequence[Entry]) -> None:
         parameters = [entry.slot.parameter for entry in entries]
@@ -197,12 +236,19 @@ class HookSource(Source):
             cut=self.cut,
             first=sum(len(other.chunks) for other in self.buckets),
         )
+        if (partition := entries[0].partition) is not None:
+            for chunk in bucket.chunks:
+                chunk.wire = partition.wire
         filling = _Filling(bucket, entries)
         for entry, member, own in zip(entries, bucket.members, memory, strict=True):
             entry.lay_out(member, own)
             entry.bucket = filling
         self.buckets.append(bucket)
         self._fillings.append(filling)
+
+    def disown(self) -> None:
+        """In a forked child: gradients are nobody else's, and nobody waits for what it tells."""
+        self.is_off, self._telling = True, None
 
     # -- a gradient --------------------------------------------------------------------
 
@@ -231,7 +277,7 @@ class HookSource(Source):
             self._begin()
         entry.fired += 1
         if entry.fired != entry.expected:
-            if entry.fired > entry.expected:
+            if entry.fired > entry.expected and not self._counts_uses:
                 self._refuse_second(entry)
             return
         self._missing -= 1
@@ -388,30 +434,33 @@ class HookSource(Source):
 
     def _tell(self, absent: Sequence[Entry]) -> tuple[torch.Tensor, Any]:
         """What ranks have used; and in the first round, in which order it came."""
-        used = [1.0] * len(self.entries)
+        used = [0.0] * self._cells
+        for entry in self.entries:
+            used[entry.cell] = 1.0
         for entry in absent:
-            used[entry.index] = float(entry.is_local)
+            used[entry.cell] = float(entry.is_local)
         places: list[float] = []
         if self.is_early:
             places = [float(len(self.entries))] * len(self.entries)
             for place, entry in enumerate(self._arrived):
                 places[entry.index] = float(place)
         numbers = torch.tensor([*used, *places, len(absent)], dtype=torch.float64, device="cpu")
-        return numbers, self._wire.start_largest(numbers)
+        self._telling = self._wire.start_largest(numbers)
+        return numbers, self._telling
 
     def _told(
         self, telling: tuple[torch.Tensor, Any], absent: Sequence[Entry]
     ) -> tuple[Set[int], Sequence[int]]:
-        """Parameters that no rank has used, by id; and the order in which all had come, if told."""
+        """Parameters that no rank of theirs has used, by id; and the order of arrival, if told."""
         numbers, work = telling
         try:
             self._wire.wait(work, "the map of used parameters")
         except TransportError as error:
             self._failures.raise_first(error)
-        count = len(self.entries)
+        self._telling = None
         told = numbers.tolist()
-        left = {id(entry.slot.parameter) for entry in absent if not told[entry.index]}
-        places = told[count:-1]
+        left = {id(entry.slot.parameter) for entry in absent if not told[entry.cell]}
+        places = told[self._cells : -1]
         if places and self._find_unused is None:
             self._find_unused = told[-1] > 0
         return left, sorted(range(len(places)), key=places.__getitem__)
@@ -426,6 +475,9 @@ class HookSource(Source):
             hooks: Any = entry.slot.parameter._post_accumulate_grad_hooks
             if entry.hook_id != -1:
                 hooks[entry.hook_id] = hooks.pop(entry.hook_id)
+            if self._counts_uses:
+                entry.expected = max(1, entry.fired)
+        self._counts_uses = False
 
 
 def _is_nested() -> bool:

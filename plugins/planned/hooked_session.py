@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from ..stages import refuse_stage
 from .bundles import Slot
 from .cutting import cut_whole
 from .hook_source import HookSource
+from .partition import Partition
 from .rounds import OpenUpdates
 from .session import PlannedSession
 from .source import Listener, Phase
@@ -38,6 +40,8 @@ class HookedSession(PlannedSession):
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
             None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
         find_unused: parameters may get no gradient; None: the first round shows it.
+        is_static: one may get several in a round, as many in each.
+        partitions: of parameters that some ranks reduce among themselves, by id.
         open_updates: opens what updates parameters; None: all ranks update all from gradients.
     """
 
@@ -57,11 +61,14 @@ class HookedSession(PlannedSession):
         divisor: int,
         sync: Callable[[], bool] | None,
         find_unused: bool | None,
+        is_static: bool = False,
+        partitions: Mapping[int, Partition] = MappingProxyType({}),
         open_updates: OpenUpdates | None = None,
     ) -> None:
         inner = root.module if isinstance(root, DistributedDataParallel) else root
         self._name = type(inner).__name__
         self._sync = sync
+        self.partitions = partitions
 
         def make_source(listener: Listener, divisor: int) -> HookSource:
             self.source = self.source_kind(
@@ -73,6 +80,8 @@ class HookedSession(PlannedSession):
                 bucket_bytes=setting.partition_bytes,
                 divisor=divisor,
                 find_unused=find_unused,
+                is_static=is_static,
+                partitions=partitions,
             )
             return self.source
 
@@ -95,11 +104,6 @@ class HookedSession(PlannedSession):
     def on_close(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` after every hook has been taken off."""
         self._undo.insert(0, undo)
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The parameters that are reduced, in registration order."""
-        return self._slots
 
     # -- forward and backward ----------------------------------------------------------
 
@@ -206,7 +210,7 @@ class HookedSession(PlannedSession):
 
     def disown(self) -> None:
         """See `PlannedSession`."""
-        self.source.is_off = True
+        self.source.disown()
         super().disown()
 
     def close(self, *, release_parameters: bool = True) -> None:

@@ -97,7 +97,7 @@ class Sending:
         for number, chunk in enumerate(following, 1):
             if self._coding is not None:
                 self._coding.encode(chunk)
-            chunk.work = self._wire.start(chunk.sent, chunk.key)
+            chunk.work = (chunk.wire or self._wire).start(chunk.sent, chunk.key)
             self._planning.issued(chunk, is_last=is_last and number == len(following))
 
     def hand_to_owners(self, bucket: Bucket) -> None:
@@ -140,7 +140,7 @@ class Sending:
                         "complete, or its session has ended"
                     )
                 try:
-                    self._wire.wait(chunk.work, chunk.name)
+                    (chunk.wire or self._wire).wait(chunk.work, chunk.name)
                 except TransportError as error:
                     self._failures.raise_first(error)
                 if self._coding is not None:

@@ -152,6 +152,11 @@ class PlannedSession(ABC):
         """No step can cross the barrier, for the reason ``why``, which ``stats()`` shows."""
         self._meter.whole_because = why
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Its parameters, in registration order."""
+        return self._slots
+
     # -- forward -----------------------------------------------------------------------
 
     @abstractmethod

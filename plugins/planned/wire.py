@@ -12,14 +12,31 @@ from bytesched.errors import SchedulerTimeout
 from ..routes.groups.group import Group
 from ..routes.levels.sums import TwoLevelSums
 
-__all__ = ["HOST", "GroupWire", "Wire"]
+__all__ = ["HOST", "GroupWire", "LoneWire", "Summing", "Wire"]
 
 #: where there are no streams
 HOST: Final = -1
 
 
-class Wire(Protocol):
-    """Sums over ranks."""
+class Summing(Protocol):
+    """Sums over some ranks."""
+
+    def start(self, tensor: torch.Tensor, key: str = "") -> Any:
+        """Begins to sum ``tensor`` over the ranks, in place; returns the work.
+
+        Args:
+            key: names it, as `Sent.key` does, where a wire pairs sums by name.
+        """
+
+    def wait(self, work: Any, task: str) -> None:
+        """What the calling thread does from now on, or queues, comes after the end of ``work``.
+
+        Raises `TransportError` with the name ``task``.
+        """
+
+
+class Wire(Summing, Protocol):
+    """Sums over all ranks, and what they say to each other."""
 
     rank: int
     size: int
@@ -28,13 +45,6 @@ class Wire(Protocol):
     levels: int
     #: a wait is only queued, on a stream of a device
     has_streams: bool
-
-    def start(self, tensor: torch.Tensor, key: str = "") -> Any:
-        """Begins to sum ``tensor`` over the ranks, in place; returns the work.
-
-        Args:
-            key: names it, as `Sent.key` does, where a wire pairs sums by name.
-        """
 
     def exchange(self, into: torch.Tensor, sent: torch.Tensor) -> Any:
         """Begins to send ``sent`` to the other of two ranks, and to take its; returns the work.
@@ -53,12 +63,6 @@ class Wire(Protocol):
 
     def start_largest(self, numbers: torch.Tensor) -> Any:
         """Begins to make ``numbers``, on the host, the largest of all ranks; returns the work."""
-
-    def wait(self, work: Any, task: str) -> None:
-        """What the calling thread does from now on, or queues, comes after the end of ``work``.
-
-        Raises `TransportError` with the name ``task``.
-        """
 
     def wait_left(self, works: Iterable[Any]) -> None:
         """Returns when ``works`` have ended, or cannot, or after a while; raises nothing."""
@@ -138,3 +142,36 @@ class GroupWire:
     def close(self) -> None:
         for group in self._groups:
             group.close()
+
+
+class LoneWire:
+    """This rank alone: its sums are there at once."""
+
+    def start(self, tensor: torch.Tensor, key: str = "") -> Any:
+        return _Ended(torch.cuda.current_stream().record_event() if tensor.is_cuda else None)
+
+    def wait(self, work: Any, task: str) -> None:
+        work.wait()
+
+
+class _Ended:
+    """The work of a sum that is there.
+
+    Args:
+        event: on a device, where it is; None: on the host.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self, timeout: object = None) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future

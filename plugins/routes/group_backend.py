@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,13 +29,6 @@ __all__ = ["C10dBackend"]
 log = logging.getLogger("bytesched")
 
 
-class _PartSum(NamedTuple):
-    """A sum over some ranks."""
-
-    group: Group | None
-    work: Any
-
-
 class C10dBackend:
     """The ranks of a process group (see backend.Backend).
 
@@ -44,8 +37,6 @@ class C10dBackend:
         control: the group on which ranks agree on an order.
         buffers: the group that buffers travel on, if there are any.
         levels: what sums gradients in place of ``data``, if something does.
-        parts: the groups that some gradients travel on in place of ``data``, by `CommTask.group`
-            from 1 on; None: this rank alone.
         sizes: the rule of partitions and credit, of `link.sizes.RULES`.
     """
 
@@ -58,7 +49,6 @@ class C10dBackend:
         control: Group,
         buffers: Group | None = None,
         levels: TwoLevelSums | None = None,
-        parts: Sequence[Group | None] = (),
         sizes: str = "all-reduce",
     ) -> None:
         self.sizes = sizes
@@ -67,13 +57,11 @@ class C10dBackend:
         self.timeout_s = data.timeout_s
         self.wire: str = data.backend.name()
         self._data = data
-        self._reducing = [data, *parts]
         self._control = control
         self.levels = 1 if levels is None else 2
         self._levels = levels
         self._groups = [data, control] if buffers is None else [data, control, buffers]
         self._groups += [] if levels is None else levels.groups
-        self._groups += [part for part in parts if part is not None]
         #: the last sum that Gloo or NCCL does at once
         self._summing: Any = None
 
@@ -84,17 +72,10 @@ class C10dBackend:
         return self._levels.start(tensor)
 
     def reduce(self, chunk: CommTask, packed: torch.Tensor) -> Any:
-        if chunk.group == 0:
-            return self.sum(packed, chunk.name)
-        part = self._reducing[chunk.group]
-        return _PartSum(part, None if part is None else part.all_reduce(packed))
+        return self.sum(packed, chunk.name)
 
     def wait(self, work: Any, *, task: str = "") -> None:
-        if isinstance(work, _PartSum):
-            if work.group is not None:
-                work.group.wait(work.work, task=task)
-        else:
-            self._data.wait(work, task=task)
+        self._data.wait(work, task=task)
 
     def carrier(
         self,
@@ -109,7 +90,7 @@ class C10dBackend:
     ) -> Carrier:
         return ScheduledCarrier(
             plan.chunks,
-            C10dTransport(self._reducing, packer, streams, self._levels),
+            C10dTransport(self._data, packer, streams, self._levels),
             PlannedOrder(self._control, plan.chunks, setting),
             credit_bytes=setting.credit_bytes,
             reduced=reduced,

@@ -20,7 +20,6 @@ from bytesched.link.sizes import PROBE_WINDOW, RULES, Probe, chosen_sizes, probe
 from bytesched.round import GradientEvent, GradientState
 from bytesched.tunable import Decision, RunFacts, Setting
 
-from ..layout.flags import from_cells, to_cells
 from ..layout.packing import Packer
 from ..layout.plan import Plan
 from ..layout.slots import Slot
@@ -96,17 +95,13 @@ class WarmUp:
         """
         slots = self._slots
         fired = [int(s.state is GradientState.TRAVELLING or s.is_local) for s in slots]
-        present, *cells = self._sum([1, *to_cells(slots, fired)])
+        present, *counts = self._sum([1, *fired])
         if present < self._backend.size:
             raise PluginError(
                 f"{self._backend.size - present} of {self._backend.size} ranks have joined "
                 "(hvd.join) in the first step: every rank needs one batch at least"
             )
-        counts = from_cells(slots, cells)
-        unused = any(
-            count < (len(s.partition.members) if s.partition else self._backend.size)
-            for s, count in zip(slots, counts, strict=True)
-        )
+        unused = any(count < self._backend.size for count in counts)
         for slot, count in zip(slots, counts, strict=True):
             if slot.state is GradientState.AWAITED:
                 slot.on(GradientEvent.NONE)

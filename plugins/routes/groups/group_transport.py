@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from bytesched.errors import BytesschedError, SchedulerClosed
@@ -24,20 +23,13 @@ class C10dTransport:
     """Packs a chunk, all-reduces it, and reports when it is complete.
 
     Args:
-        groups: by `CommTask.group`; None is this rank alone, which sends nothing.
-        levels: what sums over all ranks in place of the first of them, if something does.
+        levels: what sums over all ranks in place of ``group``, if something does.
     """
 
     def __init__(
-        self,
-        groups: Sequence[Group | None],
-        packer: Packer,
-        streams: Streams,
-        levels: TwoLevelSums | None = None,
+        self, group: Group, packer: Packer, streams: Streams, levels: TwoLevelSums | None = None
     ) -> None:
-        self._groups = groups
-        assert groups[0] is not None
-        self._all = groups[0]
+        self._group = group
         self._packer = packer
         self._streams = streams
         self._levels = levels
@@ -51,27 +43,19 @@ class C10dTransport:
     def start(self, task: CommTask, done: Done) -> None:
         try:
             with self._streams.communication(task), span("bytesched::send"):
-                group, packed = self._groups[task.group], self._packer.pack(task)
-                if self._levels is not None:
-                    work: Any = self._levels.start(packed)
-                else:
-                    work = None if group is None else group.all_reduce(packed)
+                summing = self._group.all_reduce if self._levels is None else self._levels.start
+                work = summing(self._packer.pack(task))
         except RuntimeError as error:
-            raise self._group_of(task).error(error, task=task.name) from error
+            raise self._group.error(error, task=task.name) from error
         self._started += 1
         self._sent.put((task, work, done))
-
-    def _group_of(self, task: CommTask) -> Group:
-        return self._groups[task.group] or self._all
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._sent.put(None)
             if self._ended != self._started:
-                for group in self._groups:
-                    if group is not None:
-                        group.abort()
+                self._group.abort()
                 if self._levels is not None:
                     self._levels.abort()
             # The collector of garbage may end a session on any thread.
@@ -84,15 +68,14 @@ class C10dTransport:
             task, work, done = sent
             try:
                 with self._streams.completion(task):
-                    if work is not None:
-                        self._group_of(task).complete(work)
+                    self._group.complete(work)
                     self._packer.receive(task)
                 self._packer.let_go(task)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is waited for
                 failed: BytesschedError | None = (
                     SchedulerClosed(f"closed while {task.name} was being sent")
                     if self._closed
-                    else self._group_of(task).error(error, task=task.name)
+                    else self._group.error(error, task=task.name)
                 )
             else:
                 failed = None
@@ -100,4 +83,4 @@ class C10dTransport:
             done(task, failed)
 
     def __repr__(self) -> str:
-        return f"<C10dTransport rank {self._all.rank} of {self._all.size}>"
+        return f"<C10dTransport rank {self._group.rank} of {self._group.size}>"

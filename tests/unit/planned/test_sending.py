@@ -220,3 +220,16 @@ def test_a_chunk_that_no_plan_has_is_named_by_whoever_waits() -> None:
     sent.round()
     with pytest.raises(PluginError, match=r"'p0 2/2' was not sent"):
         sent.sending.land_all("backward")
+
+
+def test_what_some_ranks_sum_has_a_wire_of_its_own() -> None:
+    sent = Sent(1, 2, 1)
+    part = FakeWire()
+    for chunk in sent.buckets[1].chunks:
+        chunk.wire = part
+    assert sent.round() == [0, 3]
+    assert part.started == [chunk.sent for chunk in sent.buckets[1].chunks]
+    part.error = PeerLost("gone")
+    sent.sending.wait(sent.buckets[0].chunks, "0")
+    with pytest.raises(PeerLost):
+        sent.sending.wait(sent.buckets[1].chunks, "1")

@@ -59,7 +59,7 @@ def transport_over(
 ) -> tuple[C10dTransport, Group, Plan]:
     plan, packer = planned()
     group = fake_group(gloo)
-    return C10dTransport([group], packer, streams or Streams()), group, plan
+    return C10dTransport(group, packer, streams or Streams()), group, plan
 
 
 def has_gradient(plan: Plan, chunk: CommTask) -> bool:
@@ -75,7 +75,7 @@ def test_every_rank_has_the_mean() -> None:
             for slot in plan.slots:
                 assert slot.parameter.grad is not None
                 slot.parameter.grad *= 3
-        transport, ends = C10dTransport([groups[rank]], packer, Streams()), Ends()
+        transport, ends = C10dTransport(groups[rank], packer, Streams()), Ends()
         for chunk in plan.chunks:
             transport.start(chunk, ends.done)
         ends.wait(*(chunk.name for chunk in plan.chunks))

@@ -1,0 +1,128 @@
+"""A model of whose parameters some are reduced by some ranks: how its ranks come together."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bytesched.config import Config
+
+from ..engine.beginning import slots_of
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
+from ..planned.wire import GroupWire, LoneWire, Summing
+from ..routes.groups.group import Group
+from ..routes.groups.opening import kind_of, open_part
+from ..warmup.agree import statements
+from .buffers import BufferBroadcast, broadcasts_buffers
+from .carrying import broadcast
+from .entry import Entry
+from .grouping import (
+    Grouping,
+    partitions_of,
+    refuse_other_values,
+    refuse_reduced,
+    refuse_settings,
+)
+from .grouping import statements as group_statements
+from .hooked import refuse_part_of_ddp, setting_of, syncs_always
+from .joining import joining
+from .shell import ignored_by, take_over
+from .syncing import Syncing
+
+__all__ = ["attach_grouped"]
+
+log = logging.getLogger("bytesched")
+
+
+def attach_grouped(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    ddp: DistributedDataParallel | None,
+    config: Config,
+    entry: Entry,
+    grouping: Grouping,
+) -> HookedSession:
+    """A session for ``model``, to which ``optimizer`` is to be added; collective.
+
+    Args:
+        ddp: ``model``, or what torch.compile has made it of; None: a plain module.
+        entry: what the ranks go through together.
+    """
+    refuse_settings(config)
+    if ddp is None:
+        refuse_part_of_ddp(model)
+    else:
+        refuse_reduced(ddp, grouping)
+    ignored = set() if ddp is None else {id(p) for p in ignored_by(ddp)} - grouping.ids
+    slots = slots_of(model, optimizer, ignored=ignored, kind=Slot)
+    # Whether an expert is used depends on the batch, and DDP does not look at it.
+    find_unused = config.find_unused_parameters is not False
+    is_static = ddp is not None and ddp.static_graph
+    entry.agree(
+        [
+            *group_statements(slots, grouping),
+            *statements(slots, optimizer, config),
+            f"find_unused_parameters = {find_unused}",
+            f"static_graph = {is_static}",
+        ],
+        config.timeout_s,
+    )
+    if config.tune and entry.base.rank() == 0:
+        log.warning("tune is on, but sizes cannot change where some ranks reduce some parameters")
+    # A session ends with its model, so it must not keep it alive.
+    weak_ddp = None if ddp is None else weakref.ref(ddp)
+    base, name = entry.base, f"session{entry.number}"
+    device = slots[0].parameter.device
+    kind = kind_of(base, device)
+    with joining(base, name, config) as ranks:
+        data = ranks.open("data", kind)
+        control = data if kind == "gloo" else ranks.open("control")
+        buffers = ranks.open("buffers") if ddp is not None and broadcasts_buffers(ddp) else None
+        parts: list[Group] = []
+
+        def wire_of(number: int, place: int, members: Sequence[int]) -> Summing:
+            if len(members) == 1:
+                return LoneWire()
+            purpose = f"{name}/part{number}of{place}"
+            part = open_part(base, members, kind, name=purpose, timeout_s=config.timeout_s)
+            parts.append(ranks.adopt(part))
+            return GroupWire(part, part, [], device)
+
+        partitions = partitions_of(slots, grouping, control, wire_of)
+        if ddp is None:
+            broadcast(data, model, left_out=grouping.parted)
+            for part in parts:
+                broadcast(part, model, left_out=grouping.outside(part.members))
+        else:
+            refuse_other_values(slots, grouping, control)
+        others = [*parts, *(() if buffers is None else (buffers,))]
+        session = HookedSession(
+            model,
+            slots,
+            config,
+            GroupWire(data, control, others, device),
+            ranks.observers(),
+            setting=setting_of(config, kind),
+            divisor=data.size,
+            sync=syncs_always if weak_ddp is None else Syncing(model, weak_ddp),
+            find_unused=find_unused,
+            is_static=is_static,
+            partitions=partitions,
+        )
+    with ExitStack() as half_attached:
+        half_attached.callback(session.close)
+        if ddp is not None and weak_ddp is not None:
+            if buffers is not None:
+                session.on_close(BufferBroadcast(buffers, session.raise_first).take_over(ddp))
+            # Last of all: from here on, gradients are reduced by the session or not at all.
+            reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
+            session.on_close(take_over(weak_ddp, reduced))
+        half_attached.pop_all()
+    return session
