@@ -161,10 +161,44 @@ class Training:
         self.job.record("gradients", [parameter.grad for parameter in self.model.parameters()])
 
 
-def trained(job: Job, how: str, ways: int, kind: str) -> None:
-    """The usual loop."""
-    training = Training(job, how, ways)
+def trained(job: Job, how: str, ways: int, kind: str, **arguments: Any) -> None:
+    """The usual loop; ``arguments`` are DDP's."""
+    training = Training(job, how, ways, **arguments)
     optimizer = training.wrap(OPTIMIZERS[kind](training.model.parameters()))
+    for step in range(STEPS):
+        training.step(step, optimizer)
+    training.end(optimizer)
+
+
+def static_graph(job: Job, ways: int) -> None:
+    """DDP has been promised the same graph in each round."""
+    trained(job, "attribute", ways, "momentum", static_graph=True)
+
+
+def bucket_views(job: Job, ways: int) -> None:
+    """Gradients of DDP are views of its buckets."""
+    trained(job, "attribute", ways, "momentum", gradient_as_bucket_view=True)
+
+
+def kept_gradients(job: Job, ways: int) -> None:
+    """Gradients are zeros between rounds, and experts are left out now and then."""
+    training = Training(job, "attribute", ways)
+    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        for layer in training.model.expert_layers:
+            layer.used = [True, step % 3 != 2]
+        training.loss(step).backward()
+        training.reduce()
+        optimizer.step()
+    training.end(optimizer)
+
+
+def compiled(job: Job, ways: int) -> None:
+    """The DDP has been compiled."""
+    training = Training(job, "attribute", ways)
+    training.ddp = torch.compile(training.ddp, backend="eager")
+    optimizer = training.wrap(OPTIMIZERS["adamw"](training.model.parameters()))
     for step in range(STEPS):
         training.step(step, optimizer)
     training.end(optimizer)
@@ -389,6 +423,8 @@ def refused(case: str) -> str:
         fields[case] = True
     elif case in ("split", "hierarchy"):
         fields[case] = "on"
+    elif case in ("compression", "share"):
+        fields[case] = "fp16"
     elif case == "enabled":
         fields[case] = False
     root: Any = DistributedDataParallel(model) if ddp else model

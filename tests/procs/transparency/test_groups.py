@@ -67,6 +67,10 @@ def test_with_settings(four_ranks: Ranks, options: dict[str, Any]) -> None:
         scripts.in_a_closure,
         scripts.scaled,
         scripts.saved_and_loaded,
+        scripts.static_graph,
+        scripts.bucket_views,
+        scripts.kept_gradients,
+        scripts.compiled,
     ],
     ids=lambda script: script.__name__,
 )
@@ -104,6 +108,8 @@ REFUSED = {
     ),
     "split": ("PluginError", "split = 'on' is not there"),
     "hierarchy": ("PluginError", "hierarchy = 'on' is not there"),
+    "compression": ("PluginError", "compression = 'fp16' is not there"),
+    "share": ("PluginError", "share = 'fp16' is not there"),
     "enabled": ("PluginError", "nothing would reduce the gradients of parameters in groups"),
 }
 
