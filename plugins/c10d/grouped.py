@@ -52,7 +52,7 @@ def attach_grouped(
     """A session for ``model``, to which ``optimizer`` is to be added; collective.
 
     Args:
-        ddp: ``model``, or what torch.compile has made it of; None: a plain module.
+        ddp: ``model``, or the DDP that is compiled there; None: a plain module.
         entry: what the ranks go through together.
     """
     refuse_settings(config)

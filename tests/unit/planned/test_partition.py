@@ -178,6 +178,20 @@ def test_a_rank_that_is_alone_has_its_sum_at_once() -> None:
     assert gradient.tolist() == [1, 1]
 
 
+def test_who_lets_go_stays_for_a_map_that_others_wait_for() -> None:
+    ours = Listening()
+    stayed: list[Any] = []
+    vars(ours.wire)["wait_left"] = stayed.extend
+    ours.backward()
+    assert not stayed
+    # Here all are used, so that nobody waits for it.
+    ours.backward()
+    ours.source.let_go()
+    assert len(stayed) == 1
+    ours.source.let_go()
+    assert len(stayed) == 1
+
+
 def test_a_static_graph_has_as_many_gradients_in_each_round() -> None:
     ours = Listening(is_static=True)
     *others, gate = ours.source.entries[::-1]
