@@ -13,18 +13,15 @@ from bytesched.config import Config
 from bytesched.errors import PluginError, in_one_line
 from bytesched.log import show
 
-from ..c10d.carrying import broadcast, levels_of
 from ..c10d.ddp import why_kept, why_sparse
 from ..c10d.entry import Entry
-from ..c10d.joining import joining
+from ..c10d.hooked import join_hooked
 from ..c10d.planning import refuse_halves
 from ..engine import beginning
 from ..engine.beginning import add_optimizer, slots_of, stays_plain
-from ..engine.session import Session
-from ..layout.slots import Slot
+from ..planned.bundles import Slot
+from ..planned.hooked_session import HookedSession
 from ..registry import sessions
-from ..routes.group_backend import C10dBackend
-from ..routes.groups.opening import kind_of
 from ..update.delegation import stepping_optimizer
 from ..warmup.agree import statements
 from .parted import why_parted
@@ -39,7 +36,7 @@ log = logging.getLogger("bytesched")
 
 def begin(
     optimizer: torch.optim.Optimizer, root: StageModules, config: Config, groups: Any = None
-) -> Session | None:
+) -> HookedSession | None:
     """The session behind the wrapped optimizer; None if it stays as it was. Collective.
 
     Args:
@@ -52,7 +49,7 @@ def begin(
         raise PluginError("torch.distributed is not initialized: call init_process_group first")
     rank = dist.get_rank()
     show(config.log_level, rank)
-    known = [other for other in sessions(root) if isinstance(other, Session)]
+    known = [other for other in sessions(root) if isinstance(other, HookedSession)]
     if known:
         optimizer = stepping_optimizer(optimizer)
         add_optimizer(known[0], optimizer, type(optimizer), _why_whole(optimizer, root, config))
@@ -96,7 +93,7 @@ def begin(
             # Ranks that act in other orders would wait for each other for ever.
             ours.agree(root.schedule.statements(), config.timeout_s)
         why = _why_whole(optimizer, root, config)
-        session = _attach(optimizer, root, config, entry, base, is_named=named is not None)
+        session = _attach(optimizer, root, config, entry, is_named=named is not None)
         try:
             add_optimizer(session, optimizer, type(optimizer), why)
             # From here on they train together, so none of them may be left behind.
@@ -125,10 +122,9 @@ def _attach(
     root: StageModules,
     config: Config,
     entry: Entry,
-    base: dist.ProcessGroup,
     *,
     is_named: bool,
-) -> Session:
+) -> HookedSession:
     ddps = root.ddps()
     ignored = {
         id(parameter)
@@ -136,10 +132,8 @@ def _attach(
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
         if name in getattr(ddp, "parameters_to_ignore", ())
     }
-    refuse_halves(base, config)
+    refuse_halves(entry.base, config)
     slots = slots_of(root, optimizer, ignored=ignored, kind=Slot)
-    device = slots[0].parameter.device
-    kind = kind_of(base, device)
     find_unused = config.find_unused_parameters
     if find_unused is None and ddps:
         find_unused = any(ddp.find_unused_parameters for ddp in ddps)
@@ -151,31 +145,21 @@ def _attach(
         ],
         config.timeout_s,
     )
-    name = f"session{entry.number}"
-    with joining(base, name, config) as ranks:
-        data, control = ranks.open("data", kind), ranks.open("control")
-        observers = ranks.observers()
-        if is_named and not ddps:
-            broadcast(data, root)
-        levels = levels_of(base, ranks, data, device, name, config)
-    backend = C10dBackend(data, control, levels=levels, sizes="beside stages")
-    session = Session(
+    session = join_hooked(
         root,
         slots,
         config,
-        backend=backend,
+        entry,
         sync=None,
         find_unused=find_unused,
-        static_graph=False,
-        observers=observers,
+        is_broadcast=is_named and not ddps,
     )
     with ExitStack() as half_attached:
         half_attached.callback(session.close)
-        take = take_from_ddp(root) if ddps else None
-        reductions = StageReductions(root, slots, session, dist.get_rank(), config.timeout_s)
+        parameters = [slot.parameter for slot in slots]
+        reductions = StageReductions(root, parameters, session, dist.get_rank(), config.timeout_s)
         session.on_close(reductions.close)
-        if take is not None:
-            session.take_over(take, can_stop=False)
+        session.on_close(take_from_ddp(root))
         half_attached.pop_all()
     return session
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -16,8 +15,7 @@ from bytesched.errors import BytesschedError, PeerLost, PluginError
 
 from ..c10d.entry import Entry
 from ..c10d.shell import take_over
-from ..engine.session import Session
-from ..layout.slots import Slot
+from ..planned.hooked_session import HookedSession
 from .private import skip_self_sends
 from .root import StageModules
 from .schedules import Schedule
@@ -33,7 +31,7 @@ class StageReductions:
 
     Args:
         root: the stages.
-        slots: their parameters.
+        parameters: those of theirs that are reduced.
         rank: that of this process, for errors.
         timeout_s: how long the other ranks are waited for where all of them compare.
     """
@@ -41,8 +39,8 @@ class StageReductions:
     def __init__(
         self,
         root: StageModules,
-        slots: Sequence[Slot],
-        session: Session,
+        parameters: Sequence[nn.Parameter],
+        session: HookedSession,
         rank: int,
         timeout_s: float,
     ) -> None:
@@ -58,15 +56,14 @@ class StageReductions:
         self._compared = root.schedule.order
         #: the stages that this step of the schedule has not reduced yet; None outside of one
         self._awaited: set[int] | None = None
-        by_id = {id(slot.parameter): slot for slot in slots}
-        stages_of: Counter[Slot] = Counter()
+        #: the stages that have each parameter, by its id
+        self._stages_of: dict[int, set[int]] = {}
+        reduced = {id(parameter) for parameter in parameters}
         for stage in root.schedule.stages:
-            found = _StageSlots(weakref.ref(stage), stage.submod, by_id)
-            stages_of.update(found.slots)
+            found = _StageParameters(weakref.ref(stage), stage.submod, reduced)
+            for parameter in found.parameters:
+                self._stages_of.setdefault(id(parameter), set()).add(found.index)
             stage.perform_reduce_grad = partial(self._reduce, stage.perform_reduce_grad, found)
-        for slot, count in stages_of.items():
-            # One that several stages share is complete in the last of them.
-            slot.expected = count
         session.on_close(skip_self_sends(root.schedule.stages))
         root.use(self._step)
 
@@ -116,7 +113,7 @@ class StageReductions:
             rank=self._rank,
         )
 
-    def _reduce(self, complete: Callable[[int], None], stage: _StageSlots, scale: int) -> None:
+    def _reduce(self, complete: Callable[[int], None], stage: _StageParameters, scale: int) -> None:
         """The gradients of ``stage`` are its last once they are scaled."""
         complete(scale)
         if not stage.trains():
@@ -134,9 +131,15 @@ class StageReductions:
                 "the optimizer, and wrap it again"
             )
         self._awaited.discard(stage.index)
-        for slot in stage.slots:
-            if slot.parameter.grad is not None:
-                self._session.gradient(slot)
+        for parameter in stage.parameters:
+            # One that several stages share is complete in the last of them.
+            is_last = self._awaited.isdisjoint(self._stages_of[id(parameter)])
+            if (grad := parameter.grad) is None or not is_last:
+                continue
+            if grad._is_view():
+                # Of torch.autograd.grad: what it is a view of would count as seen by others.
+                parameter.grad = grad.detach()
+            self._session.gradient(parameter)
 
     def _check_reduced(self, awaited: set[int]) -> None:
         if awaited:
@@ -183,28 +186,28 @@ class StageReductions:
             )
 
 
-class _StageSlots:
+class _StageParameters:
     """What of a stage is reduced.
 
     Args:
         module: what the stage runs, or a DDP around it.
-        by_id: the slots of all parameters that are reduced.
+        reduced: the ids of all parameters that are.
     """
 
     def __init__(
-        self, weak_stage: weakref.ref[Any], module: nn.Module, by_id: dict[int, Slot]
+        self, weak_stage: weakref.ref[Any], module: nn.Module, reduced: Collection[int]
     ) -> None:
         self._weak_stage = weak_stage
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self._module = weakref.ref(inner)
         ignored = set(getattr(module, "parameters_to_ignore", ()))
         self.index: int = weak_stage().stage_index  # type: ignore[union-attr]
-        self.slots: list[Slot] = []
+        self.parameters: list[nn.Parameter] = []
         #: what got no gradient when the stage was wrapped
         self._frozen: list[nn.Parameter] = []
         for name, parameter in inner.named_parameters():
-            if id(parameter) in by_id:
-                self.slots.append(by_id[id(parameter)])
+            if id(parameter) in reduced:
+                self.parameters.append(parameter)
             elif name not in ignored and parameter.numel():
                 self._frozen.append(parameter)
 
@@ -223,46 +226,36 @@ class _StageSlots:
         return ""
 
 
-def take_from_ddp(root: StageModules) -> Callable[[], Callable[[], None]]:
-    """What makes stages run without the DDP they are in; what that returns undoes it.
+def take_from_ddp(root: StageModules) -> Callable[[], None]:
+    """Stages run without the DDP they are in from now on; returns what undoes that.
 
     DDP reduces in hooks of parameters. None of them is called where a schedule computes weight
     gradients apart, so that replicas would drift apart without an error.
     """
-    in_ddp = [
-        (weakref.ref(stage), weakref.ref(stage.submod))
+    undo = [
+        _take(stage, stage.submod)
         for stage in root.schedule.stages
         if isinstance(stage.submod, DistributedDataParallel)
     ]
 
-    def take() -> Callable[[], None]:
-        undo = [_take(weak_stage, weak_ddp) for weak_stage, weak_ddp in in_ddp]
+    def give_back() -> None:
+        for step in undo:
+            step()
 
-        def give_back() -> None:
-            for step in undo:
-                step()
-
-        return give_back
-
-    return take
+    return give_back
 
 
-def _take(
-    weak_stage: weakref.ref[Any], weak_ddp: weakref.ref[DistributedDataParallel]
-) -> Callable[[], None]:
-    stage, ddp = weak_stage(), weak_ddp()
-    assert stage is not None
-    assert ddp is not None
+def _take(stage: Any, ddp: DistributedDataParallel) -> Callable[[], None]:
+    weak_stage = weakref.ref(stage)
     reduced = frozenset(id(p) for p in ddp.parameters() if p.requires_grad)
-    give_back = take_over(weak_ddp, reduced)
+    give_back = take_over(weakref.ref(ddp), reduced)
     stage.submod = ddp.module
-    # The stage has kept it alive.
-    kept = ddp
 
     def undo() -> None:
         stage = weak_stage()
         if stage is not None:
             give_back()
-            stage.submod = kept
+            # The stage has kept it alive.
+            stage.submod = ddp
 
     return undo

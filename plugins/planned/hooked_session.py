@@ -162,6 +162,8 @@ class HookedSession(PlannedSession):
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` is to be reduced; called outside of backward."""
+        if self._is_off:
+            return
         if self.source.phase is not Phase.OPEN:
             self._rounds.land_all("backward")
         self.source.gradient(parameter)

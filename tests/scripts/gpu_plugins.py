@@ -49,7 +49,6 @@ def pipeline_over_nccl(kind: str, script: str) -> list[int]:
             staged(wrapped.schedule),
             config,
             Entry(group),
-            group,
             is_named=True,
         )
         with contextlib.closing(session):

@@ -8,6 +8,7 @@ import runpy
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pipeline_models import (
     grid,
     replicas_alone,
 )
+from scripts_rounds import holding
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 
@@ -93,18 +95,26 @@ def trains_as_plain(
     optimizer: str = "momentum",
     fields: dict[str, Any] | None = None,
     device: torch.device = CPU,
+    *,
+    hold: bool = False,
 ) -> list[int]:
-    """Numbers of the records in which a wrapped training differs from a plain one."""
+    """Numbers of the records in which a wrapped training differs from a plain one.
+
+    Args:
+        hold: no sum begins before somebody waits for it, so that all of them cross the barrier.
+    """
     pairs = grid() if len(set(KINDS[kind].ranks)) > 1 else replicas_alone()
     plain = Pipeline(kind, pairs, optimizer, script=script, device=device)
     expected = list(records(plain, plain=True, script=script))
     wrapped = Pipeline(kind, pairs, optimizer, script=script, in_ddp=way == "ddp", device=device)
     groups = {"groups": wrapped.replicas} if way == "named" else {}
     model = wrapped.modules if way == "modules" else wrapped.schedule
-    bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})
+    with holding() if hold else nullcontext():
+        bytesched.wrap(wrapped.optimizer, model, **groups, **{**SMALL, **(fields or {})})
     found = list(records(wrapped, plain=False, script=script))
     stats = bytesched.stats(wrapped.optimizer)
     assert stats["mode"] == "cross", stats
+    assert not hold or stats["barrier_crossed_pct"] == 100, stats
     bytesched.unwrap(wrapped.optimizer)
     dist.barrier()
     assert len(expected) == len(found)
@@ -113,6 +123,11 @@ def trains_as_plain(
         for n, (one, other) in enumerate(zip(expected, found, strict=True))
         if not same(one, other)
     ]
+
+
+def crosses_the_barrier(kind: str) -> list[int]:
+    """The same, where every sum is on its way when ``step()`` is called."""
+    return trains_as_plain(kind, hold=True)
 
 
 def ddp_alone(kind: str) -> float:

@@ -89,7 +89,7 @@ def holding() -> Iterator[None]:
         make(wire, *args)
         queue: list[HeldWork] = []
         starts = wire.start, wire.start_largest
-        wire.start = lambda tensor: HeldWork(partial(starts[0], tensor), queue)
+        wire.start = lambda tensor, key="": HeldWork(partial(starts[0], tensor, key), queue)
         wire.start_largest = lambda tensor: HeldWork(partial(starts[1], tensor), queue)
 
     with mock.patch.object(GroupWire, "__init__", made):

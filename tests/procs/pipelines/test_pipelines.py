@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pipeline_cases import (
+    crosses_the_barrier,
     ddp_alone,
     ends_with_its_schedule,
     evaluated_by_another_schedule,
@@ -40,6 +41,11 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_schedule_trains_as_reduced_at_the_end(kind: str, four_ranks: Ranks) -> None:
     assert four_ranks.run(trains_as_plain, kind) == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zbv", "csv split"])
+def test_all_gradients_may_cross_the_barrier(kind: str, four_ranks: Ranks) -> None:
+    assert four_ranks.run(crosses_the_barrier, kind) == [[]] * 4
 
 
 @pytest.mark.parametrize(
