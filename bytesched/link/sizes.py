@@ -36,6 +36,8 @@ _SMALLEST_BYTES = 128 * KIB
 _LARGEST_BYTES = 32 * MIB
 #: so much less than the best throughput is still called full
 _FULL = 0.93
+#: the partition over the smallest one that fills the link
+_MARGIN = 1.5
 #: Up to this part of a model, what fills the link is taken: a window of such partitions in front of
 #: the first layer delays it little. Beyond, the delay is weighed against what a fuller link gains.
 _PARTS = 32
@@ -62,8 +64,6 @@ class Rule:
     overhead_s: float | None = None
     #: whether the link is busy while the next chunk is prepared
     hides_overhead: bool = True
-    #: the partition over the smallest one that fills the link, where that is measured
-    margin: float = 1.5
     #: k, where nothing else decides it
     window: int = PROBE_WINDOW
     smallest_bytes: int
@@ -107,16 +107,6 @@ RULES: Final = MappingProxyType(
             "CPU time of a chunk; it counts by 3.5 times the part of a core that training takes, "
             "and at most once. Where the model always computes, k is 4: threads wake up late.",
             smallest_bytes=2 * _SMALLEST_BYTES,
-            largest_bytes=_LARGEST_BYTES,
-        ),
-        "beside stages": Rule(
-            formula="max(min(the smallest that fills the link, max(S/32, the one of least "
-            "(S + (k + 1)δ)/B(δ))), sqrt(θBS/(k + 1)))",
-            why="As an all-reduce; but what crosses between the stages of a pipeline waits behind "
-            "the chunks in flight, and other ranks wait for it, so they are not larger than they "
-            "must be.",
-            margin=1.0,
-            smallest_bytes=_SMALLEST_BYTES,
             largest_bytes=_LARGEST_BYTES,
         ),
         "negotiated": Rule(
@@ -224,7 +214,7 @@ def chosen_sizes(
         if rule.hides_overhead:
             fills = min(p.nbytes for p in probes if p.bytes_per_s >= _FULL * fastest)
             enough = max(model_bytes / _PARTS, _quickest_bytes(probes, model_bytes))
-            best_bytes = max(best_bytes, min(rule.margin * fills, enough))
+            best_bytes = max(best_bytes, min(_MARGIN * fills, enough))
     is_busy = _BUSY * cpu_load > _ALWAYS
     window = _BUSY_WINDOW if rule.hides_overhead and is_busy else rule.window
     return rule.sizes(partition_bytes, credit_bytes, best_bytes=best_bytes, window=window)

@@ -136,19 +136,6 @@ class Rounds:
             self._queue_callback()
         self._gradient(slot)
 
-    def gradient(self, slot: Slot) -> None:
-        """``slot`` has its gradient, and no backward pass runs: `backward_over` ends the round."""
-        self._gradient(slot)
-
-    def backward_over(self) -> None:
-        """No backward pass of this round is left.
-
-        Raises UnusedParameterError if a parameter has no gradient that must have one.
-        """
-        if self._round.is_open:
-            self._after_backward()
-            self._complain_if_incomplete()
-
     def _queue_callback(self) -> None:
         self._callback_queued = True
         Variable._execution_engine.queue_callback(self._after_backward)

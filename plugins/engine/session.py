@@ -53,7 +53,7 @@ class Session(HookedModel):
         config: the settings; partition and credit are still 0 if they are to be chosen.
         backend: the ranks, and what they reduce with.
         sync: whether the backward pass of the forward pass that begins now is to be reduced;
-            None if ``backward_gradient``, or ``gradient``, is called for every gradient that is.
+            None if ``backward_gradient`` is called for every gradient that is.
         find_unused: True if parameters may get no gradient; None if the warm-up is to show it.
         static_graph: a parameter may be used several times, the same in each round.
     """
@@ -221,22 +221,6 @@ class Session(HookedModel):
     def backward_gradient(self, slot: Slot) -> None:
         """The gradient of ``slot`` is to be reduced; called in backward."""
         self._rounds.backward_gradient(slot)
-
-    def gradient(self, slot: Slot) -> None:
-        """The gradient of ``slot`` is to be reduced; called outside of backward."""
-        self._rounds.gradient(slot)
-
-    def backward_over(self) -> None:
-        """No backward pass of this round is left, where `gradient` is called.
-
-        Raises `UnusedParameterError` if a parameter has no gradient that must have one.
-        """
-        self._rounds.backward_over()
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether some gradients of a round are complete and others not."""
-        return self._rounds.incomplete and self.error is None
 
     def complete_round(self) -> None:
         """Every parameter that got no gradient takes part with what it has, or with zeros."""

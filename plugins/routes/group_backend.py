@@ -37,11 +37,11 @@ class C10dBackend:
         control: the group on which ranks agree on an order.
         buffers: the group that buffers travel on, if there are any.
         levels: what sums gradients in place of ``data``, if something does.
-        sizes: the rule of partitions and credit, of `link.sizes.RULES`.
     """
 
     knobs = frozenset({"partition_bytes", "credit_bytes", "policy"})
     plans = True
+    sizes = "all-reduce"
 
     def __init__(
         self,
@@ -49,9 +49,7 @@ class C10dBackend:
         control: Group,
         buffers: Group | None = None,
         levels: TwoLevelSums | None = None,
-        sizes: str = "all-reduce",
     ) -> None:
-        self.sizes = sizes
         self.rank = data.rank
         self.size = self.divisor = data.size
         self.timeout_s = data.timeout_s

@@ -127,13 +127,6 @@ def test_a_link_that_is_silent_between_chunks_follows_the_bound(cpu_load: float)
     assert credit_bytes == 2 * partition_bytes
 
 
-def test_what_crosses_between_stages_does_not_wait_for_more_than_fills_the_link() -> None:
-    probes = probe_sizes(lambda nbytes: Probe(nbytes, 12e6))
-    sizes = chosen_sizes(probes, model_bytes=MIB, cpu_load=0.0, rule=RULES["beside stages"])
-    assert sizes == (128 * 1024, 256 * 1024)
-    assert sizes < chosen_sizes(probes, model_bytes=MIB, cpu_load=0.0)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_what_is_given_and_its_limits(name: str) -> None:
     rule = RULES[name]
