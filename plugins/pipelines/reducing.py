@@ -86,6 +86,10 @@ class StageReductions:
             output = own(*args, **kwargs)
             self._check_reduced(self._awaited)
         except BaseException as error:
+            first = self._session.error
+            if first is not None and first is not error and isinstance(error, Exception):
+                # Whatever torch has made of it where a stage has waited.
+                raise first.with_traceback(None) from first.__cause__
             named = self._named(error, root)
             if self._session.is_interrupted:
                 # Replicas wait for the rest of what was sent in part.
